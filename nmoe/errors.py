@@ -1,0 +1,13 @@
+"""Errors that end a command with one clear message: what was wrong, where, and what to do about it."""
+
+
+class UserError(Exception):
+    """Bad input. A command that meets it prints the message without a traceback and exits with code 2."""
+
+    exit_code = 2
+
+
+class StorageError(UserError):
+    """The disk is full or can not be written: nothing is wrong with the input, so the exit code is 1."""
+
+    exit_code = 1
