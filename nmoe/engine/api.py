@@ -1,0 +1,90 @@
+"""The engine protocol: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` cut nothing off.
+
+    Draws are keyed by (seed, sample index, position), never by what else is in the batch.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, sampled `n` times.
+
+    Example: `Request((200006, 1428), n=8, sampling=Sampling(64, stop_ids=(200002,)), request_id="12/0")`.
+    """
+
+    prompt_ids: tuple[int, ...]
+    n: int
+    sampling: Sampling
+    request_id: str
+
+
+@dataclass
+class Sample:
+    """One completion. `logprobs` are those of the distribution actually sampled from, after temperature, top-k and top-p
+    (so 0.0 under greedy); the stop token, where one was sampled, is part of it.
+
+    `versions` is the weight version each token was sampled with. `kept_ids`, where top-k or top-p cut the support,
+    holds each token's kept set. `routes` holds every router pick as int16 `[prompt + completion - 1, layers, K]`, for
+    engines that record them.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    kept_ids: list[list[int]] | None = None
+    routes: Any | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One more token of a streamed completion; the last one carries the finish reason."""
+
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine started, and what it holds now."""
+
+    generated_tokens: int
+    prefilled_tokens: int
+    decode_steps: int
+    running: int
+    waiting: int
+    busy_s: float
+
+
+class Engine(Protocol):
+    """What a rollout talks to. `generate` returns the n samples in order of their index."""
+
+    async def generate(self, request: Request) -> list[Sample]: ...
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    async def update_weights(self, source: Any, version: int) -> None: ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,182 @@
+"""The learner: holds the weights and the optimizer, and offers the four primitives' training half.
+
+It knows no algorithm. A recipe hands it a batch, whose weights fix mask, reduction and denominator, and an objective.
+"""
+
+# Shapes: T predicting positions, N scored positions, V vocabulary, Y layers, E experts, K chosen experts.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nmoe.learner.batch import Batch, micro_batches
+from nmoe.learner.future import Done, Future
+from nmoe.learner.objectives import Objective, Outputs, Scored
+from nmoe.learner.optimizer import Optimizer, OptimizerSettings
+from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
+from nmoe.model.checkpoint import load_weights, save_model
+from nmoe.model.logprobs import restrict_to_kept, token_logprobs
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
+from nmoe.model.transformer import Transformer
+
+
+class WeightReceiver(Protocol):
+    """What `publish` hands weights to: any engine."""
+
+    async def update_weights(self, source: Transformer, version: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one `forward_backward` gives.
+
+    `tokens` holds one value per scored token in the batch's own order: `logprobs`, `entropy` and whatever the
+    objective reports. `routing` is None in a dense model.
+    """
+
+    loss: float
+    auxiliary_loss: float
+    tokens: dict[str, Tensor]
+    routing: RoutingStatistics | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one `optim_step` gives. `grad_norm` is measured before clipping."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+class Learner:
+    """Trains one model in one process.
+
+    `tokens_per_microbatch` bounds the memory of a pass; it never changes a gradient. `temperature` is the one that
+    sampling uses: log-probabilities are those of the distribution that was sampled from.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: OptimizerSettings,
+        total_steps: int,
+        tokens_per_microbatch: int,
+        temperature: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.optimizer = Optimizer(model, optimizer, total_steps)
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.temperature = temperature
+        self.version = 0
+        self._load_YE = self._no_load()
+
+    def _no_load(self) -> Tensor:
+        return torch.zeros(len(self.model.moe_layers()), self.model.config.experts, dtype=torch.int64)
+
+    def _micro(self, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
+        device = self.model.embedding.weight.device
+        for sequences in micro_batches(batch.lengths, self.tokens_per_microbatch):
+            micro, rows_T = batch.select(sequences)
+            yield micro.to(device), rows_T
+
+    def _run(self, micro: Batch, trace: RouterTrace) -> Outputs:
+        device = micro.inputs_T.device
+        x_TD = self.model(micro.inputs_T, micro.positions().to(device), PackedAttention(micro.lengths, device), trace)
+        logits_NV = self.model.logits(x_TD[micro.scored_T])
+        if micro.kept_TM is not None:
+            logits_NV = restrict_to_kept(logits_NV, micro.kept_TM[micro.scored_T])
+        return Outputs(*token_logprobs(logits_NV, micro.targets_T[micro.scored_T], self.temperature))
+
+    def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
+        """Adds this batch's gradient to what has gathered since the last `optim_step`."""
+        config = self.model.config
+        balancing = config.experts > 0 and config.router_aux_loss_coef > 0
+        share_YE = self._load_shares(batch) if balancing else None
+        loss = auxiliary = 0.0
+        columns: dict[str, list[Tensor]] = {}
+        places: list[Tensor] = []
+        routing = RoutingStatistics.empty(config.layers, config.experts) if config.experts else None
+        for micro, rows_T in self._micro(batch):
+            trace = RouterTrace(replay=micro.routes_TYK)
+            outputs = self._run(micro, trace)
+            objective_sum, statistics = objective(outputs, _scored(micro))
+            total = objective_sum
+            if share_YE is not None:
+                extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
+                auxiliary += float(extra.detach())
+                total = total + extra
+            total.backward()
+            loss += float(objective_sum.detach())
+            statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
+            for name, values_N in statistics.items():
+                columns.setdefault(name, []).append(values_N.cpu())
+            places.append(rows_T[micro.scored_T.cpu()])
+            if routing is not None:
+                self._load_YE += routing.add(trace)
+        order_N = torch.cat(places).argsort()
+        tokens = {name: torch.cat(parts)[order_N] for name, parts in columns.items()}
+        return Done(PassResult(loss, auxiliary, tokens, routing))
+
+    @torch.no_grad()
+    def _load_shares(self, batch: Batch) -> Tensor:
+        """Share of the batch's router picks per layer and expert. The auxiliary loss needs the whole batch's shares before
+        the first backward; otherwise its gradient would depend on how the batch was split."""
+        load_YE = self._no_load()
+        for micro, _ in self._micro(batch):
+            trace = RouterTrace(replay=micro.routes_TYK)
+            device = micro.inputs_T.device
+            self.model(micro.inputs_T, micro.positions().to(device), PackedAttention(micro.lengths, device), trace)
+            load_YE += count_load(trace, self.model.config.experts)
+        return load_YE / load_YE.sum(-1, keepdim=True)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Future[Tensor]:
+        """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
+        parts, places = [], []
+        for micro, rows_T in self._micro(batch):
+            parts.append(self._run(micro, RouterTrace(replay=micro.routes_TYK)).logprobs_N.cpu())
+            places.append(rows_T[micro.scored_T.cpu()])
+        return Done(torch.cat(parts)[torch.cat(places).argsort()])
+
+    def optim_step(self) -> Future[StepResult]:
+        """Clips, steps, moves the router biases, advances the schedule and clears the gradient."""
+        grad_norm, learning_rate = self.optimizer.step()
+        move_router_bias(self.model, self._load_YE)
+        self._load_YE.zero_()
+        return Done(StepResult(grad_norm, learning_rate))
+
+    def publish(self, engine: WeightReceiver) -> Future[int]:
+        """Hands the weights to an engine under the next version number, which is returned."""
+        self.version += 1
+        asyncio.run(engine.update_weights(self.model, self.version))
+        return Done(self.version)
+
+    def save(self, directory: Path) -> None:
+        """Writes model and optimizer into `directory`, which exists."""
+        save_model(self.model, directory)
+        self.optimizer.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Takes model and optimizer from what `save` wrote."""
+        load_weights(self.model, directory)
+        self.optimizer.load(directory)
+
+
+def _scored(micro: Batch) -> Scored:
+    def column(values_T: Tensor | None) -> Tensor | None:
+        return None if values_T is None else values_T[micro.scored_T]
+
+    return Scored(
+        weights_N=micro.weights_T[micro.scored_T],
+        advantages_N=column(micro.advantages_T),
+        behaviour_logprobs_N=column(micro.behaviour_logprobs_T),
+        reference_logprobs_N=column(micro.reference_logprobs_T),
+    )

@@ -1,0 +1,101 @@
+"""What the routers did over a batch, and the two ways of keeping experts evenly loaded."""
+
+# Shapes: T tokens, Y layers, E experts, K chosen experts.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nmoe.model.moe import RouterTrace
+from nmoe.model.transformer import Transformer
+
+
+def count_load(trace: RouterTrace, experts: int) -> Tensor:
+    """Router picks per layer and expert, `[Y, E]` int64, of the routes that were in fact run."""
+    if trace.replay is not None:
+        picks = [trace.replay[:, layer].long() for layer in range(len(trace.chosen_TK))]
+    else:
+        picks = trace.chosen_TK
+    return torch.stack([torch.bincount(chosen.reshape(-1), minlength=experts) for chosen in picks]).cpu()
+
+
+def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coefficient: float) -> Tensor:
+    """`coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq. 4-6), this micro-batch's part of it.
+
+    f is the whole batch's share of picks, P the mean normalised score; dividing by the whole batch's tokens makes the parts
+    of any split add up to the same loss.
+    """
+    layers, experts = share_YE.shape
+    total = torch.zeros((), device=trace.scores_TE[0].device)
+    for layer, scores_TE in enumerate(trace.scores_TE):
+        mean_E = (scores_TE / scores_TE.sum(-1, keepdim=True)).sum(0) / batch_tokens
+        total = total + (share_YE[layer].to(mean_E) * mean_E).sum()
+    return coefficient * experts / layers * total
+
+
+@torch.no_grad()
+def move_router_bias(model: Transformer, load_YE: Tensor) -> None:
+    """Raises the choice bias of experts below the mean load and lowers it above, by a fixed step (arXiv:2408.15664)."""
+    rate = model.config.router_bias_rate
+    if rate > 0:
+        for moe, load_E in zip(model.moe_layers(), load_YE.double(), strict=True):
+            moe.router.bias += rate * torch.sign(load_E.mean() - load_E).to(moe.router.bias)
+
+
+@dataclass
+class RoutingStatistics:
+    """Sums over the tokens of a batch; the properties turn them into figures per layer."""
+
+    load_YE: Tensor
+    entropy_sum_Y: Tensor
+    tokens: int = 0
+    flips: int = 0
+    largest_flip_gap: float = 0.0
+
+    @classmethod
+    def empty(cls, layers: int, experts: int) -> RoutingStatistics:
+        return cls(torch.zeros(layers, experts, dtype=torch.int64), torch.zeros(layers, dtype=torch.float64))
+
+    @torch.no_grad()
+    def add(self, trace: RouterTrace) -> Tensor:
+        """Adds one micro-batch and returns its load, `[Y, E]`."""
+        load_YE = count_load(trace, self.load_YE.shape[1])
+        self.load_YE += load_YE
+        self.tokens += int(trace.chosen_TK[0].shape[0])
+        for layer, scores_TE in enumerate(trace.scores_TE):
+            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            self.entropy_sum_Y[layer] += torch.special.entr(shares_TE).sum().double().cpu()
+        if trace.replay is not None:
+            self._compare(trace, trace.replay)
+        return load_YE
+
+    def _compare(self, trace: RouterTrace, replay_TYK: Tensor) -> None:
+        """Counts picks that differ from the recorded ones. Where one flips, the gap is how far the recorded expert's score
+        lies below the one picked here: rounding makes it tiny, a real disagreement does not."""
+        own_TYK = torch.stack(trace.chosen_TK, 1)
+        same_TYK = (own_TYK.unsqueeze(-1) == replay_TYK.long().unsqueeze(-2)).any(-1)
+        if bool(same_TYK.all()):
+            return
+        for layer, scores_TE in enumerate(trace.scores_TE):
+            for token in (~same_TYK[:, layer]).any(-1).nonzero().flatten().tolist():
+                own, recorded = set(own_TYK[token, layer].tolist()), set(replay_TYK[token, layer].tolist())
+                self.flips += len(own - recorded)
+                scores_E = scores_TE[token] + trace.biases_E[layer]
+                gap = max(scores_E[list(own - recorded)]) - min(scores_E[list(recorded - own)])
+                self.largest_flip_gap = max(self.largest_flip_gap, float(gap))
+
+    def load_max_violation(self) -> list[float]:
+        """Per layer, the busiest expert's load over the mean, less one: 0 is perfect balance (arXiv:2408.15664, eq. 4)."""
+        mean_Y = self.load_YE.double().mean(-1).clamp(min=1)
+        return (self.load_YE.double().amax(-1) / mean_Y - 1).tolist()
+
+    def dead_experts(self) -> list[int]:
+        """Per layer, how many experts no token of the batch went to."""
+        return (self.load_YE == 0).sum(-1).tolist()
+
+    def router_entropy(self) -> list[float]:
+        """Per layer, the mean entropy in nats of a token's normalised scores."""
+        return (self.entropy_sum_Y / max(1, self.tokens)).tolist()

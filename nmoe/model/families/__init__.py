@@ -1,0 +1,1 @@
+"""One file per checkpoint family: its configuration and weight names, mapped to nmoe's."""

@@ -1,0 +1,124 @@
+"""Mixture of experts: an fp32 router that picks K of E experts per token, and the experts as grouped matrix products."""
+
+# Shapes: T tokens, D width, E experts, K chosen experts, F expert width, R = T * K routed rows.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmoe.model.config import ModelConfig
+
+
+@dataclass
+class RouterTrace:
+    """What the routers of one forward pass did, layer by layer.
+
+    With `replay` given (`[T, layers, K]`), each layer uses those picks in place of its own, so that a learner recomputes
+    exactly what the engine ran even where two scores tie to within rounding; its own picks are still recorded for comparison.
+    """
+
+    replay: Tensor | None = None
+    chosen_TK: list[Tensor] = field(default_factory=list)  # own picks, per layer
+    scores_TE: list[Tensor] = field(default_factory=list)  # scores that carry gradient, per layer
+    biases_E: list[Tensor] = field(default_factory=list)  # what was added to them for the choice, per layer
+
+    def routes(self) -> Tensor:
+        """All layers' own picks, `[T, layers, K]` in int16."""
+        return torch.stack(self.chosen_TK, 1).to(torch.int16)
+
+
+class Router(nn.Module):
+    """Scores in fp32; the balancing bias moves the choice, never the weights (arXiv:2408.15664, eq. 3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden_size))
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.bias: Tensor
+        self.experts_per_token = config.experts_per_token
+        self.sigmoid = config.router_scores == "sigmoid"
+        self.renormalize = config.renormalize
+
+    def forward(self, x_TD: Tensor, trace: RouterTrace) -> tuple[Tensor, Tensor]:
+        """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
+        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        scores_TE = logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
+        layer = len(trace.chosen_TK)
+        own_TK = (scores_TE.detach() + self.bias).topk(self.experts_per_token, dim=-1).indices
+        trace.chosen_TK.append(own_TK)
+        trace.scores_TE.append(scores_TE)
+        trace.biases_E.append(self.bias)
+        chosen_TK = own_TK if trace.replay is None else trace.replay[:, layer].long()
+        weights_TK = scores_TE.gather(-1, chosen_TK)
+        if self.renormalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK, chosen_TK
+
+
+def swiglu(gate_up_NF: Tensor) -> Tensor:
+    """silu(gate) * up, the two halves of the last axis (Shazeer 2020, arXiv:2002.05202)."""
+    gate, up = gate_up_NF.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def experts_by_loop(x_RD: Tensor, counts_E: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+    """The experts one after another, each over its own rows. Rows are sorted by expert; `counts_E` says how many each has."""
+    parts = x_RD.split(counts_E.tolist())
+    return torch.cat([swiglu(part @ gate_up_EDF[e]) @ down_EFD[e] for e, part in enumerate(parts)])
+
+
+def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+    """The same as one grouped matrix product per projection."""
+    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    hidden_RF = swiglu(F.grouped_mm(x_RD, gate_up_EDF, offs=offsets_E))
+    return F.grouped_mm(hidden_RF, down_EFD, offs=offsets_E)
+
+
+def grouped_mm_fits(x_RD: Tensor, expert_width: int) -> bool:
+    """`grouped_mm` asks that row strides be multiples of 16 bytes, and has no fp16 on CPU worth having."""
+    row = 16 // x_RD.element_size()
+    return x_RD.dtype in (torch.float32, torch.bfloat16) and x_RD.shape[-1] % row == 0 and expert_width % row == 0
+
+
+class MoE(nn.Module):
+    """Routed SwiGLU experts plus optional shared experts that every token passes through (arXiv:2401.06066)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.gate_up = nn.Parameter(torch.empty(config.experts, config.hidden_size, 2 * config.expert_width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.expert_width, config.hidden_size))
+        self.shared = (
+            SwiGLU(config.hidden_size, config.shared_experts * config.expert_width) if config.shared_experts else None
+        )
+
+    def forward(self, x_TD: Tensor, trace: RouterTrace) -> Tensor:
+        weights_TK, chosen_TK = self.router(x_TD, trace)
+        tokens, k = chosen_TK.shape
+        expert_R = chosen_TK.reshape(-1)
+        order_R = expert_R.argsort(stable=True)
+        counts_E = torch.bincount(expert_R, minlength=self.gate_up.shape[0])
+        rows_RD = x_TD.index_select(0, order_R // k)
+        experts = experts_by_grouped_mm if grouped_mm_fits(x_TD, self.down.shape[1]) else experts_by_loop
+        out_RD = experts(rows_RD, counts_E, self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype))
+        # Back to token order, then each token adds its own K rows: no token's sum depends on another's place.
+        back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
+        out_TKD = out_RD.index_select(0, back_R).view(tokens, k, -1)
+        out_TD = torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1)
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+
+
+class SwiGLU(nn.Module):
+    """A dense SwiGLU block; gate and up are one matrix, in that order."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(width, 2 * intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x_TD, self.gate_up_proj.weight)), self.down_proj.weight)

@@ -1,0 +1,98 @@
+"""The decoder: token ids in, hidden states out, with attention and routing traces supplied by the caller.
+
+Deliberately absent: padding, masks, caches, losses. Tokens come packed as `[T]`; who attends to whom is the `Attend`
+that is handed in; the head is a separate call so that only the rows that matter pay for the vocabulary.
+"""
+
+# Shapes: T tokens, N rows asked for, D width, V vocabulary.
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmoe.model.attention import Attend, Attention
+from nmoe.model.config import ModelConfig
+from nmoe.model.moe import MoE, RouterTrace, SwiGLU
+from nmoe.model.norm import RMSNorm
+from nmoe.model.rope import rope_table
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn = MoE(config) if config.experts else SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_T1c, sin_T1c, attend)
+        y_TD = self.ffn_norm(x_TD)
+        return x_TD + (self.ffn(y_TD, trace) if isinstance(self.ffn, MoE) else self.ffn(y_TD))
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer over packed tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_tables()
+
+    def reset_tables(self) -> None:
+        """Computes the rotary tables, which are no part of a checkpoint, on the weights' device."""
+        config = self.config
+        cos, sin = rope_table(config.context_tokens, config.head_dim, config.rope_theta)
+        device = self.embedding.weight.device
+        self.register_buffer("rope_cos", cos.to(device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(device), persistent=False)
+        self.rope_cos: Tensor
+        self.rope_sin: Tensor
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
+        """Final hidden states `[T, D]`, normalised. `positions_T` counts from 0 within each sequence."""
+        cos_T1c = self.rope_cos.index_select(0, positions_T).unsqueeze(1)
+        sin_T1c = self.rope_sin.index_select(0, positions_T).unsqueeze(1)
+        x_TD = F.embedding(token_ids_T, self.embedding.weight)
+        for block in self.blocks:
+            x_TD = block(x_TD, cos_T1c, sin_T1c, attend, trace)
+        out_TD: Tensor = self.norm(x_TD)
+        return out_TD
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """Logits `[N, V]` in fp32 for the rows that are wanted."""
+        weight_VD = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(x_ND, weight_VD).float()
+
+    def moe_layers(self) -> list[MoE]:
+        return [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> Transformer:
+        """Normal weights of standard deviation `fan_in ** -0.5`, embeddings 0.02, and what writes to the residual stream
+        scaled down by `sqrt(2 * layers)` (GPT-2). The same seed gives the same weights whatever ran before."""
+        generator = torch.Generator().manual_seed(seed)
+        residual = 1 / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                continue  # norms start at one
+            fan_in = (
+                parameter.shape[1]
+                if parameter.dim() == 2 or name.endswith(("gate_up", "down"))
+                else parameter.shape[-1]
+            )
+            std = 0.02 if name == "embedding.weight" else fan_in**-0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight", "ffn.down")):
+                std *= residual
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        return self
