@@ -1,0 +1,1 @@
+"""Evaluation: what a policy reaches on held-out problems, and how sure that is."""

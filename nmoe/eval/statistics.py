@@ -1,0 +1,88 @@
+"""How sure an evaluation is: intervals for rates, means over problems and differences, and unbiased pass@k."""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval: `Interval(low=0.349, high=0.484)`."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its standard error and 95% interval: `Estimate(0.5, 0.1, Interval(0.28, 0.72))`."""
+
+    mean: float
+    standard_error: float
+    interval: Interval
+
+
+def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval for a rate (Wilson 1927), which stays inside [0, 1] and is not empty at 0 or 1.
+
+    For one answer per problem; for several use `clustered_mean`. Raises ValueError unless 0 <= successes <= total and
+    total > 0.
+    """
+    if not 0 <= successes <= total or total == 0:
+        raise ValueError(f"{successes} successes of {total} is no rate")
+    interval = stats.binomtest(successes, total).proportion_ci(confidence_level=confidence, method="wilson")
+    return Interval(float(interval.low), float(interval.high))
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate of the chance that one of k samples is correct, given c correct among n.
+
+    1 - C(n-c, k) / C(n, k), as a product, so that no binomial overflows (Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code", equation 1 and figure 3). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs 0 <= c <= n and 1 <= k <= n, got n = {n}, c = {c}")
+    if n - c < k:  # any k samples hold a correct one
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def clustered_mean(values: Sequence[float], cluster_ids: Sequence[Hashable]) -> Estimate:
+    """Mean of `values` with a standard error that counts problems, not samples.
+
+    Samples of one problem (one cluster) succeed and fail together, so they are fewer observations than they look.
+    SE^2 = G/(G-1) * sum over clusters of (sum of their deviations from the mean)^2 / n^2, for G clusters and n values
+    (Miller 2024, "Adding Error Bars to Evals", section 2.2, with the usual correction for few clusters); the 95%
+    interval is Student's with G-1 degrees of freedom. With one value per cluster it is the ordinary t interval.
+
+    Raises ValueError for fewer than two clusters, whose spread nobody can know, or lengths that differ. When all
+    values are equal the interval has no width; for rates near 0 or 1 with one sample per problem prefer `wilson`.
+    """
+    if len(values) != len(cluster_ids):
+        raise ValueError(f"{len(values)} values but {len(cluster_ids)} cluster ids")
+    ids = list(dict.fromkeys(cluster_ids))
+    if len(ids) < 2:
+        raise ValueError(f"an interval needs two clusters or more, got {len(ids)}")
+    index = {cluster: position for position, cluster in enumerate(ids)}
+    samples = np.asarray(values, dtype=np.float64)
+    mean = float(samples.mean())
+    sums = np.zeros(len(ids))
+    np.add.at(sums, [index[cluster] for cluster in cluster_ids], samples - mean)
+    variance = len(ids) / (len(ids) - 1) * float(np.square(sums).sum()) / len(samples) ** 2
+    standard_error = math.sqrt(variance)
+    half_width = float(stats.t.ppf(0.975, df=len(ids) - 1)) * standard_error
+    return Estimate(mean, standard_error, Interval(mean - half_width, mean + half_width))
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Mean of b - a over problems that both answered, with the paired t interval (95%).
+
+    `a[i]` and `b[i]` are the two results on problem i; what makes a problem hard for both cancels, so the interval is
+    narrower than that of two separate means. Raises ValueError for lengths that differ or fewer than two problems.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"results on {len(a)} and {len(b)} problems can not be paired")
+    return clustered_mean([after - before for before, after in zip(a, b, strict=True)], range(len(a)))

@@ -1,0 +1,1 @@
+"""What a run leaves behind and goes on from: its directory, records, checkpoints, provenance and report."""

@@ -1,0 +1,195 @@
+"""The directory of a run: made once, written by one process, and opened again to go on after a kill."""
+
+import json
+import shutil
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
+from nmoe.runs.ledger import Ledger
+from nmoe.runs.lock import RunLock
+from nmoe.runs.storage import remove_partials, storage_errors, write_atomically
+
+SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
+# What may change between a run and its resumption: how long it goes on and how it is kept, not what it computes.
+# The thread count is here because 0 stands for whatever is free; `recorded_threads` gives the count to use again.
+_KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads")
+_SECTION_THAT_MAY_DIFFER = "checkpoint."
+
+
+class RunDirectory:
+    """A run's files, locked for this process until `close`, the end of a `with` block, or the process's end.
+
+    `path/` holds config.toml (resolved), provenance.json, metrics.jsonl, alerts.jsonl, spikes.jsonl, failures.jsonl,
+    log.txt, samples/, replay/, eval/ and checkpoints/.
+
+    ledger: writes the records.
+    checkpoints: the directory to save checkpoints in.
+    log: path of log.txt.
+    resumed_from: the checkpoint to load, None for a run that begins at step 0.
+    """
+
+    def __init__(self, path: Path, lock: RunLock, resumed_from: Path | None) -> None:
+        self.path = path
+        self.ledger = Ledger(path)
+        self.checkpoints = path / "checkpoints"
+        self.log = path / "log.txt"
+        self.resumed_from = resumed_from
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: bool) -> "RunDirectory":
+        """Makes the directory of a new run or, with `resume`, opens one where its last checkpoint left it.
+
+        Resuming takes back every record after the checkpoint's step. A run that was killed before its first
+        checkpoint starts over with nothing kept but log.txt; one that does not exist yet starts. So a command with
+        `--run.resume=true` can be repeated until it is done.
+
+        Raises UserError when the run exists and `resume` is false, when `path` holds something else, when another
+        process is writing the run, when `config_toml` differs from the run's own in what it computes (every key that
+        differs is named), or when the checkpoint is not whole; StorageError when the disk is full.
+        """
+        _refuse_unless_free(path, resume)
+        with storage_errors(path), ExitStack() as undo:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(path / ".lock")
+            undo.callback(lock.release)
+            _refuse_unless_free(path, resume)  # again: another process may have made the run before the lock was ours
+            resumed_from = _prepare(path, config_toml)
+            _record_start(path, config_toml, provenance, resumed_from)
+            undo.pop_all()
+        return cls(path, lock, resumed_from)
+
+    @property
+    def start_step(self) -> int:
+        """The step whose result the run goes on from: that of the checkpoint, or 0. The next step is one more."""
+        return checkpoint_step(self.resumed_from) if self.resumed_from else 0
+
+    def close(self) -> None:
+        """Lets another process write the run."""
+        self._lock.release()
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def recorded_threads(path: Path) -> int | None:
+    """The thread count a run last went on with, None when there is no such run.
+
+    Sums are split by threads, so only the same count repeats a run number for number.
+    """
+    if not (path / "provenance.json").exists():
+        return None
+    provenance = read_provenance(path)
+    return [provenance, *provenance["resumed"]][-1]["threads"]
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """The provenance of a run's first start, with that of each resumption in `resumed`.
+
+    Raises UserError when the run has none or it is no such record.
+    """
+    file = path / "provenance.json"
+    try:
+        record = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{file}: missing or not JSON ({error}); put back the file the run wrote") from error
+    if not isinstance(record, dict) or "resumed" not in record:
+        raise UserError(f"{file}: not the provenance of a run (no 'resumed'); put back the file the run wrote")
+    return record
+
+
+def _refuse_unless_free(path: Path, resume: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: is a file, not the directory of a run; choose another name with --run.name=NAME")
+    # Hidden files do not count: a start that was killed early leaves a lock and nothing else.
+    if not path.exists() or all(entry.name.startswith(".") for entry in path.iterdir()):
+        return
+    if not resume:
+        raise UserError(
+            f"{path}: exists and is not empty; pass --run.resume=true to go on with this run, "
+            "or choose another name with --run.name=NAME"
+        )
+    if not (path / "config.toml").exists():
+        raise UserError(f"{path}: not the directory of a run (no config.toml), so there is nothing to resume")
+
+
+def _prepare(path: Path, config_toml: str) -> Path | None:
+    """Brings the directory to the state of its last checkpoint, which is returned, or to that of a fresh run."""
+    remove_partials(path)
+    stored = path / "config.toml"
+    if stored.exists():
+        _refuse_other_config(stored, config_toml)
+    for name in SUBDIRECTORIES:
+        (path / name).mkdir(exist_ok=True)
+    checkpoints = path / "checkpoints"
+    remove_leftovers(checkpoints)
+    checkpoint = latest_checkpoint(checkpoints)
+    if checkpoint is not None:
+        verify_checkpoint(checkpoint)  # before anything is cut: a broken checkpoint may be removed for an earlier one
+        Ledger(path).cut_back(checkpoint_step(checkpoint))
+    else:
+        Ledger(path).cut_back(None)
+        for directory in (path / "replay", path / "plots"):
+            if directory.exists():
+                shutil.rmtree(directory)
+        (path / "replay").mkdir()
+        (path / "provenance.json").unlink(missing_ok=True)
+        (path / "report.md").unlink(missing_ok=True)
+    return checkpoint
+
+
+def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resumed_from: Path | None) -> None:
+    """Writes config.toml and provenance.json; a resumption is added to the provenance of the first start."""
+    write_atomically(path / "config.toml", config_toml.encode())
+    file = path / "provenance.json"
+    record: dict[str, Any] = provenance | {"resumed": []}
+    if resumed_from is not None:
+        record = read_provenance(path)
+        record["resumed"].append({"from_step": checkpoint_step(resumed_from)} | provenance)
+    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def _refuse_other_config(stored_path: Path, config_toml: str) -> None:
+    try:
+        stored = _flat(tomllib.loads(stored_path.read_text()))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{stored_path}: not readable as TOML ({error}); put back the file the run wrote") from error
+    now = _flat(tomllib.loads(config_toml))
+    differing = [
+        f"  {key}: {_shown(stored, key)} in the run, {_shown(now, key)} now"
+        for key in sorted(stored.keys() | now.keys())
+        if stored.get(key) != now.get(key)
+        and key not in _KEYS_THAT_MAY_DIFFER
+        and not key.startswith(_SECTION_THAT_MAY_DIFFER)
+    ]
+    if differing:
+        raise UserError(
+            f"{stored_path}: the run can not go on with another configuration. These keys differ:\n"
+            + "\n".join(differing)
+            + "\nPut them back, or start another run with --run.name=NAME."
+        )
+
+
+def _shown(flat: dict[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "absent"
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys: `{"optimizer": {"beta": 0.9}}` is `{"optimizer.beta": 0.9}`."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,152 @@
+"""The ledger of a run: what it measured, sampled and met, one JSON object per line, each line whole or absent."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.runs.steps import step_name, step_of
+from nmoe.runs.storage import append_whole, remove_partials, write_atomically
+
+LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl")
+STEP_DIRECTORIES = ("samples", "eval")
+_RESULT_KEYS = {"mode", "dataset", "value", "low", "high", "problems"}
+
+
+class Ledger:
+    """Writes the records of the run in `directory`, which has to exist with its `samples/` and `eval/`.
+
+    Every method raises ValueError naming the entry when a number is NaN or infinite (JSON has no such number, and null
+    would hide it), TypeError when a value is no JSON value (a tensor, say), and StorageError when the disk is full.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends `{"step": 10, "reward_mean": 0.41, ...}` to metrics.jsonl; `docs/metrics.md` lists the names."""
+        for name, value in values.items():
+            if value is None:
+                raise ValueError(f"metric {name} of step {step} is None; leave out what was not measured")
+        self._append("metrics.jsonl", {"step": step} | dict(values))
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes samples/step_000010.jsonl, one record per line, in place of an earlier one."""
+        lines = b"".join(_line(record, f"sample of step {step}") for record in records)
+        write_atomically(self._directory / "samples" / f"{step_name(step)}.jsonl", lines)
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """Writes eval/step_000010.json. An evaluation says on what and how each value was measured:
+
+            {"step": 10, "results": [{"mode": "greedy_pass@1", "dataset": "arithmetic", "problems": 200,
+                                      "value": 0.415, "low": 0.349, "high": 0.484}]}
+
+        `low` and `high` bound the 95% interval. Other keys are kept. Raises ValueError when one of these is missing.
+        """
+        for result in record["results"]:
+            if missing := _RESULT_KEYS - result.keys():
+                raise ValueError(f"evaluation of step {step}: a result lacks {', '.join(sorted(missing))}")
+        content = _line({"step": step} | dict(record), f"evaluation of step {step}")
+        write_atomically(self._directory / "eval" / f"{step_name(step)}.json", content)
+
+    def failure(self, record: Mapping[str, Any]) -> None:
+        """Appends to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
+        self._append("failures.jsonl", record, required=("step", "failure"))
+
+    def alert(self, record: Mapping[str, Any]) -> None:
+        """Appends to alerts.jsonl: `{"step": 10, "message": "truncated 0.83 is above 0.8", ...}`."""
+        self._append("alerts.jsonl", record, required=("step", "message"))
+
+    def spike(self, record: Mapping[str, Any]) -> None:
+        """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with what the batch held."""
+        self._append("spikes.jsonl", record, required=("step",))
+
+    def cut_back(self, step: int | None) -> None:
+        """Forgets every record of a step after `step`, and a last line torn by a kill; None forgets all.
+
+        Each file is rewritten whole. Raises UserError, naming file and line, for a line that is not a record.
+        """
+        for name in LINE_FILES:
+            path = self._directory / name
+            if path.exists():
+                _cut_lines(path, step)
+        for name in STEP_DIRECTORIES:
+            remove_partials(self._directory / name)
+            for path in (self._directory / name).iterdir():
+                of = step_of(path.stem)
+                if of is not None and (step is None or of > step):
+                    path.unlink()
+
+    def _append(self, name: str, record: Mapping[str, Any], required: tuple[str, ...] = ("step",)) -> None:
+        for key in required:
+            if key not in record:
+                raise ValueError(f"a record of {name} lacks '{key}'")
+        append_whole(self._directory / name, _line(record, f"{name}, step {record['step']}"))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a line file, oldest first; none when the file is absent. A torn last line is left out.
+
+    Raises UserError, naming file and line, for any other line that is not a JSON object with a `step`.
+    """
+    if not path.exists():
+        return []
+    return [record for _, record in _whole_lines(path)]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run in order, each `{"step": 10, "reward_mean": 0.41, ...}`; `path` is the run or its file.
+
+    Raises UserError when the file is missing, or names the line that is not a record.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.exists():
+        raise UserError(f"{file}: no metrics there; name the directory of a run that has taken a step")
+    return read_lines(file)
+
+
+def _cut_lines(path: Path, step: int | None) -> None:
+    kept = b"".join(line for line, record in _whole_lines(path) if step is not None and record["step"] <= step)
+    if len(kept) != path.stat().st_size:
+        write_atomically(path, kept)
+
+
+def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Each ended line with its record. A last line without its newline was torn by a kill and is dropped."""
+    *lines, _torn = path.read_bytes().split(b"\n")
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            shown = line[:80].decode(errors="replace")
+            raise UserError(
+                f"{path}:{number}: not a JSON object with a whole-number 'step': {shown!r}; remove the line"
+            )
+        pairs.append((line + b"\n", record))
+    return pairs
+
+
+def _line(record: Mapping[str, Any], where: str) -> bytes:
+    _refuse_non_finite(record, where)
+    # ASCII escapes, because model output may hold lone surrogates, which have no UTF-8.
+    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+
+
+def _refuse_non_finite(value: Any, where: str) -> None:
+    """Names the entry that JSON can not hold, where `json.dumps` would only say that there is one."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            _refuse_non_finite(entry, f"{where}: {key}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            _refuse_non_finite(entry, f"{where}[{index}]")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}")
+    elif not isinstance(value, str | int | None):
+        raise TypeError(f"{where} is a {type(value).__name__}; give a Python number")

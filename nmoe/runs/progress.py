@@ -1,0 +1,109 @@
+"""What a run shows while it works: one live line on a terminal, plain lines elsewhere, and those lines in log.txt."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as LiveProgress
+
+from nmoe.runs.storage import append_whole
+
+_PLAIN_INTERVAL_S = 10.0
+_FORMATS = {
+    "reward": ".3f",
+    "correctness": ".1%",
+    "format": ".1%",
+    "length": ".0f",
+    "tokens/s": ",.0f",
+    "mismatch": ".1e",
+}
+# The time left follows the pace of this many last steps: responses grow longer as a run goes on.
+_PACE_STEPS = 20
+
+
+class Progress:
+    """Shows the steps of one run.
+
+        with Progress(total=200, log=run.log, label="grpo", done=run.start_step) as progress:
+            progress.step(1, {"reward": 0.31, "correctness": 0.12, "tokens/s": 5200.0})
+            progress.note("checkpoint at step 1")
+
+    The lines read `grpo 1/200  reward 0.310  correctness 12.0%  tokens/s 5,200  left 0:53:20`. A plain line is printed
+    for the first step, the last, and at most every 10 s between them; on a terminal those lines go to the log alone.
+
+    total: the step the run ends at. done: the step it goes on from. Raises StorageError when the log can not be
+    written.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        log: Path,
+        label: str,
+        done: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._log = log
+        self._label = label
+        self._console = console or Console()
+        self._clock = clock
+        self._paces: deque[tuple[float, int]] = deque([(clock(), done)], maxlen=_PACE_STEPS + 1)
+        self._last_line: float | None = None
+        self._live = LiveProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._live.add_task(label, total=total, completed=done, numbers="")
+
+    def __enter__(self) -> "Progress":
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Shows that `step` is done and its few numbers that matter: reward, correctness, format, length, tokens/s and
+        mismatch have a format of their own, other names are shown with four digits."""
+        now = self._clock()
+        self._paces.append((now, step))
+        shown = "  ".join(f"{name} {value:{_FORMATS.get(name, '.4g')}}" for name, value in numbers.items())
+        shown += f"  left {self._left(step)}"
+        self._live.update(self._task, completed=step, numbers=shown)
+        due = self._last_line is None or now - self._last_line >= _PLAIN_INTERVAL_S
+        if due or step == self._total:
+            self._last_line = now
+            line = f"{self._label} {step}/{self._total}  {shown}"
+            if not self._console.is_terminal:
+                self._print(line)
+            self._append(line)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the live one, and logs it."""
+        self._print(text)
+        self._append(text)
+
+    def _print(self, line: str) -> None:
+        # Soft wrapping leaves long lines whole in a pipe; brackets in a text are not markup.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _append(self, line: str) -> None:
+        append_whole(self._log, f"{line}\n".encode(errors="backslashreplace"))
+
+    def _left(self, step: int) -> str:
+        """Time to the last step at the present pace, as h:mm:ss."""
+        (earlier, first), (now, _) = self._paces[0], self._paces[-1]
+        seconds = round((self._total - step) * (now - earlier) / max(1, step - first))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

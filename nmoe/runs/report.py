@@ -1,0 +1,179 @@
+"""The report of a run: what it reached, how it got there and how long that took, as report.md with plots beside it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.runs.directory import read_provenance
+from nmoe.runs.ledger import read_lines
+from nmoe.runs.plots import plot_curves
+from nmoe.runs.storage import write_atomically
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture of the report: `Plot("grad_norm", "Gradient norm before clipping", "norm", ("grad_norm",))`."""
+
+    file: str
+    title: str
+    ylabel: str
+    names: tuple[str, ...]
+    log: bool = False
+
+
+PLOTS = (
+    Plot("reward", "Reward", "mean per response", ("reward_mean", "correctness", "format_ok")),
+    Plot("loss", "Loss", "loss", ("loss",)),
+    Plot("response_length", "Response length", "tokens", ("response_length_mean",)),
+    Plot("entropy", "Entropy of the policy", "nats per token", ("entropy_mean", "entropy_p10", "entropy_p90")),
+    Plot("mismatch", "Rollout against learner", "nats", ("mismatch_abs_mean", "mismatch_abs_max"), log=True),
+    Plot("grad_norm", "Gradient norm before clipping", "norm", ("grad_norm",)),
+)
+# The table at the top compares the means over this many first and last steps.
+_ENDS_STEPS = 10
+_SUMMARY = (
+    "reward_mean",
+    "correctness",
+    "format_ok",
+    "truncated",
+    "loss",
+    "response_length_mean",
+    "entropy_mean",
+    "ppo_kl",
+    "grad_norm",
+    "mismatch_abs_mean",
+    "tokens_per_second",
+)
+_LAST_ALERTS = 10
+
+
+def write_report(run: Path) -> Path:
+    """Writes `run/report.md` and the PNG files of `run/plots/` from what the run recorded, and returns the report.
+
+    A part with nothing recorded is left out. Raises UserError when `run` is not the directory of a run, a record in it
+    can not be read, or matplotlib is not installed; StorageError when the disk is full.
+    """
+    config = run / "config.toml"
+    if not config.exists():
+        raise UserError(f"{run}: not the directory of a run (no config.toml)")
+    metrics = read_lines(run / "metrics.jsonl")
+    parts = [
+        f"# Run {run.resolve().name}\n",
+        _steps_line(metrics),
+        _section("Start and end", _ends_table(metrics)),
+        _section("Evaluations", _evaluations_table(run / "eval")),
+        _section("Curves", _curves(metrics, run)),
+        _section("Time per stage", _time_table(metrics)),
+        _section("Last alerts", _alerts_table(read_lines(run / "alerts.jsonl"))),
+        _section("Provenance", _provenance_table(read_provenance(run))),
+        _section("Configuration", f"```toml\n{config.read_text().strip()}\n```\n"),
+    ]
+    report = run / "report.md"
+    write_atomically(report, "\n".join(part for part in parts if part).encode())
+    return report
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; a column of numbers alone is set to the right. Floats are shown with four digits.
+
+    Raises ValueError for a row that has not as many cells as the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"a row of {len(row)} cells under a header of {len(header)}: {row!r}")
+    numeric = [
+        bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(header))
+    ]
+    lines = [header, ["---:" if right else "---" for right in numeric], *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _steps_line(metrics: Sequence[Mapping[str, Any]]) -> str:
+    if not metrics:
+        return "No step is recorded yet.\n"
+    return f"{len(metrics)} steps are recorded, {metrics[0]['step']} to {metrics[-1]['step']}.\n"
+
+
+def _ends_table(metrics: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for name in _SUMMARY:
+        values = [row[name] for row in metrics if name in row]
+        if values:
+            first, last = values[:_ENDS_STEPS], values[-_ENDS_STEPS:]
+            ends = (sum(first) / len(first), sum(last) / len(last), min(values), max(values))
+            rows.append([name, *map(float, ends)])
+    header = ["metric", f"first {_ENDS_STEPS} steps", f"last {_ENDS_STEPS} steps", "lowest step", "highest step"]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _evaluations_table(directory: Path) -> str:
+    rows = []
+    for path in sorted(directory.glob("step_*.json")):
+        try:
+            record = json.loads(path.read_text())
+            rows += [
+                [
+                    record["step"],
+                    result["mode"],
+                    result["dataset"],
+                    result["problems"],
+                    f"{result['value']:.3f}",
+                    f"{result['low']:.3f} to {result['high']:.3f}",
+                ]
+                for result in record["results"]
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: not an evaluation ({error!r}); remove the file or evaluate again") from error
+    return markdown_table(["step", "mode", "dataset", "problems", "value", "95% interval"], rows) if rows else ""
+
+
+def _curves(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:
+    images = []
+    for plot in PLOTS:
+        path = run / "plots" / f"{plot.file}.png"
+        if plot_curves(metrics, plot.names, path, plot.title, plot.ylabel, plot.log):
+            images.append(f"![{plot.title}](plots/{plot.file}.png)\n")
+    return "\n".join(images)
+
+
+def _time_table(metrics: Sequence[Mapping[str, Any]]) -> str:
+    sums: dict[str, float] = {}
+    for row in metrics:
+        for name, value in row.items():
+            if name.startswith("time_") and name.endswith("_s"):
+                sums[name] = sums.get(name, 0.0) + value
+    if not sums:
+        return ""
+    stages = {name: seconds for name, seconds in sums.items() if name != "time_step_s"}
+    whole = sums.get("time_step_s", sum(stages.values()))
+    rows = [[name, f"{seconds:.1f}", f"{seconds / whole:.1%}" if whole else ""] for name, seconds in stages.items()]
+    if "time_step_s" in sums:
+        rows.append(["time_step_s (whole steps)", f"{whole:.1f}", ""])
+    return markdown_table(["stage", "seconds", "of whole steps"], rows)
+
+
+def _alerts_table(alerts: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[alert["step"], alert["message"]] for alert in alerts[-_LAST_ALERTS:]]
+    return markdown_table(["step", "alert"], rows) if rows else ""
+
+
+def _provenance_table(provenance: Mapping[str, Any]) -> str:
+    rows = [[key, " ".join(value) if key == "argv" else value] for key, value in provenance.items() if key != "resumed"]
+    rows += [
+        ["resumed", f"from step {resumed['from_step']} at {resumed['started_utc']}"]
+        for resumed in provenance["resumed"]
+    ]
+    return markdown_table(["what", "value"], [[key, str(value)] for key, value in rows])

@@ -1,0 +1,103 @@
+"""Writes that happen whole or not at all, and the one place that tells a full disk from other errors."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from nmoe.errors import StorageError
+
+_STORAGE_ERRNOS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+}
+# Writers outside Python lose the errno and keep its text: safetensors says "I/O error: No space left on device (os
+# error 28)", torch.save either "write(): fd 3 failed with No space left on device" or, from its zip writer, only that
+# the stream stands at an unexpected position.
+_STORAGE_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container", "iostream error")
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turns what a full or unwritable disk raises while `path` is written into a StorageError with the bytes free.
+
+    Any other error passes unchanged.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = _storage_reason(error)
+        if reason is None:
+            raise
+        raise StorageError(
+            f"{path}: can not be written: {reason} ({_bytes_free(path):,} bytes free on its disk). "
+            "Make room or permit writing there; a run goes on from its last checkpoint with --run.resume=true."
+        ) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a whole file or leaves the earlier one as it was; a reader never sees a part.
+
+    Raises StorageError when the disk is full or can not be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with storage_errors(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """Appends all of `content` or, when the disk refuses a part of it, none.
+
+    Nothing is held back in this process, so what was appended outlives a `kill -9`. Raises StorageError.
+    """
+    with storage_errors(path), path.open("ab", buffering=0) as file:
+        start = os.fstat(file.fileno()).st_size
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(start)
+            raise
+
+
+def remove_partials(directory: Path) -> None:
+    """Removes what a killed `write_atomically` left in a directory."""
+    for partial in directory.glob(".*.partial"):
+        partial.unlink()
+
+
+def _storage_reason(error: BaseException) -> str | None:
+    """Why the storage refused, looked for in the error and in the errors it was raised from; None: it did not."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError):
+            if link.errno in _STORAGE_ERRNOS:
+                return os.strerror(link.errno)
+        elif any(text in str(link) for text in _STORAGE_TEXTS):
+            return str(link)
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _bytes_free(path: Path) -> int:
+    """Bytes free where `path` would lie; the path itself need not exist."""
+    while not os.path.exists(path):  # False, not an error, where a parent may not be searched
+        path = path.parent
+    return shutil.disk_usage(path).free

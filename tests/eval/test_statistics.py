@@ -1,0 +1,128 @@
+"""Statistics against numbers worked out by hand, brute force, and scipy's own t interval."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from nmoe.eval.statistics import clustered_mean, paired_difference, pass_at_k, wilson
+
+
+def wilson_by_hand(successes: int, total: int, z: float) -> tuple[float, float]:
+    rate = successes / total
+    centre = (rate + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total) * math.sqrt(rate * (1 - rate) / total + z**2 / (4 * total**2))
+    return centre - half, centre + half
+
+
+@pytest.mark.parametrize(("successes", "total"), [(0, 10), (10, 10), (3, 10), (83, 200), (1, 1)])
+def test_wilson_is_its_formula(successes: int, total: int) -> None:
+    low, high = wilson_by_hand(successes, total, 1.959963984540054)
+    interval = wilson(successes, total)
+    assert interval.low == pytest.approx(max(low, 0), abs=1e-12)
+    assert interval.high == pytest.approx(min(high, 1), abs=1e-12)
+
+
+def test_wilson_in_figures() -> None:
+    # 5 of 10 at z = 1.96: centre 0.5, half width sqrt(0.25/10 + 0.9604/100) * 1.96 / 1.38416
+    assert wilson(5, 10).low == pytest.approx(0.2366, abs=5e-5)
+    assert wilson(5, 10).high == pytest.approx(0.7634, abs=5e-5)
+    assert wilson(0, 10).high == pytest.approx(0.2775, abs=5e-5)
+    assert wilson(5, 10, confidence=0.9).low == pytest.approx(wilson_by_hand(5, 10, 1.6448536269514722)[0])
+
+
+@pytest.mark.parametrize(("successes", "total"), [(-1, 3), (4, 3), (0, 0)])
+def test_wilson_refuses_what_is_no_rate(successes: int, total: int) -> None:
+    with pytest.raises(ValueError, match="is no rate"):
+        wilson(successes, total)
+
+
+def test_pass_at_k_in_figures() -> None:
+    assert pass_at_k(4, 1, 2) == pytest.approx(1 / 2)  # of 6 pairs, 3 hold the correct one
+    assert pass_at_k(5, 2, 3) == pytest.approx(9 / 10)  # of 10 triples, one misses both
+    assert pass_at_k(8, 0, 8) == 0.0
+    assert pass_at_k(8, 1, 8) == 1.0
+    assert pass_at_k(200, 50, 1) == pytest.approx(0.25)
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    subsets = list(combinations([1] * c + [0] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+
+
+def test_pass_at_k_does_not_overflow() -> None:
+    n, c, k = 10_000, 7, 5_000
+    assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="needs 0 <= c <= n and 1 <= k <= n"):
+        pass_at_k(n, c, k)
+
+
+def test_clustered_mean_by_hand() -> None:
+    # Mean 1/2; cluster sums of deviations: 1, -1/2, -1/2; 3/2 * (1 + 1/4 + 1/4) / 6^2 = 1/16.
+    estimate = clustered_mean([1, 1, 0, 1, 0, 0], ["a", "a", "b", "c", "c", "c"])
+    assert estimate.mean == 0.5
+    sums = [1.0, -0.5, 0.5 - 0.5 - 0.5]
+    expected = math.sqrt(1.5 * sum(value**2 for value in sums) / 36)
+    assert expected == 0.25
+    assert estimate.standard_error == pytest.approx(0.25)
+    # Student's t with 2 degrees of freedom: 4.302653 at 97.5%
+    assert estimate.interval.low == pytest.approx(0.5 - 4.302653 * 0.25, abs=1e-6)
+    assert estimate.interval.high == pytest.approx(0.5 + 4.302653 * 0.25, abs=1e-6)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=30))
+def test_one_value_per_cluster_is_the_t_interval(values: list[float]) -> None:
+    estimate = clustered_mean(values, range(len(values)))
+    error = float(np.std(values, ddof=1) / math.sqrt(len(values)))
+    assert estimate.standard_error == pytest.approx(error, abs=1e-9)
+    half = stats.t.ppf(0.975, len(values) - 1) * error
+    assert estimate.interval.high - estimate.interval.low == pytest.approx(2 * half, abs=1e-8)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=10), st.integers(2, 5))
+def test_repeating_every_sample_adds_no_certainty(values: list[float], times: int) -> None:
+    once = clustered_mean(values, range(len(values)))
+    repeated = clustered_mean(values * times, list(range(len(values))) * times)
+    assert repeated.standard_error == pytest.approx(once.standard_error, abs=1e-9)
+
+
+def test_clustered_mean_refuses_what_has_no_spread() -> None:
+    with pytest.raises(ValueError, match="two clusters or more, got 1"):
+        clustered_mean([0, 1], ["a", "a"])
+    with pytest.raises(ValueError, match="2 values but 1 cluster ids"):
+        clustered_mean([0, 1], ["a"])
+
+
+def test_paired_difference_by_hand() -> None:
+    # Differences 1, 0, 1, 0: mean 1/2, standard deviation 1/sqrt(3), error 1/sqrt(12); t(3) is 3.182446 at 97.5%.
+    estimate = paired_difference([0, 1, 0, 0], [1, 1, 1, 0])
+    assert estimate.mean == 0.5
+    assert estimate.standard_error == pytest.approx(1 / math.sqrt(12))
+    assert estimate.interval.low == pytest.approx(0.5 - 3.182446 / math.sqrt(12), abs=1e-6)
+    assert estimate.interval.high == pytest.approx(0.5 + 3.182446 / math.sqrt(12), abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=20))
+def test_paired_difference_is_scipys(pairs: list[tuple[float, float]]) -> None:
+    before, after = map(list, zip(*pairs, strict=True))
+    differences = np.subtract(after, before)
+    estimate = paired_difference(before, after)
+    if np.std(differences) > 1e-6:  # scipy gives NaN for none
+        interval = stats.ttest_rel(after, before).confidence_interval(0.95)
+        assert estimate.interval.low == pytest.approx(interval.low, abs=1e-9)
+        assert estimate.interval.high == pytest.approx(interval.high, abs=1e-9)
+
+
+def test_paired_difference_refuses_unpaired_results() -> None:
+    with pytest.raises(ValueError, match="results on 2 and 1 problems"):
+        paired_difference([0, 1], [1])

@@ -1,0 +1,204 @@
+"""The run directory: refusals, resumption, and one writer at a time, kills and forked workers included."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.errors import UserError
+from nmoe.runs.checkpoint import save_checkpoint
+from nmoe.runs.directory import RunDirectory, read_provenance, recorded_threads
+from nmoe.runs.ledger import read_metrics
+
+CONFIG = """
+[run]
+name = "x"
+steps = 20
+threads = 2
+resume = false
+[checkpoint]
+every_steps = 10
+[optimizer]
+learning_rate = 0.1
+[algorithm.clip]
+low = 0.2
+"""
+PROVENANCE: dict[str, Any] = {"seed": 0, "threads": 2, "started_utc": "2026-01-02T03:04:05Z"}
+
+
+def create(path: Path, config: str = CONFIG, resume: bool = False, threads: int = 2) -> RunDirectory:
+    return RunDirectory.create(path, config, PROVENANCE | {"threads": threads}, resume)
+
+
+def write(directory: Path) -> None:
+    (directory / "model.safetensors").write_text("weights")
+
+
+def make_run(path: Path, steps: int, checkpoint: int | None) -> None:
+    """A run killed after `steps`, in the middle of a line."""
+    with create(path) as run:
+        for step in range(1, steps + 1):
+            run.ledger.metrics(step, {"loss": 1 / step})
+            run.ledger.samples(step, [{"text": "t"}])
+            if step == checkpoint:
+                save_checkpoint(run.checkpoints, step, write, keep=1)
+        run.log.write_text("log\n")
+        (run.path / "replay" / "groups.jsonl").touch()
+        (run.path / "report.md").touch()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": ')
+
+
+def test_a_new_run_has_its_layout(tmp_path: Path) -> None:
+    with create(tmp_path / "runs" / "x") as run:
+        assert run.resumed_from is None
+        assert run.start_step == 0
+        assert run.log == tmp_path / "runs" / "x" / "log.txt"
+        assert {path.name for path in run.path.iterdir()} == {
+            *(".lock", "config.toml", "provenance.json"),
+            *("samples", "replay", "eval", "checkpoints"),
+        }
+        assert (run.path / "config.toml").read_text() == CONFIG
+        assert read_provenance(run.path) == PROVENANCE | {"resumed": []}
+
+
+def test_an_existing_run_is_not_written_over(tmp_path: Path) -> None:
+    create(tmp_path / "x").close()
+    with pytest.raises(UserError, match=r"x: exists and is not empty; pass --run\.resume=true .* --run\.name=NAME"):
+        create(tmp_path / "x")
+
+
+def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"not the directory of a run \(no config\.toml\)"):
+        create(tmp_path, resume=True)
+    with pytest.raises(UserError, match=r"thesis\.tex: is a file"):
+        create(tmp_path / "thesis.tex")
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_that_left_only_its_lock_starts_again(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / ".lock").touch()
+    with create(tmp_path, resume=resume) as run:
+        assert run.start_step == 0
+
+
+def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    make_run(tmp_path / "x", steps=7, checkpoint=5)
+    with create(tmp_path / "x", resume=True, threads=3) as run:
+        assert run.resumed_from == tmp_path / "x" / "checkpoints" / "step_000005"
+        assert run.start_step == 5
+        run.ledger.metrics(6, {"loss": 0.5})
+    assert [row["step"] for row in read_metrics(tmp_path / "x")] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "x" / "samples" / "step_000005.jsonl").exists()
+    assert not (tmp_path / "x" / "samples" / "step_000006.jsonl").exists()
+    assert (tmp_path / "x" / "replay" / "groups.jsonl").exists()
+    provenance = json.loads((tmp_path / "x" / "provenance.json").read_text())
+    assert provenance["threads"] == 2
+    assert provenance["resumed"] == [PROVENANCE | {"threads": 3, "from_step": 5}]
+    assert recorded_threads(tmp_path / "x") == 3
+
+
+def test_without_a_checkpoint_a_run_starts_over_with_its_log_alone(tmp_path: Path) -> None:
+    make_run(tmp_path / "x", steps=3, checkpoint=None)
+    with create(tmp_path / "x", resume=True, threads=4) as run:
+        assert run.resumed_from is None
+        assert run.start_step == 0
+    kept = {str(path.relative_to(tmp_path / "x")) for path in (tmp_path / "x").rglob("*") if path.is_file()}
+    assert kept == {".lock", "config.toml", "provenance.json", "metrics.jsonl", "log.txt"}
+    assert (tmp_path / "x" / "metrics.jsonl").read_bytes() == b""
+    assert read_provenance(tmp_path / "x") == PROVENANCE | {"threads": 4, "resumed": []}
+
+
+def test_resuming_what_does_not_exist_starts_it(tmp_path: Path) -> None:
+    assert recorded_threads(tmp_path / "x") is None
+    with create(tmp_path / "x", resume=True) as run:
+        assert run.start_step == 0
+    assert recorded_threads(tmp_path / "x") == 2
+
+
+def test_resuming_with_another_configuration_names_every_key(tmp_path: Path) -> None:
+    create(tmp_path).close()
+    other = CONFIG.replace("0.1", "0.3").replace("low = 0.2", "high = 0.2").replace("= 20", "= 40")
+    with pytest.raises(UserError) as caught:
+        create(tmp_path, other, resume=True)
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}/config.toml: the run can not go on with another configuration. These keys differ:",
+        "  algorithm.clip.high: absent in the run, 0.2 now",
+        "  algorithm.clip.low: 0.2 in the run, absent now",
+        "  optimizer.learning_rate: 0.1 in the run, 0.3 now",
+        "Put them back, or start another run with --run.name=NAME.",
+    ]
+
+
+def test_resuming_may_run_on_and_save_otherwise(tmp_path: Path) -> None:
+    create(tmp_path).close()
+    other = CONFIG.replace("steps = 20", "steps = 40").replace("threads = 2", "threads = 1")
+    other = other.replace("resume = false", "resume = true").replace("every_steps = 10", "every_steps = 5")
+    create(tmp_path, other, resume=True).close()
+    assert (tmp_path / "config.toml").read_text() == other
+
+
+def test_a_broken_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    make_run(tmp_path / "x", steps=7, checkpoint=5)
+    (tmp_path / "x" / "checkpoints" / "step_000005" / "model.safetensors").write_text("weighty")
+    with pytest.raises(UserError, match=r"step_000005/model\.safetensors: its content is not what was saved"):
+        create(tmp_path / "x", resume=True)
+    assert read_metrics(tmp_path / "x")[-1]["step"] == 7
+    shutil.rmtree(tmp_path / "x" / "checkpoints" / "step_000005")
+    create(tmp_path / "x", resume=True).close()  # the refusal gave the lock back
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_lost_provenance_is_named(tmp_path: Path, content: str | None) -> None:
+    make_run(tmp_path, steps=5, checkpoint=5)
+    (tmp_path / "provenance.json").unlink()
+    if content is not None:
+        (tmp_path / "provenance.json").write_text(content)
+    with pytest.raises(UserError, match=r"provenance\.json: .*; put back the file the run wrote"):
+        create(tmp_path, resume=True)
+
+
+# Opens a run and forks a worker that outlives it.
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from nmoe.runs.directory import RunDirectory
+
+run = RunDirectory.create(Path(sys.argv[1]), sys.argv[2], {"threads": 1}, resume=False)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_processes_do_not_write_one_run_and_a_kill_frees_it(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(path), CONFIG], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        worker = int(holder.stdout.readline())
+        try:
+            with pytest.raises(UserError, match=f"x: this run is being written by process {holder.pid}; "):
+                create(path, resume=True)
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+            create(path, resume=True).close()  # while the worker still lives
+            os.kill(worker, 0)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_run_open_in_this_process_is_locked_until_closed(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    with pytest.raises(UserError, match=f"written by process {os.getpid()}"):
+        create(tmp_path, resume=True)
+    run.close()
+    run.close()
+    create(tmp_path, resume=True).close()

@@ -1,0 +1,89 @@
+"""The report: its tables hold the run's numbers, its pictures exist, and the metrics it draws are documented."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nmoe.errors import UserError
+from nmoe.runs.directory import RunDirectory
+from nmoe.runs.report import PLOTS, markdown_table, write_report
+
+METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    provenance = {"seed": 3, "threads": 1, "started_utc": "2026-01-02T03:04:05Z", "argv": ["nmoe", "rl", "x|y.toml"]}
+    with RunDirectory.create(tmp_path / "demo", "[run]\nsteps = 20\n", provenance, resume=False) as run:
+        for step in range(1, 21):
+            times = {"time_rollout_s": 3.0, "time_learn_s": 1.0, "time_step_s": 5.0}
+            run.ledger.metrics(step, {"reward_mean": step / 20, "mismatch_abs_max": 1e-7} | times)
+        for step, value in ((0, 0.1), (20, 0.85)):
+            result = {"mode": "greedy_pass@1", "dataset": "arithmetic", "problems": 200, "value": value}
+            run.ledger.evaluation(step, {"results": [result | {"low": value - 0.05, "high": value + 0.05}]})
+        for step in range(15):
+            run.ledger.alert({"step": step, "message": f"alert {step}"})
+    return tmp_path / "demo"
+
+
+def test_the_report_holds_the_numbers_of_the_run(run: Path) -> None:
+    path = write_report(run)
+    assert path == run / "report.md"
+    lines = path.read_text().splitlines()
+    assert lines[0] == "# Run demo"
+    assert "20 steps are recorded, 1 to 20." in lines
+    assert "| reward_mean | 0.275 | 0.775 | 0.05 | 1 |" in lines  # means of 1..10 and of 11..20, over 20
+    assert "| 0 | greedy_pass@1 | arithmetic | 200 | 0.100 | 0.050 to 0.150 |" in lines
+    assert "| 20 | greedy_pass@1 | arithmetic | 200 | 0.850 | 0.800 to 0.900 |" in lines
+    assert "| time_rollout_s | 60.0 | 60.0% |" in lines
+    assert "| time_learn_s | 20.0 | 20.0% |" in lines
+    assert "| time_step_s (whole steps) | 100.0 |  |" in lines
+    alerts = [line for line in lines if "| alert " in line and "step" not in line]
+    assert alerts == [f"| {step} | alert {step} |" for step in range(5, 15)]
+    assert "| argv | nmoe rl x\\|y.toml |" in lines
+    assert "steps = 20" in lines
+
+
+def test_the_pictures_are_those_of_the_recorded_metrics(run: Path) -> None:
+    images = re.findall(r"!\[.*\]\((.*)\)", write_report(run).read_text())
+    assert images == ["plots/reward.png", "plots/mismatch.png"]
+    for image in images:
+        assert (run / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_recorded_nothing_has_a_report(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path, "[run]\n", {"threads": 1}, resume=False).close()
+    text = write_report(tmp_path).read_text()
+    assert "No step is recorded yet." in text
+    assert re.findall("^## (.*)", text, re.MULTILINE) == ["Provenance", "Configuration"]
+
+
+def test_what_is_no_run_or_no_evaluation_is_named(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(UserError, match="not the directory of a run"):
+        write_report(tmp_path)
+    (run / "eval" / "step_000007.json").write_text('{"step": 7}')
+    with pytest.raises(UserError, match=r"step_000007\.json: not an evaluation"):
+        write_report(run)
+
+
+def test_markdown_table() -> None:
+    assert markdown_table(["a", "b|c"], [[1, "x\ny"], [0.123456, "|"]]) == (
+        "| a | b\\|c |\n| ---: | --- |\n| 1 | x y |\n| 0.1235 | \\| |\n"
+    )
+    assert markdown_table(["a"], []) == "| a |\n| --- |\n"
+    with pytest.raises(ValueError, match="a row of 1 cells under a header of 2"):
+        markdown_table(["a", "b"], [[1]])
+
+
+def test_every_metric_of_the_pictures_and_of_the_guidelines_is_documented() -> None:
+    documented = set(re.findall(r"^\| `(\w+)`", METRICS_PAGE.read_text(), re.MULTILINE))
+    guidelines = (
+        "reward_mean reward_std reward_min reward_max reward_p90 correctness has_answer has_boxed format_ok truncated "
+        "response_length_mean grad_norm ppo_kl ppo_clip_ratio advantage_mean advantage_std advantage_min "
+        "advantage_max entropy_mean entropy_p10 entropy_p90 log_ratio_raw_max log_ratio_max log_ratio_min ratio_max "
+        "log_ratio_abs_p99 tokens_in_batch high_reward_but_wrong mismatch_kl mismatch_abs_max mismatch_abs_mean "
+        "time_rollout_s time_grade_s time_learn_s time_sync_s time_step_s tokens_per_second expert_load_max_violation "
+        "router_entropy dead_experts"
+    )
+    assert {*guidelines.split(), *(name for plot in PLOTS for name in plot.names)} <= documented

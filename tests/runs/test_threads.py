@@ -1,0 +1,103 @@
+"""The thread count: the arithmetic on written /proc and /sys files, and a core made busy for real."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nmoe.runs.threads import busy_seconds, choose_threads, cpu_quota, threads_for
+
+
+@pytest.mark.parametrize(
+    ("cores", "used", "quota", "expected"),
+    [
+        (8, 0.0, math.inf, 8),
+        (8, 0.2, math.inf, 8),  # an idle machine's background
+        (8, 0.3, math.inf, 7),
+        (8, 3.0, math.inf, 5),
+        (2, 2.0, math.inf, 1),
+        (2, 9.0, math.inf, 1),
+        (8, 0.0, 2.5, 2),
+        (8, 7.0, 2.5, 1),
+        (8, 0.0, 0.5, 1),
+    ],
+)
+def test_threads_for(cores: int, used: float, quota: float, expected: int) -> None:
+    assert threads_for(cores, used, quota) == expected
+
+
+def test_busy_seconds_counts_work_on_the_named_cores_alone() -> None:
+    stat = (
+        "cpu  999 999 999 999 999 999 999 999 999 999\n"
+        "cpu0 100 20 30 5000 600 7 8 9 50 1\n"
+        "cpu1 1000 0 0 5000 0 0 0 0 0 0\n"
+        "cpu10 4 0 0 5000 0 0 0 0 0 0\n"
+        "intr 1 2 3\n"
+    )
+    assert busy_seconds(stat, {0, 10}, ticks_per_second=100) == pytest.approx((100 + 20 + 30 + 7 + 8 + 9 + 4) / 100)
+
+
+def make_root(root: Path, membership: str, files: dict[str, str]) -> Path:
+    for name, content in {"proc/self/cgroup": membership, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {}, math.inf),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, math.inf),
+        (
+            "0::/a/b\n",
+            {"sys/fs/cgroup/a/b/cpu.max": "400000 100000\n", "sys/fs/cgroup/a/cpu.max": "150000 50000\n"},
+            3.0,
+        ),
+        (
+            "3:memory:/m\n2:cpu,cpuacct:/job\n",
+            {
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "150000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            1.5,
+        ),
+    ],
+)
+def test_cpu_quota(tmp_path: Path, membership: str, files: dict[str, str], expected: float) -> None:
+    assert cpu_quota(make_root(tmp_path, membership, files)) == expected
+
+
+def test_cpu_quota_is_infinite_where_nothing_says(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) == math.inf
+
+
+def test_a_requested_count_is_used_and_a_negative_one_refused() -> None:
+    assert choose_threads(5) == 5
+    with pytest.raises(ValueError, match="got -1"):
+        choose_threads(-1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the test holds processes to cores")
+def test_cores_that_others_use_are_left_to_them() -> None:
+    cores = os.sched_getaffinity(0)
+    assert 1 <= choose_threads(0) <= len(cores)
+    spin = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint('on', flush=True)\nwhile True: pass"
+    spinners = [
+        subprocess.Popen([sys.executable, "-c", spin, str(core)], stdout=subprocess.PIPE) for core in sorted(cores)
+    ]
+    try:
+        for spinner in spinners:
+            assert spinner.stdout is not None
+            assert spinner.stdout.readline() == b"on\n"
+        assert choose_threads(0) == 1
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.communicate()
