@@ -20,7 +20,7 @@ class Interval:
 class Estimate:
     """A mean with its standard error and 95% interval: `Estimate(0.5, 0.1, Interval(0.28, 0.72))`."""
 
-    mean: float
+    value: float
     standard_error: float
     interval: Interval
 

@@ -70,7 +70,7 @@ def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
 def test_clustered_mean_by_hand() -> None:
     # Mean 1/2; cluster sums of deviations: 1, -1/2, -1/2; 3/2 * (1 + 1/4 + 1/4) / 6^2 = 1/16.
     estimate = clustered_mean([1, 1, 0, 1, 0, 0], ["a", "a", "b", "c", "c", "c"])
-    assert estimate.mean == 0.5
+    assert estimate.value == 0.5
     sums = [1.0, -0.5, 0.5 - 0.5 - 0.5]
     expected = math.sqrt(1.5 * sum(value**2 for value in sums) / 36)
     assert expected == 0.25
@@ -106,7 +106,7 @@ def test_clustered_mean_refuses_what_has_no_spread() -> None:
 def test_paired_difference_by_hand() -> None:
     # Differences 1, 0, 1, 0: mean 1/2, standard deviation 1/sqrt(3), error 1/sqrt(12); t(3) is 3.182446 at 97.5%.
     estimate = paired_difference([0, 1, 0, 0], [1, 1, 1, 0])
-    assert estimate.mean == 0.5
+    assert estimate.value == 0.5
     assert estimate.standard_error == pytest.approx(1 / math.sqrt(12))
     assert estimate.interval.low == pytest.approx(0.5 - 3.182446 / math.sqrt(12), abs=1e-6)
     assert estimate.interval.high == pytest.approx(0.5 + 3.182446 / math.sqrt(12), abs=1e-6)
