@@ -1,0 +1,183 @@
+"""The tokenizer: byte-level BPE, trained here or loaded from Hugging Face files; text can not forge control tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from nmoe.errors import StorageError, UserError
+from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
+
+# The pattern of GPT-4's cl100k_base (https://github.com/openai/tiktoken), but each digit is a piece of its own: numbers
+# then have one spelling, and arithmetic does not depend on how digits happened to be grouped.
+PIECE_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+SMALLEST_VOCABULARY = len(CONTROL_TOKENS) + 256
+
+# A pair seen once is a quirk of the corpus, not of the language.
+_MIN_PAIR_COUNT = 2
+
+_MODEL_FILE = "tokenizer.json"
+# Kept as they are, so that a fine-tuned checkpoint leaves with the chat template that its base came with.
+_SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class Tokenizer:
+    """Text to token ids and back. `decode(encode(text)) == text` for every tokenizer made by `train`.
+
+    `vocab_size` is one more than the largest id: the rows an embedding needs. Safe to share between threads.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str) -> None:
+        """`side_files` are written beside the model file by `save`; `origin` says in errors which tokenizer it is."""
+        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        # Some checkpoints declare control tokens as plain added words, which text would match.
+        plain = [name for name in CONTROL_TOKENS if name in added and not added[name].special]
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in plain])
+        backend.encode_special_tokens = True
+        # Both can be baked into a tokenizer.json; one loses text silently and the other invents tokens.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._side_files = dict(side_files)
+        self._origin = origin
+        self._special_ids = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
+        self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = max(self._known_ids, default=-1) + 1
+        for token in CONTROL_TOKENS:
+            if token in self._special_ids and self._special_ids[token] in self.encode(token):
+                raise UserError(
+                    f"{origin}: the text {token!r} encodes to the control token itself; use another tokenizer"
+                )
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Train on `texts`: all bytes, the control tokens, and the most frequent merges up to `vocab_size` tokens.
+
+        The same texts, in any order, give the same tokenizer. A corpus with fewer repeated pairs than asked for gives a
+        smaller vocabulary. Raises UserError for a vocabulary that does not hold all bytes and control tokens.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise UserError(
+                f"a vocabulary of {vocab_size} tokens is too small: "
+                f"256 bytes and {len(CONTROL_TOKENS)} control tokens need {SMALLEST_VOCABULARY}"
+            )
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(PIECE_PATTERN), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=_MIN_PAIR_COUNT,
+            special_tokens=list(CONTROL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(_checked(texts), trainer)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": RETURN,
+            "pad_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+        }
+        return cls(backend, {"tokenizer_config.json": json.dumps(config, indent=2) + "\n"}, "the trained tokenizer")
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read the Hugging Face files in `directory`, of our own making or not.
+
+        Raises UserError, naming the file, when tokenizer.json is missing or can not be read.
+        """
+        path = directory / _MODEL_FILE
+        definition = _read(path)
+        try:
+            backend = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises plain Exception, whatever is wrong with the file
+            raise UserError(f"{path}: not a Hugging Face tokenizer: {error}") from error
+        side_files = {name: _read(directory / name) for name in _SIDE_FILES if (directory / name).exists()}
+        return cls(backend, side_files, str(directory))
+
+    def save(self, directory: Path) -> None:
+        """Write the Hugging Face files, for `load` and transformers' AutoTokenizer. Raises StorageError."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, text in {_MODEL_FILE: self._backend.to_str(pretty=True), **self._side_files}.items():
+                (directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"can not write the tokenizer to {directory}: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` as content: "<|end|>" gives ordinary tokens, and nothing is put before or after.
+
+        Raises UserError for a lone surrogate, which is no character and has no bytes.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # how the library refuses a surrogate
+            _check_unicode(text)
+            raise
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens as their names; total.
+
+        Bytes that are not UTF-8 and ids that are not in the vocabulary become U+FFFD.
+        """
+        if self._known_ids.issuperset(ids):
+            return self._backend.decode(ids, skip_special_tokens=False)
+        text, known = "", list[int]()
+        for id_ in ids:
+            if id_ in self._known_ids:
+                known.append(id_)
+            else:
+                text += self.decode(known) + "\ufffd"
+                known = []
+        return text + self.decode(known)
+
+    def special_id(self, token: str) -> int:
+        """The id of a control token. Raises UserError when the tokenizer has none of that name."""
+        if token not in self._special_ids:
+            raise UserError(
+                f"{self._origin}: the tokenizer has no control token {token!r}; "
+                "use one with the Harmony control tokens, such as that of gpt-oss or one trained by nmoe"
+            )
+        return self._special_ids[token]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; a tokenizer directory holds {_MODEL_FILE}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can not be read: {error}") from error
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        _check_unicode(text)
+        yield text
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, "
+            f"which is not a character: {text[max(0, error.start - 20) : error.start + 20]!r}; repair the data"
+        ) from error
