@@ -1,0 +1,226 @@
+"""The `nmoe` command: one verb per job, each a few lines that read its arguments and hand over.
+
+What a verb needs is imported inside it, so that `nmoe --help` does not wait for torch.
+"""
+
+import math
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from nmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from nmoe.config.run import RunConfig
+
+    C = TypeVar("C", bound=RunConfig)
+
+app = typer.Typer(
+    name="nmoe", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+rl = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(rl, name="rl")
+
+# The overrides of a training verb are options that only the configuration's schema knows.
+WITH_OVERRIDES = {"ignore_unknown_options": True}
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+ConfigAndOverrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG [--section.key=value]",
+        help="The run's TOML file, and values to use in place of the file's.",
+        show_default=False,
+    ),
+]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")
+]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn at random.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nmoe {version('nmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def nmoe(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Post-train language models by reinforcement learning from verifiable rewards.
+
+    \b
+    Example, from nothing to a trained and evaluated small model:
+      nmoe speedrun
+    """
+
+
+@rl.callback()
+def reinforcement_learning() -> None:
+    """Post-train a model on an environment.
+
+    \b
+    Example:
+      nmoe rl train configs/grpo.toml
+    """
+
+
+@app.command(context_settings=WITH_OVERRIDES)
+def pretrain(arguments: ConfigAndOverrides) -> None:
+    """Pretrain a model on documents.
+
+    \b
+    Example:
+      nmoe pretrain configs/pretrain.toml --run.steps=200 --optimizer.learning_rate=3e-4
+    """
+    from nmoe.config.run import PretrainConfig
+
+    config = _configuration(arguments, PretrainConfig)
+    from nmoe.recipes.pretrain import pretrain
+
+    pretrain(config)
+
+
+@rl.command(context_settings=WITH_OVERRIDES)
+def train(arguments: ConfigAndOverrides) -> None:
+    """Post-train a model with GRPO on the problems of an environment.
+
+    \b
+    Example:
+      nmoe rl train configs/grpo.toml --run.name=wide --batch.group_size=16
+    Going on after an interruption:
+      nmoe rl train configs/grpo.toml --run.name=wide --batch.group_size=16 --run.resume=true
+    """
+    from nmoe.config.run import RLConfig
+
+    config = _configuration(arguments, RLConfig)
+    from nmoe.recipes.grpo import train
+
+    train(config)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    environment: Annotated[
+        Path, typer.Argument(metavar="ENVIRONMENT", help="The TOML file of the environment to evaluate on.")
+    ],
+    problems: Annotated[int, typer.Option(min=1, help="How many problems.")] = 200,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = 1,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+) -> None:
+    """Evaluate a checkpoint on an environment.
+
+    \b
+    Example, greedy:
+      nmoe eval runs/grpo environments/sort.toml
+    Example, eight samples of each problem:
+      nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6
+    """
+    from nmoe.eval.evaluate import evaluate_command
+
+    evaluate_command(checkpoint, environment, problems, samples, temperature, seed)
+
+
+@app.command()
+def chat(
+    checkpoint: Checkpoint,
+    temperature: Temperature = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one answer.")] = 256,
+    seed: Seed = 0,
+) -> None:
+    """Talk to a checkpoint in the terminal.
+
+    \b
+    Example:
+      nmoe chat runs/grpo --temperature 0
+    """
+    from nmoe.serve.chat import chat
+
+    chat(checkpoint, temperature, max_new_tokens, seed)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
+    """Write a run's report and print where it is.
+
+    \b
+    Example:
+      nmoe report runs/grpo
+    """
+    from nmoe.runs.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def speedrun(
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="The directory to write to.")] = Path("runs/speedrun"),
+) -> None:
+    """Go from nothing to a post-trained small model: tokenizer, pretraining, GRPO, evaluation, report.
+
+    \b
+    Example:
+      nmoe speedrun --seed 1 --out runs/speedrun-1
+    """
+    from nmoe.recipes.speedrun import speedrun
+
+    speedrun(out, seed)
+
+
+def _configuration(arguments: list[str], schema: "type[C]") -> "C":
+    """Loads the CONFIG among the arguments of a training verb; all others are overrides, wherever they stand."""
+    from nmoe.config.run import load_run
+
+    files = [argument for argument in arguments if not argument.startswith("-")]
+    if not files:
+        raise UserError(
+            f"{arguments[0]} without a CONFIG; name the run's TOML file, then --section.key=value overrides"
+        )
+    overrides = list(arguments)
+    overrides.remove(files[0])
+    return load_run(Path(files[0]), schema, overrides)
+
+
+def run(command: typer.Typer, program: str) -> None:
+    """Runs `command` on the process's arguments and exits with its code.
+
+    0 when all went well, 2 for bad input, 1 for a full disk, 130 after Ctrl-C; a UserError is printed without its
+    traceback, any other exception is a defect and keeps it.
+    """
+    try:
+        try:
+            command(prog_name=program)
+        finally:
+            sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # Whoever read stdout, such as `head`, has left. Python flushes once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def main() -> None:
+    """The entry point of `nmoe`."""
+    run(app, "nmoe")

@@ -1,0 +1,47 @@
+"""Says, before a run starts, what its batch sizes and step counts come to."""
+
+import math
+
+from nmoe.config.run import PretrainConfig, RunConfig
+
+
+def batch_arithmetic(config: RunConfig) -> list[str]:
+    """The lines to print: samples and tokens of a step, micro-batches, the run's totals, evaluations, checkpoints."""
+    if isinstance(config, PretrainConfig):
+        lines, evaluated = _pretraining(config), f"{config.data.held_out_documents:,} documents"
+    else:
+        lines, evaluated = _reinforcement_learning(config), f"{config.eval.problems:,} problems"
+    steps, every = config.run.steps, config.eval.every_steps
+    if every:
+        times = 1 + math.ceil(steps / every)
+        lines.append(f"evaluation: before step 1, every {every:,} steps, at the end = {times:,} times {evaluated}")
+    else:
+        lines.append("evaluation: none during the run")
+    lines.append(
+        f"checkpoints: every {config.checkpoint.every_steps:,} steps, the newest {config.checkpoint.keep:,} kept"
+    )
+    return lines
+
+
+def _pretraining(config: RunConfig) -> list[str]:
+    steps, tokens = config.run.steps, config.batch.tokens_per_microbatch
+    return [
+        f"step: 1 micro-batch of {tokens:,} tokens",
+        f"run: {steps:,} optimizer steps = {steps * tokens:,} tokens",
+    ]
+
+
+def _reinforcement_learning(config: RunConfig) -> list[str]:
+    """Sampled tokens are upper bounds, as completions end early; prompts come on top of them in a micro-batch."""
+    steps, batch, longest = config.run.steps, config.batch, config.sampling.max_new_tokens
+    samples = batch.prompts_per_step * batch.group_size
+    tokens = samples * longest
+    samples_per_microbatch = max(1, batch.tokens_per_microbatch // longest)
+    return [
+        f"step: {batch.prompts_per_step:,} prompts x {batch.group_size:,} completions = {samples:,} samples "
+        f"of at most {longest:,} tokens = at most {tokens:,} sampled tokens",
+        f"refills: at most {batch.max_refills:,} a step = at most {samples * (1 + batch.max_refills):,} samples drawn",
+        f"micro-batches: {batch.tokens_per_microbatch:,} tokens each = at most "
+        f"{math.ceil(samples / samples_per_microbatch):,} a step, prompts not counted",
+        f"run: {steps:,} optimizer steps = {steps * samples:,} samples = at most {steps * tokens:,} sampled tokens",
+    ]

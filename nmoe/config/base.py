@@ -1,0 +1,59 @@
+"""What every settings table is made of: a frozen, strict section whose combination checks name the key at fault."""
+
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Strict, model_validator
+
+T = TypeVar("T")
+
+Array = Annotated[tuple[T, ...], Strict(False)]
+"""A TOML array as an immutable tuple. TOML readers give lists, which a strict tuple would refuse; the items stay strict."""
+
+
+class FromFile:
+    """Marks a section that may lie in a TOML file of its own: `Annotated[Settings | None, FromFile()]`.
+
+    Where that table has a `path = "file.toml"`, which starts from the directory of the file that says so, the loader
+    puts the named file's contents in its place. Keys that stand beside `path`, overrides among them, replace the file's.
+    """
+
+
+class Conflict(NamedTuple):
+    """Keys that are fine one by one and do not fit together.
+
+    Example: `Conflict("kv_heads", "must divide heads = 6")`. `key` is the key to point at, dotted when it lies in a
+    section below, as in `stages.1.gate`, and empty for the section itself.
+    """
+
+    key: str
+    message: str
+
+
+class ConflictError(ValueError):
+    """All conflicts of one section. A ValueError, so that pydantic reports it beside the errors of other sections."""
+
+    def __init__(self, conflicts: list[Conflict]) -> None:
+        super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in conflicts))
+        self.conflicts = conflicts
+
+
+class Section(BaseModel):
+    """A table of settings: unknown keys are refused, nothing is coerced, nothing changes after it was checked.
+
+    The only widening is an integer where a number is wanted. `nan` and `inf` are refused: no setting means them, and
+    every comparison that would catch one lets `nan` pass.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yields every combination of this section's values that can not work. Sections override it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_conflicts(self) -> Self:
+        conflicts = list(self.conflicts())
+        if conflicts:
+            raise ConflictError(conflicts)
+        return self

@@ -1,0 +1,224 @@
+"""The settings of an environment: where its problems come from, what a good answer earns, and in which order it is learned.
+
+An environment is a TOML file of its own or the `[environment]` table of a run; both are this one schema. Relative paths
+in it start from the directory that the command runs in.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nmoe.config.base import Array, Conflict, Section
+
+GeneratedTask = Literal["sort", "reverse", "add", "arithmetic"]
+"""Tasks that make their own problems."""
+
+DatasetTask = Literal["gsm8k", "math", "arithmetic", "sort", "reverse", "add"]
+"""Tasks that can grade the records of a dataset."""
+
+GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]
+"""How the gold answer is found in a record's answer field: taken as it is, after `####`, in `\\boxed{}`, last number."""
+
+GateMetric = Literal["format_ok", "reasoning_ok", "correctness"]
+
+MAX_SEED = 2**63 - 1
+
+
+class GeneratedPool(Section):
+    """Problems made by a seeded generator, without end; the splits never share a problem."""
+
+    type: Literal["generated"]
+    task_type: GeneratedTask = Field(description="the task whose problems are generated")
+    difficulty: Annotated[tuple[int, int], Field(strict=False)] = Field(
+        default=(1, 3), description="[least, most], both at least 1 and included; each task says what it counts"
+    )
+    split: Literal["train", "eval", "all"] = Field(default="train", description="the part of all problems to draw from")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+    max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        least, most = self.difficulty
+        if least < 1 or least > most:
+            yield Conflict("difficulty", "must be [least, most] with 1 <= least <= most")
+
+
+class DatasetKeys(Section):
+    """How the records of a dataset become problems; the part that all datasets share."""
+
+    task_type: DatasetTask = Field(description="the task that renders and grades the problems")
+    problem_field: str = Field(default="problem", min_length=1, description="the field with the problem's text")
+    answer_field: str = Field(default="answer", min_length=1, description="the field with the gold answer or solution")
+    gold_extractor: GoldExtractor = Field(default="none", description="how the gold answer is found in its field")
+    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+
+class JsonlPool(DatasetKeys):
+    """A local file with one JSON object per line."""
+
+    type: Literal["jsonl"]
+    path: str = Field(min_length=1, description="the JSONL file")
+
+
+class ParquetPool(DatasetKeys):
+    """A local Parquet file."""
+
+    type: Literal["parquet"]
+    path: str = Field(min_length=1, description="the Parquet file")
+
+
+class HubPool(DatasetKeys):
+    """One split of a Hugging Face dataset, from the hub or from a local directory or file."""
+
+    type: Literal["hf"]
+    dataset: str = Field(min_length=1, description="name on the hub, or a local directory or file")
+    subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
+    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
+
+
+class SourceKeys(Section):
+    """What a pool gets in addition when it is one source of a mixture."""
+
+    name: str = Field(min_length=1, description="name of the source in logs and metrics, unique in the mixture")
+    weight: float = Field(gt=0, description="share of the problems, relative to the other sources' weights")
+
+
+class GeneratedSource(GeneratedPool, SourceKeys):
+    """A generated pool as a source of a mixture."""
+
+
+class JsonlSource(JsonlPool, SourceKeys):
+    """A JSONL file as a source of a mixture."""
+
+
+class ParquetSource(ParquetPool, SourceKeys):
+    """A Parquet file as a source of a mixture."""
+
+
+class HubSource(HubPool, SourceKeys):
+    """A Hugging Face dataset as a source of a mixture."""
+
+
+Source = Annotated[GeneratedSource | JsonlSource | ParquetSource | HubSource, Field(discriminator="type")]
+
+
+class MixturePool(Section):
+    """Several sources; each problem comes from one of them, drawn by weight."""
+
+    type: Literal["mixture"]
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the draws between sources")
+    sources: Array[Source] = Field(description="the sources, as [[task_pool.sources]]")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.sources:
+            yield Conflict("sources", "a mixture needs at least one [[task_pool.sources]]")
+        yield from _duplicates("sources", (source.name for source in self.sources))
+
+
+TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | MixturePool
+
+
+class Weights(Section):
+    """What each component of a grade, itself between 0 and 1, contributes to the reward."""
+
+    format: float = Field(default=0.0, ge=0, description="the completion has the form that the environment asks for")
+    reasoning: float = Field(default=0.0, ge=0, description="there is reasoning, well formed and not empty")
+    correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
+    efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not any((self.format, self.reasoning, self.correctness, self.efficiency)):
+            yield Conflict("", "all weights are 0, so that every reward would be 0")
+
+
+class Rubric(Weights):
+    """The weights in force when there is no curriculum: pure correctness unless the file says more."""
+
+    correctness: float = Field(default=1.0, ge=0, description="the answer is the gold answer")
+
+
+class GateSettings(Section):
+    """What opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
+
+    metric: GateMetric = Field(description="the rate that is measured over the curriculum's window")
+    at_least: float = Field(gt=0, le=1, description="the rate at which the next stage opens")
+
+
+class StageSettings(Section):
+    """One stage of a curriculum. The last stage has no gate: nothing comes after it."""
+
+    name: str = Field(min_length=1, description="name of the stage in logs, unique in the curriculum")
+    weights: Weights = Field(description="the weights in force during the stage; those not named are 0")
+    gate: GateSettings | None = Field(default=None, description="what opens the next stage")
+
+
+class CurriculumSettings(Section):
+    """Stages that open one after the other, so that nothing is rewarded before what it rests on has been learned."""
+
+    window_steps: int = Field(default=4, ge=1, description="a gate holds when its mean over so many steps does")
+    stages: Array[StageSettings] = Field(description="the stages in order, as [[curriculum.stages]]")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.stages:
+            yield Conflict("stages", "a curriculum needs at least one [[curriculum.stages]]")
+        yield from _duplicates("stages", (stage.name for stage in self.stages))
+        last = len(self.stages) - 1
+        for index, stage in enumerate(self.stages):
+            if index < last and stage.gate is None:
+                yield Conflict(f"stages.{index}.gate", "must be there, or the stages after this one never open")
+            if index == last and stage.gate is not None:
+                yield Conflict(f"stages.{index}.gate", "must not be there: after the last stage it would open nothing")
+
+
+class BudgetSettings(Section):
+    """Limits on what one trajectory may use."""
+
+    completion_tokens: int | None = Field(
+        default=None, ge=1, description="the most tokens of a completion; without it, the run's max_new_tokens alone"
+    )
+
+
+class EnvironmentSettings(Section):
+    """An environment: task pool, format contract, rewards and their order."""
+
+    env_id: str = Field(min_length=1, description="name of the environment")
+    version: str = Field(default="1", min_length=1, description="version of the environment, changed with its meaning")
+    format: Literal["harmony", "boxed"] = Field(
+        default="harmony", description="where the answer stands: Harmony's final channel, or the last \\boxed{}"
+    )
+    system: str = Field(default="", description="system message before every problem; empty for none")
+    task_pool: TaskPool = Field(discriminator="type", description="where the problems come from")
+    rubric: Rubric = Field(default=Rubric(), description="weights of the reward when there is no curriculum")
+    curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
+    budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
+
+
+def held_out(settings: EnvironmentSettings) -> EnvironmentSettings | None:
+    """The same environment over problems that training never meets: the `eval` split of its generated pools.
+
+    None where that can not be promised, because a pool is a dataset or does not train on the `train` split.
+    """
+    pool = settings.task_pool
+    if isinstance(pool, GeneratedPool) and pool.split == "train":
+        pool = pool.model_copy(update={"split": "eval"})
+    elif isinstance(pool, MixturePool) and all(
+        isinstance(source, GeneratedSource) and source.split == "train" for source in pool.sources
+    ):
+        sources = tuple(source.model_copy(update={"split": "eval"}) for source in pool.sources)
+        pool = pool.model_copy(update={"sources": sources})
+    else:
+        return None
+    return settings.model_copy(update={"task_pool": pool})
+
+
+def _duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            yield Conflict(f"{key}.{index}.name", "is used before; names must be unique")
+        seen.add(name)

@@ -1,0 +1,129 @@
+"""Turns a TOML file and overrides into checked settings, or into one error that lists every problem there is."""
+
+import copy
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from nmoe.config.base import FromFile, Section
+from nmoe.config.locate import KeyPath, Locator, Place, locate
+from nmoe.config.overrides import lay_over, malformed, override_document, read_override
+from nmoe.config.problems import ConfigError, Problem, at, explain
+from nmoe.config.schema import follow, sections_of
+
+S = TypeVar("S", bound=Section)
+
+_SYNTAX_PLACE = re.compile(r"(.*) \(at line (\d+), column (\d+)\)", re.DOTALL)
+
+
+def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
+    """Reads the TOML file `path` and lays `overrides` ("--section.key=value", the last one wins) over it.
+
+    Sections that lie in files of their own (`FromFile`) are read and checked with it. Raises ConfigError with all
+    problems: a file that can not be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
+    missing keys, conflicts.
+    """
+    problems = [
+        Problem(Place(text, is_override=True), "not an override; those are written --section.key=value")
+        for text in malformed(overrides)
+    ]
+    try:
+        data, where = _read(path)
+    except ConfigError as error:
+        raise ConfigError(error.problems + problems) from None
+    for text in overrides:
+        if override := read_override(text):
+            lay_over(data, where, *override_document(*override, text))
+    return _check(data, schema, where, problems)
+
+
+def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
+    """Checks data that was read already; `where` knows its lines, or names its source: `Locator(Place("metadata"))`.
+
+    Raises ConfigError with all problems.
+    """
+    return _check(copy.deepcopy(data), schema, where, [])
+
+
+def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list[Problem]) -> S:
+    unread = _read_sections(data, schema, where, (), problems)
+    try:
+        settings = schema.model_validate(data)
+    except ValidationError as errors:
+        for error in errors.errors(include_url=False):
+            path, _ = follow(schema, error["loc"])
+            if not _follows_from(unread, path, error["type"]):
+                problems.extend(explain(error, schema, where))
+    if problems:
+        raise ConfigError(problems, first=where.root.source)
+    return settings
+
+
+def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
+    """Whether an error only says again that a section could not be read: the section's own, or a conflict around it."""
+    return any(
+        path[: len(section)] == section or (kind == "value_error" and section[: len(path)] == path)
+        for section in unread
+    )
+
+
+def _read_sections(
+    data: dict[str, Any], schema: type[Section], where: Locator, table: KeyPath, problems: list[Problem]
+) -> list[KeyPath]:
+    """Puts sections that are given by file in their place, in `data` and in `where`; returns those it could not read."""
+    unread = []
+    for key, known in schema.model_fields.items():
+        path, value, sections = (*table, key), data.get(key), sections_of(known.annotation)
+        if not any(isinstance(mark, FromFile) for mark in known.metadata):
+            if len(sections) == 1 and isinstance(value, dict):
+                unread += _read_sections(value, sections[0], where, path, problems)
+        elif isinstance(value, dict) and "path" in value:
+            try:
+                data[key] = _read_section(value, where, path)
+            except ConfigError as error:
+                problems.extend(error.problems)
+                del data[key]
+                unread.append(path)
+    return unread
+
+
+def _read_section(beside: dict[str, Any], where: Locator, path: KeyPath) -> dict[str, Any]:
+    """The contents of the file that the table at `path` names, under the keys that stand beside its `path`."""
+    file, place = beside.pop("path"), where.place((*path, "path"))
+    if not isinstance(file, str):
+        problem = at(where, (*path, "path"), "expected the path of a TOML file, as a string", file)
+        raise ConfigError([problem])
+    data, where_file = _read(place.directory / file, named_at=str(place))
+    where_file = where_file.below(path)
+    lay_over(data, where_file, beside, where, path)
+    where.adopt(path, where_file)
+    return data
+
+
+def _read(path: Path, named_at: str = "") -> tuple[dict[str, Any], Locator]:
+    """The document in the file `path`. `named_at` is the place that named the file, unless a user did."""
+    place = Place(str(path))
+    by = f" (named at {named_at})" if named_at else ""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([Problem(place, f"no such file{by}")]) from None
+    except IsADirectoryError:
+        raise ConfigError([Problem(place, f"is a directory, not a TOML file{by}")]) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError([Problem(Place(str(path), line), f"not UTF-8 text: {error.reason}{by}")]) from None
+    except (OSError, ValueError) as error:  # a ValueError if the name holds a null character
+        raise ConfigError([Problem(place, f"can not be read: {error}{by}")]) from None
+    try:
+        return tomllib.loads(text), locate(text, path)
+    except RecursionError:
+        raise ConfigError([Problem(place, f"arrays or tables nested too deeply{by}")]) from None
+    except ValueError as error:  # a TOMLDecodeError, or an integer of more digits than Python reads
+        match = _SYNTAX_PLACE.fullmatch(str(error))
+        message, at_line = (match[1], f":{match[2]}:{match[3]}") if match else (str(error), "")
+        raise ConfigError([Problem(Place(f"{path}{at_line}"), f"TOML syntax: {message}{by}")]) from None

@@ -1,0 +1,61 @@
+"""Reads `--section.key=value` from the command line into a document of its own, ready to be laid over the file's."""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from nmoe.config.locate import KeyPath, Locator, Place
+
+_OVERRIDE = re.compile(r"--([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
+
+
+def read_override(text: str) -> tuple[KeyPath, Any] | None:
+    """The key path and value of `--section.key=value`, or None if `text` has another form."""
+    match = _OVERRIDE.fullmatch(text)
+    return None if match is None else (tuple(match[1].split(".")), read_value(match[2]))
+
+
+def read_value(text: str) -> Any:
+    """`text` as the TOML value it spells, else as the string it is: `1e-6`, `[1, 2]`, `true`, `"7"`, `grpo`."""
+    try:
+        # Inside an inline table a value has to be complete: neither a comment nor a second key can follow it.
+        document = tomllib.loads("table = {value = " + text + "}")
+    except (
+        ValueError,
+        RecursionError,
+    ):  # not TOML, an integer of more digits than Python reads, or brackets without end
+        return text
+    if document.keys() != {"table"} or document["table"].keys() != {"value"}:
+        return text
+    return document["table"]["value"]
+
+
+def override_document(path: KeyPath, value: Any, text: str) -> tuple[dict[str, Any], Locator]:
+    """The document that holds nothing but `value` at `path`, with the override's own text as the place of it all."""
+    data: Any = value
+    for key in reversed(path):
+        data = {key: data}
+    place = Place(text, root=len(path), is_override=True)
+    return data, Locator(place, {path: place})
+
+
+def lay_over(
+    data: dict[str, Any], where: Locator, over: dict[str, Any], where_over: Locator, table: KeyPath = ()
+) -> None:
+    """Lays the document `over` onto `data`, in place: tables are joined key by key, any other value is replaced."""
+    for key, value in over.items():
+        path = (*table, key)
+        below = data.get(key)
+        if isinstance(value, dict) and not isinstance(below, dict) and path not in where_over.places:
+            below = data[key] = {}  # a section that only an override's path names
+        if isinstance(value, dict) and isinstance(below, dict):
+            lay_over(below, where, value, where_over, path)
+        else:
+            data[key] = value
+            where.adopt(path, where_over)
+
+
+def malformed(overrides: Sequence[str]) -> list[str]:
+    """Those of `overrides` that are not of the form `--section.key=value`."""
+    return [text for text in overrides if _OVERRIDE.fullmatch(text) is None]

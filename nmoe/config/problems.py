@@ -1,0 +1,205 @@
+"""Words each problem of a configuration as one line: where it is, what stands there, what is wrong, what would be right."""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, time
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from nmoe.config.base import ConflictError, Section
+from nmoe.config.locate import KeyPath, Locator, Place
+from nmoe.config.schema import TAG, choices_of, follow, keys_of, paths_of, sections_of, tag_of
+from nmoe.config.toml import toml_value
+from nmoe.errors import UserError
+
+_LONGEST_VALUE = 60
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "an array",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+}
+
+_BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of a report: `configs/x.toml:12` and `[optimizer] learnng_rate = 0.1: unknown key; ...`."""
+
+    place: Place
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.message}"
+
+
+class ConfigError(UserError):
+    """A configuration that can not be used. Its text has one line per problem, and all of them."""
+
+    def __init__(self, problems: list[Problem], first: str = "") -> None:
+        """Orders the problems: by file, `first` before the others, and by line; overrides come last."""
+        sources = list(dict.fromkeys([first, *(problem.place.source for problem in problems)]))
+
+        def order(problem: Problem) -> tuple[bool, int, int]:
+            place = problem.place
+            return place.is_override, sources.index(place.source), place.line or 0
+
+        self.problems = sorted(problems, key=order)
+        lines = [str(problem) for problem in self.problems]
+        super().__init__(lines[0] if len(lines) == 1 else f"{len(lines)} problems\n" + "\n".join(lines))
+
+
+def at(where: Locator, path: KeyPath, message: str, value: Any = None) -> Problem:
+    """The problem `message` at `path`, with the value that stands there, if any."""
+    return _named(where.place(path), path, message, value)
+
+
+def _named(place: Place, path: KeyPath, message: str, value: Any) -> Problem:
+    """Names `path` as the file of `place` does; an override's own text names its path already."""
+    name = key_name(path[place.root :], is_table=isinstance(value, dict))
+    if name and value is not None and not isinstance(value, dict):
+        name += f" = {_shown(value)}"
+    return Problem(place, f"{name}: {message}" if name else message)
+
+
+def key_name(path: KeyPath, is_table: bool = False) -> str:
+    """`("task_pool", "sources", 1, "weight")` as `[task_pool.sources[1]] weight`, tables wholly in brackets."""
+    last = len(path)
+    if not is_table:
+        last = max((index for index, key in enumerate(path) if isinstance(key, str)), default=0)
+    table, key = _dotted(path[:last]), _dotted(path[last:])
+    return " ".join(part for part in (f"[{table}]" if table else "", key) if part)
+
+
+def explain(error: ErrorDetails, schema: type[Section], where: Locator) -> Iterator[Problem]:
+    """The problems that one error of pydantic stands for: a section's conflicts come as one error, all else singly."""
+    path, annotations = follow(schema, error["loc"])
+    value, kind, context = error["input"], error["type"], error.get("ctx", {})
+    conflict = context.get("error")
+    if isinstance(conflict, ConflictError):
+        for key, message in conflict.conflicts:
+            below = tuple(int(part) if part.isdigit() else part for part in key.split(".") if part)
+            yield at(where, path + below, message, _value_at(value, below))
+    elif kind == "extra_forbidden":
+        place = where.place_of_key(path)
+        yield _named(place, path, _unknown_key(place, path, annotations[-2], schema), value)
+    elif kind == "missing":
+        yield _missing(path, annotations, where)
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        tags = [tag_of(section) for section in sections_of(annotations[-1])]
+        missing = "required key is missing; " if kind == "union_tag_not_found" else ""
+        yield at(where, (*path, TAG), missing + _one_of(value.get(TAG), tags), value.get(TAG))
+    elif kind == "literal_error":
+        yield at(where, path, _one_of(value, choices_of(annotations[-1])), value)
+    elif kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        yield at(where, path, f"must be {words} {str(context[bound]).removesuffix('.0')}", value)
+    elif kind == "too_long":
+        yield at(where, path, f"expected {context['max_length']} items, got {len(value)}", value)
+    elif kind == "finite_number":
+        yield at(where, path, "must be a finite number", value)
+    elif kind in _EXPECTED:
+        yield at(where, path, _wrong_type(kind, value, path, where), value)
+    else:
+        yield at(where, path, error["msg"], value)
+
+
+def _unknown_key(place: Place, path: KeyPath, table: Any, schema: type[Section]) -> str:
+    """Suggests a key of the same table that is spelled alike, else the same key of another table."""
+    key, known = str(path[-1]), keys_of(table)
+    alike = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
+    if alike:
+        return f"unknown key; did you mean {alike[0]!r}?"
+    file = () if place.is_override else path[: place.root]
+    elsewhere = [
+        found
+        for found in dict.fromkeys(paths_of(schema))
+        if found[-1] == key and found[: len(file)] == file and len(found) > len(file)
+    ]
+    # A key that many tables have is most likely meant where it lies highest.
+    elsewhere = [found for found in elsewhere if len(found) == min(map(len, elsewhere))]
+    if elsewhere:
+        # An override's text is one dotted path; in a file a key is found by its table.
+        names = [f"--{'.'.join(found)}" if place.is_override else key_name(found[len(file) :]) for found in elsewhere]
+        return f"unknown key; did you mean {' or '.join(names)}?"
+    return f"unknown key; known here: {', '.join(known)}"
+
+
+def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Problem:
+    sections = sections_of(annotations[-1])
+    if sections:
+        required = [{key for key, known in section.model_fields.items() if known.is_required()} for section in sections]
+        needed = [key for key in keys_of(sections[0]) if all(key in keys for keys in required)]
+        needs = f"; it needs {', '.join(needed)}" if needed else ""
+        return at(where, path, f"required table is missing{needs}", {})
+    if isinstance(path[-1], int):
+        return at(where, path, "required item is missing")
+    owners = [section for section in sections_of(annotations[-2]) if path[-1] in section.model_fields]
+    description = owners[0].model_fields[path[-1]].description if owners else None
+    return at(where, path, "required key is missing" + (f" ({description})" if description else ""))
+
+
+def _one_of(value: Any, choices: list[str] | tuple[str, ...]) -> str:
+    alike = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"must be one of {', '.join(map(toml_value, choices))}" + (f"; did you mean {alike[0]!r}?" if alike else "")
+
+
+def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator) -> str:
+    message = f"expected {_EXPECTED[kind]}, got {_type_words(value)}"
+    if kind == "string_type" and isinstance(value, int | float):
+        quoted = toml_value(toml_value(value))
+        # The shell takes one pair of quotes away before the command sees an override.
+        dotted = ".".join(map(str, path))
+        message += f"; write --{dotted}='{quoted}'" if where.place(path).is_override else f"; write {quoted}"
+    return message
+
+
+def _type_words(value: Any) -> str:
+    match value:
+        case bool():
+            return "a boolean"
+        case int():
+            return "an integer"
+        case float():
+            return "a number"
+        case str():
+            return "a string"
+        case list() | tuple():
+            return "an array"
+        case dict():
+            return "a table"
+        case date() | time():
+            return "a date or time"
+    return type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    text = toml_value(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _dotted(path: KeyPath) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+def _value_at(value: Any, path: KeyPath) -> Any:
+    """The value at `path` below `value`, or None where the data leaves it to a default."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        else:
+            value = value[key] if isinstance(value, list | tuple) and isinstance(key, int) else None
+    return value

@@ -1,0 +1,252 @@
+"""The settings of a run: one class per table of its TOML file, every key with its meaning, default and limits.
+
+Relative paths start from the directory that the command runs in, except those that name another TOML file: these
+start from the file they stand in.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict, FromFile, Section
+from nmoe.config.environment import MAX_SEED, EnvironmentSettings, held_out
+from nmoe.config.loader import load
+
+NAME = r"\w[\w.+=-]*"
+
+
+class RunSection(Section):
+    """[run]: what the run is called, where it lives and how long it goes on."""
+
+    name: str = Field(default="run", description="the run lives in directory/name; default: the file's name")
+    directory: str = Field(default="runs", min_length=1, description="the directory of all runs")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of everything that is drawn at random")
+    threads: int = Field(default=0, ge=0, description="CPU threads; 0: as many as are free")
+    steps: int = Field(gt=0, description="optimizer steps to take")
+    resume: bool = Field(default=False, description="go on from the run's latest checkpoint")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not re.fullmatch(NAME, self.name):
+            yield Conflict("name", "is a directory's name: letters, digits and . _ + = -, the first a letter or digit")
+
+
+class ModelShape(Section):
+    """[model.shape]: a new model, dense or mixture-of-experts. The tokenizer gives the vocabulary's size."""
+
+    hidden_size: int = Field(gt=0, description="width of the residual stream")
+    layers: int = Field(gt=0, description="transformer blocks")
+    heads: int = Field(gt=0, description="query heads")
+    kv_heads: int = Field(gt=0, description="key and value heads, each shared by heads / kv_heads query heads")
+    head_dim: int = Field(gt=0, description="width of one head; even, because rotary embeddings turn pairs")
+    context_tokens: int = Field(gt=1, description="longest sequence, prompt and completion together")
+    intermediate_size: int = Field(default=0, ge=0, description="width of the dense FFN; used when experts = 0")
+    experts: int = Field(default=0, ge=0, description="routed experts of each layer; 0: dense")
+    experts_per_token: int = Field(default=0, ge=0, description="experts chosen for each token")
+    expert_width: int = Field(default=0, ge=0, description="width of one expert's FFN")
+    shared_experts: int = Field(default=0, ge=0, description="experts that see every token, beside the routed ones")
+    router_scores: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="how router logits become scores"
+    )
+    renormalize: bool = Field(default=True, description="scale the chosen experts' scores to sum to 1")
+    router_bias_rate: float = Field(default=0.0, ge=0, description="step of loss-free load balancing; 0: off")
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss; 0: off")
+    qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys")
+    tie_embeddings: bool = Field(default=True, description="one matrix for embedding and output head")
+    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the RMS norms")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.heads % self.kv_heads:
+            yield Conflict("kv_heads", f"must divide heads = {self.heads}")
+        if self.head_dim % 2:
+            yield Conflict("head_dim", "must be even")
+        if self.experts == 0 and self.intermediate_size == 0:
+            yield Conflict("intermediate_size", "a dense model (experts = 0) needs the width of its FFN")
+        if self.experts > 0 and not 1 <= self.experts_per_token <= self.experts:
+            yield Conflict("experts_per_token", f"must be between 1 and experts = {self.experts}")
+        if self.experts > 0 and self.expert_width == 0:
+            yield Conflict("expert_width", "a mixture-of-experts model needs the width of an expert")
+
+
+class ModelSection(Section):
+    """[model]: a checkpoint to start from, or the shape of a new model."""
+
+    path: str | None = Field(default=None, min_length=1, description="directory of the checkpoint to start from")
+    shape: ModelShape | None = Field(default=None, description="the shape of a new model")
+    tokenizer: str | None = Field(
+        default=None, min_length=1, description="directory of the tokenizer; default: the one in `path`"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.path is not None and self.shape is not None:
+            yield Conflict("path", "a checkpoint has its own shape; give either path or [model.shape]")
+        if self.path is None and self.shape is None:
+            yield Conflict("", "needs either path (a checkpoint) or [model.shape] (a new model)")
+        if self.path is None and self.shape is not None and self.tokenizer is None:
+            yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
+
+
+class DataSection(Section):
+    """[data]: the text to pretrain on."""
+
+    documents: str = Field(min_length=1, description="JSONL file with a document's `text` or `token_ids` on each line")
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+    held_out_documents: int = Field(default=0, ge=0, description="documents kept from training, to evaluate on")
+
+
+class EngineSection(Section):
+    """[engine]: how rollouts are generated."""
+
+    max_sequences: int = Field(default=256, gt=0, description="the most sequences that are generated side by side")
+
+
+class SamplingSection(Section):
+    """[sampling]: the distribution that completions are drawn from."""
+
+    max_new_tokens: int = Field(default=256, gt=0, description="the most tokens of one completion")
+    temperature: float = Field(default=1.0, ge=0, description="0: always the most likely token")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="smallest set of tokens with this much probability; 1: off"
+    )
+    top_k: int = Field(default=0, ge=0, description="only so many most likely tokens; 0: off")
+
+
+class BatchSection(Section):
+    """[batch]: how much goes into one optimizer step, and in what portions."""
+
+    prompts_per_step: int = Field(default=16, gt=0, description="problems of one step")
+    group_size: int = Field(default=8, ge=2, description="completions of each problem, compared with one another")
+    tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens of one forward and backward pass")
+    max_refills: int = Field(
+        default=1, ge=0, description="how many times a step samples more prompts for groups whose rewards are all alike"
+    )
+
+
+class AlgorithmSection(Section):
+    """[algorithm]: the policy-gradient estimator."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        default="dr_grpo", description="reward minus group mean; grpo: over its deviation; rloo: mean of the others"
+    )
+    aggregation: Literal["token", "sequence", "constant"] = Field(
+        default="constant",
+        description="mean over all tokens; over each sequence, then over sequences; sum over sampling.max_new_tokens",
+    )
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(default=0.2, gt=0, description="the ratio is clipped above at 1 + clip_high")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="bound on the ratio where the advantage is negative; without it, no bound"
+    )
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="weight of the divergence from the reference; 0: no reference"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of that divergence")
+
+
+class OptimizerSection(Section):
+    """[optimizer]: AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate as a share of the peak")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to this")
+
+
+class EvalSection(Section):
+    """[eval]: evaluation during the run."""
+
+    every_steps: int = Field(default=0, ge=0, description="steps between evaluations; 0: none during the run")
+    problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
+    environment: Annotated[EnvironmentSettings | None, FromFile()] = Field(
+        default=None, description="held-out environment, or its `path`; default: the training environment's eval split"
+    )
+
+
+class CheckpointSection(Section):
+    """[checkpoint]: what is kept to resume from and to choose from."""
+
+    every_steps: int = Field(default=50, gt=0, description="steps between checkpoints")
+    keep: int = Field(default=2, gt=0, description="newest checkpoints that are kept")
+
+
+class RunConfig(Section):
+    """A whole run. `PretrainConfig` and `RLConfig` are the same tables with those required that the verb needs."""
+
+    run: RunSection = Field(description="name, length, seed")
+    model: ModelSection = Field(description="checkpoint or shape")
+    data: DataSection | None = Field(default=None, description="text to pretrain on")
+    environment: Annotated[EnvironmentSettings | None, FromFile()] = Field(
+        default=None, description="the environment, or the `path` of its TOML file"
+    )
+    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
+    batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
+    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
+    eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
+            yield Conflict(
+                "batch.tokens_per_microbatch",
+                f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit in",
+            )
+
+
+class PretrainConfig(RunConfig):
+    """A run of `nmoe pretrain`: [data] is required."""
+
+    data: DataSection = Field(description="text to pretrain on")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.eval.every_steps > 0 and self.data.held_out_documents == 0:
+            yield Conflict("eval.every_steps", "nothing to evaluate on; set data.held_out_documents")
+
+
+class RLConfig(RunConfig):
+    """A run of `nmoe rl train`: [environment] is required."""
+
+    environment: Annotated[EnvironmentSettings, FromFile()] = Field(
+        description="the environment, or the `path` of its TOML file"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        if shape is not None and self.sampling.max_new_tokens >= shape.context_tokens:
+            yield Conflict(
+                "sampling.max_new_tokens",
+                f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
+            )
+        if self.sampling.temperature == 0:
+            yield Conflict("sampling.temperature", "at 0 a group's completions are all alike, and nothing is learned")
+        if self.eval.every_steps > 0 and self.eval.environment is None and held_out(self.environment) is None:
+            yield Conflict(
+                "eval.every_steps", "the training problems have no eval split; name another in eval.environment"
+            )
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
+    """`load`, with the file's stem as the name of a run that has none. Raises ConfigError with all problems."""
+    config = load(path, schema, overrides)
+    if "name" in config.run.model_fields_set:
+        return config
+    name = re.sub(r"^\W|[^\w.+=-]", "_", path.stem)
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

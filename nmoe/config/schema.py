@@ -1,0 +1,87 @@
+"""Walks a settings schema along a key path, to know which keys were possible where an error happened.
+
+Unions of sections are told apart by their `type` key, whose value is a literal in each member.
+"""
+
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from nmoe.config.base import Section
+from nmoe.config.locate import KeyPath
+
+TAG = "type"
+
+
+def sections_of(annotation: Any) -> tuple[type[Section], ...]:
+    """The section classes that a value of this annotation may be: none for scalars and arrays, several for a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    if get_origin(annotation) is Annotated:
+        return sections_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(section for member in get_args(annotation) for section in sections_of(member))
+    return ()
+
+
+def tag_of(section: type[Section]) -> str:
+    """The value of the `type` key by which a union knows this section."""
+    return str(get_args(section.model_fields[TAG].annotation)[0])
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The values of a literal annotation, optional or not."""
+    if get_origin(annotation) is Literal:
+        return tuple(str(value) for value in get_args(annotation))
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return tuple(choice for member in get_args(annotation) for choice in choices_of(member))
+    return ()
+
+
+def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]]:
+    """Turns pydantic's location of an error into a key path, with the annotation met at each step.
+
+    In a location the tag of a union's member stands between the key and what lies below it:
+    `("task_pool", "jsonl", "path")` becomes `("task_pool", "path")`. The list begins with `schema` itself, so that it is
+    one longer than the path; an unknown key's annotation is None.
+    """
+    path: KeyPath = ()
+    annotations: list[Any] = [schema]
+    for step in location:
+        sections = sections_of(annotations[-1])
+        if len(sections) > 1:
+            annotations[-1] = next((section for section in sections if tag_of(section) == step), None)
+            continue
+        path = (*path, step)
+        if sections:
+            known = sections[0].model_fields.get(str(step))
+            annotations.append(known.annotation if known else None)
+        else:
+            annotations.append(_item_of(annotations[-1], step))
+    return path, annotations
+
+
+def _item_of(annotation: Any, index: str | int) -> Any:
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        arrays = [member for member in get_args(annotation) if member is not NoneType]
+        return _item_of(arrays[0], index)
+    if get_origin(annotation) is not tuple:
+        return None
+    items = get_args(annotation)
+    if items[-1] is Ellipsis:
+        return items[0]
+    return items[index] if isinstance(index, int) and index < len(items) else None
+
+
+def keys_of(annotation: Any) -> list[str]:
+    """The keys that a table with this annotation may have, in the order of their documentation."""
+    return list(dict.fromkeys(key for section in sections_of(annotation) for key in section.model_fields))
+
+
+def paths_of(schema: type[Section]) -> Iterator[tuple[str, ...]]:
+    """The path of every key of the schema, tables included; array items are not entered."""
+    for key, known in schema.model_fields.items():
+        yield (key,)
+        for section in sections_of(known.annotation):
+            for path in paths_of(section):
+                yield (key, *path)

@@ -1,0 +1,6 @@
+"""`python -m nmoe.rl`: the verbs of `nmoe rl` under their documented module name."""
+
+from nmoe.cli import rl, run
+
+if __name__ == "__main__":
+    run(rl, "python -m nmoe.rl")

@@ -1,0 +1,254 @@
+"""The `nmoe` command: what each verb hands over, and how bad input, Ctrl-C and closed pipes end it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nmoe import cli
+from nmoe.config.run import PretrainConfig, RLConfig
+from nmoe.errors import StorageError, UserError
+
+RL = """
+[run]
+steps = 10
+[model]
+path = "checkpoint"
+[environment]
+env_id = "sort"
+task_pool = {type = "generated", task_type = "sort"}
+"""
+PRETRAIN = '[run]\nsteps = 10\n[model]\npath = "checkpoint"\n[data]\ndocuments = "d.jsonl"\n'
+
+MAIN = "from nmoe.cli import main; main()"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]:
+    """Puts a recorder in the place of `module.function`; returns the list that its calls are added to."""
+
+    def stand_in(module: str, function: str, result: Any = None) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+
+        def record(*arguments: Any) -> Any:
+            calls.append(arguments)
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        stand_in_module = ModuleType(module)
+        setattr(stand_in_module, function, record)
+        monkeypatch.setitem(sys.modules, module, stand_in_module)
+        return calls
+
+    return stand_in
+
+
+@pytest.fixture
+def nmoe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
+    """Runs `nmoe` with arguments in this process and returns its exit code."""
+
+    def nmoe(*arguments: str) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["nmoe", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return exit_.value.code
+
+    return nmoe
+
+
+Nmoe = Callable[..., int | str | None]
+StandIn = Callable[..., list[tuple[Any, ...]]]
+
+
+def test_rl_train_loads_its_configuration(tmp_path: Path, nmoe: Nmoe, stand_in: StandIn) -> None:
+    calls = stand_in("nmoe.recipes.grpo", "train")
+    path = tmp_path / "tiny.toml"
+    path.write_text(RL)
+    assert nmoe("rl", "train", "--run.seed=3", str(path), "--batch.group_size=4", "--run.seed=4") == 0
+    ((config,),) = calls
+    assert isinstance(config, RLConfig)
+    assert (config.run.name, config.run.seed, config.batch.group_size) == ("tiny", 4, 4)
+
+
+def test_pretrain_loads_its_configuration(tmp_path: Path, nmoe: Nmoe, stand_in: StandIn) -> None:
+    calls = stand_in("nmoe.recipes.pretrain", "pretrain")
+    path = tmp_path / "base.toml"
+    path.write_text(PRETRAIN)
+    assert nmoe("pretrain", str(path), "--data.held_out_documents=5") == 0
+    ((config,),) = calls
+    assert isinstance(config, PretrainConfig)
+    assert (config.run.name, config.data.held_out_documents) == ("base", 5)
+
+
+def test_bad_overrides_are_all_listed_and_nothing_starts(
+    tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = stand_in("nmoe.recipes.grpo", "train")
+    path = tmp_path / "tiny.toml"
+    path.write_text(RL)
+    assert nmoe("rl", "train", str(path), "--optimizer.learnng_rate=1", "--run.seed", "3", "-x") == 2
+    assert calls == []
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "error: 4 problems",
+        "--run.seed: not an override; those are written --section.key=value",
+        "3: not an override; those are written --section.key=value",
+        "-x: not an override; those are written --section.key=value",
+        "--optimizer.learnng_rate=1: unknown key; did you mean 'learning_rate'?",
+    ]
+
+
+def test_a_training_verb_without_its_file(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nmoe("rl", "train", "--run.seed=3") == 2
+    assert capsys.readouterr().err.startswith("error: --run.seed=3 without a CONFIG")
+    assert nmoe("rl", "train") == 2
+    assert nmoe("pretrain", "nowhere.toml") == 2
+    assert capsys.readouterr().err.endswith("error: nowhere.toml: no such file\n")
+
+
+def test_the_other_verbs_hand_over_their_arguments(
+    nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = stand_in("nmoe.eval.evaluate", "evaluate_command")
+    assert nmoe("eval", "runs/a", "e.toml") == 0
+    assert nmoe("eval", "a", "e", "--problems", "5", "--samples=8", "--temperature", "0.6", "--seed", "7") == 0
+    assert calls == [(Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0), (Path("a"), Path("e"), 5, 8, 0.6, 7)]
+
+    calls = stand_in("nmoe.serve.chat", "chat")
+    assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
+    assert calls == [(Path("runs/a"), 0.0, 9, 2)]
+
+    calls = stand_in("nmoe.recipes.speedrun", "speedrun")
+    assert nmoe("speedrun") == 0
+    assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
+    assert calls == [(Path("runs/speedrun"), 0), (Path("x/y"), 1)]
+
+    capsys.readouterr()
+    calls = stand_in("nmoe.runs.report", "write_report", result=Path("runs/a/report.md"))
+    assert nmoe("report", "runs/a") == 0
+    assert calls == [(Path("runs/a"),)]
+    assert capsys.readouterr().out == "runs/a/report.md\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "a", "e", "--problems=0"),
+        ("eval", "a", "e", "--temperature=-1"),
+        ("eval", "a", "e", "--temperature=nan"),
+        ("chat", "a", "--temperature=inf"),
+        ("chat", "a", "--max-new-tokens=0"),
+        ("eval", "a"),
+        ("frobnicate",),
+        ("rl", "frobnicate"),
+        ("report", "a", "--x"),
+    ],
+)
+def test_wrong_usage_exits_with_2(nmoe: Nmoe, arguments: tuple[str, ...]) -> None:
+    assert nmoe(*arguments) == 2
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("x.toml is wrong"), 2), (StorageError("the disk is full"), 1)])
+def test_user_errors_are_one_message_and_an_exit_code(
+    nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str], error: UserError, code: int
+) -> None:
+    stand_in("nmoe.runs.report", "write_report", result=error)
+    assert nmoe("report", "runs/a") == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_ctrl_c_exits_with_130(nmoe: Nmoe, stand_in: StandIn) -> None:
+    stand_in("nmoe.runs.report", "write_report", result=KeyboardInterrupt())
+    assert nmoe("report", "runs/a") == 130
+
+
+def test_a_defect_keeps_its_traceback(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in("nmoe.runs.report", "write_report", result=ZeroDivisionError("a defect"))
+    monkeypatch.setattr(sys, "argv", ["nmoe", "report", "runs/a"])
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        cli.main()
+
+
+def test_version(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nmoe("--version") == 0
+    assert capsys.readouterr().out == f"nmoe {version('nmoe')}\n"
+
+
+@pytest.mark.parametrize(
+    "verb", [("pretrain",), ("rl", "train"), ("rl",), ("eval",), ("chat",), ("report",), ("speedrun",), ()]
+)
+def test_help_holds_an_example(nmoe: Nmoe, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]) -> None:
+    assert nmoe(*verb, "--help") == 0
+    help_text = capsys.readouterr().out
+    example = help_text[help_text.index("Example") :].splitlines()[1]
+    assert example.startswith(f"    nmoe {' '.join(verb)}".rstrip())
+
+
+def test_help_loads_no_heavy_library() -> None:
+    script = "import sys; sys.argv = ['nmoe', '--help']\ntry:\n    " + MAIN
+    script += "\nfinally:\n    print(sorted({'torch', 'numpy', 'transformers', 'pydantic'} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
+
+
+def test_python_m_nmoe_rl_train_is_the_same_command(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(RL)
+    commands = [["-c", MAIN, "rl"], ["-m", "nmoe.rl"]]
+    results = [
+        subprocess.run(
+            [sys.executable, *command, "train", "x.toml", "--run.steps=0", "--seed=1"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for command in commands
+    ]
+    assert results[0].stderr == results[1].stderr
+    assert results[0].stderr.splitlines() == [
+        "error: 2 problems",
+        "--run.steps=0: must be more than 0",
+        "--seed=1: unknown key; did you mean --run.seed?",
+    ]
+    assert [result.returncode for result in results] == [2, 2]
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    script = f"import sys; sys.argv = ['nmoe', '--help']; {MAIN}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_an_interrupt_signal_ends_a_running_verb_without_a_traceback() -> None:
+    script = f"""
+import sys, time, types
+module = types.ModuleType("nmoe.runs.report")
+def write_report(run):
+    print("started", flush=True)
+    time.sleep(60)
+module.write_report = write_report
+sys.modules["nmoe.runs.report"] = module
+sys.argv = ["nmoe", "report", "x"]
+{MAIN}
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, b"")
+    assert time.monotonic() - begun < 10

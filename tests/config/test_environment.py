@@ -1,0 +1,204 @@
+"""The schema of environments: the documented mixture word for word, and what it refuses."""
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from nmoe.config import ConfigError, Locator, Place, parse, to_toml
+from nmoe.config.environment import (
+    EnvironmentSettings,
+    GeneratedPool,
+    GeneratedSource,
+    HubSource,
+    MixturePool,
+    Rubric,
+    Weights,
+    held_out,
+)
+
+DOCUMENTED_MIXTURE = """
+env_id = "math"
+
+[task_pool]
+type = "mixture"
+seed = 42
+
+[[task_pool.sources]]
+name = "gsm8k"
+type = "hf"
+dataset = "openai/gsm8k"
+subset = "main"
+split = "train"
+task_type = "gsm8k"
+problem_field = "question"
+answer_field = "answer"
+gold_extractor = "gsm8k_hash"
+weight = 0.3
+max_examples = 100000
+
+[[task_pool.sources]]
+name = "math"
+type = "hf"
+dataset = "hendrycks/competition_math"
+split = "train"
+task_type = "math"
+problem_field = "problem"
+answer_field = "solution"
+gold_extractor = "boxed"
+weight = 0.7
+max_examples = 100000
+"""
+
+GENERATED = '[task_pool]\ntype = "generated"\ntask_type = "sort"\n'
+
+
+def environment(text: str) -> EnvironmentSettings:
+    return parse(tomllib.loads('env_id = "e"\n' + text), EnvironmentSettings, Locator(Place("e.toml")))
+
+
+def refusals(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        environment(text)
+    return [str(problem).removeprefix("e.toml: ") for problem in caught.value.problems]
+
+
+def test_the_documented_mixture_is_accepted_word_for_word() -> None:
+    settings = parse(tomllib.loads(DOCUMENTED_MIXTURE), EnvironmentSettings, Locator(Place("math.toml")))
+    keys: dict[str, Any] = {"type": "hf", "split": "train", "max_examples": 100000}
+    assert settings.task_pool == MixturePool(
+        type="mixture",
+        seed=42,
+        sources=(
+            HubSource(
+                **keys,
+                name="gsm8k",
+                dataset="openai/gsm8k",
+                subset="main",
+                task_type="gsm8k",
+                problem_field="question",
+                answer_field="answer",
+                gold_extractor="gsm8k_hash",
+                weight=0.3,
+            ),
+            HubSource(
+                **keys,
+                name="math",
+                dataset="hendrycks/competition_math",
+                task_type="math",
+                problem_field="problem",
+                answer_field="solution",
+                gold_extractor="boxed",
+                weight=0.7,
+            ),
+        ),
+    )
+    assert EnvironmentSettings.model_validate(tomllib.loads(to_toml(settings))) == settings
+
+
+def test_defaults() -> None:
+    settings = environment(GENERATED)
+    assert settings.task_pool == GeneratedPool(type="generated", task_type="sort", difficulty=(1, 3), split="train")
+    assert settings.rubric == Rubric(format=0.0, reasoning=0.0, correctness=1.0, efficiency=0.0)
+    assert (settings.version, settings.format, settings.system, settings.curriculum) == ("1", "harmony", "", None)
+    assert settings.budget.completion_tokens is None
+
+
+def test_a_rubric_keeps_correctness_and_a_stage_does_not() -> None:
+    settings = environment(
+        GENERATED
+        + """
+[rubric]
+format = 0.2
+[[curriculum.stages]]
+name = "format"
+weights = {format = 1}
+gate = {metric = "format_ok", at_least = 0.9}
+[[curriculum.stages]]
+name = "all"
+weights = {format = 0.1, correctness = 1.0}
+"""
+    )
+    assert settings.rubric == Rubric(format=0.2, correctness=1.0)
+    assert settings.curriculum is not None
+    assert settings.curriculum.window_steps == 4
+    assert [stage.weights for stage in settings.curriculum.stages] == [
+        Weights(format=1.0, correctness=0.0),
+        Weights(format=0.1, correctness=1.0),
+    ]
+    assert EnvironmentSettings.model_validate(tomllib.loads(to_toml(settings))) == settings
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "fits"), [("[1, 1]", True), ("[2, 8]", True), ("[3, 2]", False), ("[0, 2]", False)]
+)
+def test_difficulty_is_a_range_from_one_up(difficulty: str, fits: bool) -> None:
+    text = f"{GENERATED}difficulty = {difficulty}\n"
+    if fits:
+        pool = environment(text).task_pool
+        assert isinstance(pool, GeneratedPool)
+        assert list(pool.difficulty) == tomllib.loads(f"d = {difficulty}")["d"]
+    else:
+        assert refusals(text) == [
+            f"[task_pool] difficulty = {difficulty}: must be [least, most] with 1 <= least <= most"
+        ]
+
+
+def test_a_range_has_two_ends() -> None:
+    assert refusals(f"{GENERATED}difficulty = [1]\n") == ["[task_pool] difficulty[1]: required item is missing"]
+    assert refusals(f"{GENERATED}difficulty = [1, 2, 3]\n") == [
+        "[task_pool] difficulty = [1, 2, 3]: expected 2 items, got 3"
+    ]
+
+
+def test_mixtures_need_sources_with_names_of_their_own() -> None:
+    assert refusals('[task_pool]\ntype = "mixture"\nsources = []\n') == [
+        "[task_pool] sources = []: a mixture needs at least one [[task_pool.sources]]"
+    ]
+    source = '[[task_pool.sources]]\ntype = "jsonl"\npath = "p"\ntask_type = "math"\nname = "a"\nweight = 1\n'
+    assert refusals(f'[task_pool]\ntype = "mixture"\n{source}{source}') == [
+        '[task_pool.sources[1]] name = "a": is used before; names must be unique'
+    ]
+    assert refusals(f'[task_pool]\ntype = "mixture"\n{source.replace("weight = 1", "weight = 0.0")}') == [
+        "[task_pool.sources[0]] weight = 0.0: must be more than 0"
+    ]
+
+
+def test_curriculum_gates_stand_between_stages() -> None:
+    weights = "weights = {format = 1.0}\n"
+    gate = 'gate = {metric = "correctness", at_least = 0.5}\n'
+    stages = f'[[curriculum.stages]]\nname = "a"\n{weights}[[curriculum.stages]]\nname = "b"\n{weights}{gate}'
+    assert refusals(GENERATED + stages) == [
+        "[curriculum.stages[0]] gate: must be there, or the stages after this one never open",
+        "[curriculum.stages[1].gate]: must not be there: after the last stage it would open nothing",
+    ]
+    assert refusals(GENERATED + "[curriculum]\nstages = []\n") == [
+        "[curriculum] stages = []: a curriculum needs at least one [[curriculum.stages]]"
+    ]
+
+
+def test_rewards_that_are_always_zero_are_refused() -> None:
+    assert refusals(GENERATED + "[rubric]\ncorrectness = 0\n") == [
+        "[rubric]: all weights are 0, so that every reward would be 0"
+    ]
+
+
+def test_held_out_problems_are_the_eval_split_of_generated_pools() -> None:
+    settings = environment(GENERATED + "seed = 3\n")
+    held = held_out(settings)
+    assert held is not None
+    assert held.task_pool == GeneratedPool(type="generated", task_type="sort", seed=3, split="eval")
+    assert held.model_copy(update={"task_pool": settings.task_pool}) == settings, "nothing else changes"
+    assert held_out(environment(GENERATED + 'split = "all"\n')) is None
+    assert held_out(environment(GENERATED + 'split = "eval"\n')) is None
+
+
+def test_held_out_mixtures_are_generated_throughout() -> None:
+    generated = '[[task_pool.sources]]\ntype = "generated"\ntask_type = "add"\nname = "a"\nweight = 1\n'
+    dataset = '[[task_pool.sources]]\ntype = "jsonl"\npath = "p"\ntask_type = "math"\nname = "b"\nweight = 1\n'
+    held = held_out(environment('[task_pool]\ntype = "mixture"\n' + generated))
+    assert held is not None
+    assert isinstance(held.task_pool, MixturePool)
+    assert [source.split for source in held.task_pool.sources if isinstance(source, GeneratedSource)] == ["eval"]
+    assert held_out(environment('[task_pool]\ntype = "mixture"\n' + generated + dataset)) is None
+    assert held_out(environment(dataset.replace("[[task_pool.sources]]", "[task_pool]").partition("name")[0])) is None

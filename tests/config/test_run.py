@@ -1,0 +1,243 @@
+"""The schema of runs: what it accepts, which combinations it refuses, and what the arithmetic says of it."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nmoe.config import ConfigError, Locator, Place, load, parse, to_toml
+from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.environment import GeneratedPool
+from nmoe.config.run import PretrainConfig, RLConfig, RunConfig, load_run
+from nmoe.config.schema import paths_of
+from nmoe.config.toml import toml_value
+
+SHAPE = """
+[run]
+steps = 100
+[model]
+tokenizer = "tok"
+[model.shape]
+hidden_size = 64
+layers = 2
+heads = 4
+kv_heads = 2
+head_dim = 16
+context_tokens = 512
+intermediate_size = 128
+"""
+SORT = 'env_id = "sort"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\n'
+ENVIRONMENT = '[environment]\npath = "sort.toml"\n'
+DATA = '[data]\ndocuments = "d.jsonl"\n'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Path]:
+    (tmp_path / "sort.toml").write_text(SORT)
+
+    def write(text: str) -> Path:
+        path = tmp_path / "tiny sort.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+Write = Callable[[str], Path]
+
+
+def refusals(path: Path, schema: type[RunConfig], *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, schema, overrides)
+    return [str(problem).removeprefix(f"{path}:") for problem in caught.value.problems]
+
+
+def test_a_resolved_configuration_reloads_to_an_equal_one(config: Write, tmp_path: Path) -> None:
+    text = SHAPE + ENVIRONMENT + '[eval]\nevery_steps = 10\nenvironment.path = "sort.toml"\n'
+    loaded = load_run(config(text), RLConfig, ["--eval.environment.task_pool.split=eval", "--algorithm.dual_clip=3"])
+    assert loaded.environment.task_pool == GeneratedPool(type="generated", task_type="sort")
+    assert loaded.eval.environment is not None
+    assert loaded.eval.environment.task_pool == GeneratedPool(type="generated", task_type="sort", split="eval")
+    resolved = tmp_path / "elsewhere" / "config.toml"
+    resolved.parent.mkdir()
+    resolved.write_text(to_toml(loaded))
+    assert load_run(resolved, RLConfig) == loaded
+
+
+def test_a_run_is_named_after_its_file_unless_it_has_a_name(config: Write) -> None:
+    path = config(SHAPE + DATA)
+    assert load_run(path, PretrainConfig).run.name == "tiny_sort"
+    assert load_run(path, PretrainConfig, ["--run.name=a-b.2"]).run.name == "a-b.2"
+    assert load(path, PretrainConfig).run.name == "run"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a b", "-x", "a\n"])
+def test_a_name_is_one_directory(config: Write, name: str) -> None:
+    (line,) = refusals(config(SHAPE + DATA), PretrainConfig, f"--run.name={name}")
+    assert "is a directory's name" in line
+
+
+def test_each_verb_requires_its_own_table(config: Write) -> None:
+    path = config(SHAPE)
+    assert load_run(path, RunConfig).environment is None
+    assert refusals(path, RLConfig) == [" [environment]: required table is missing; it needs env_id, task_pool"]
+    assert refusals(path, PretrainConfig) == [" [data]: required table is missing; it needs documents"]
+
+
+def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
+    assert refusals(config(SHAPE.replace('tokenizer = "tok"', 'path = "p"')), RunConfig) == [
+        '5: [model] path = "p": a checkpoint has its own shape; give either path or [model.shape]'
+    ]
+    assert refusals(config(SHAPE.replace('tokenizer = "tok"', "")), RunConfig) == [
+        "4: [model] tokenizer: a new model needs the directory of a tokenizer"
+    ]
+    assert refusals(config("[run]\nsteps = 1\n[model]\n"), RunConfig) == [
+        "3: [model]: needs either path (a checkpoint) or [model.shape] (a new model)"
+    ]
+    assert load_run(config('[run]\nsteps = 1\n[model]\npath = "p"\n'), RunConfig).model.path == "p"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--model.shape.kv_heads=3"], ["--model.shape.kv_heads=3: must divide heads = 4"]),
+        (["--model.shape.head_dim=15"], ["--model.shape.head_dim=15: must be even"]),
+        (
+            ["--model.shape.intermediate_size=0"],
+            ["--model.shape.intermediate_size=0: a dense model (experts = 0) needs the width of its FFN"],
+        ),
+        (
+            ["--model.shape.experts=4", "--model.shape.experts_per_token=5"],
+            [
+                "6: [model.shape] expert_width: a mixture-of-experts model needs the width of an expert",
+                "--model.shape.experts_per_token=5: must be between 1 and experts = 4",
+            ],
+        ),
+        (["--model.shape.experts=4", "--model.shape.experts_per_token=4", "--model.shape.expert_width=8"], []),
+        (
+            ["--batch.tokens_per_microbatch=511"],
+            ["--batch.tokens_per_microbatch=511: a sequence of model.shape.context_tokens = 512 does not fit in"],
+        ),
+        (["--batch.tokens_per_microbatch=512"], []),
+        (
+            ["--sampling.max_new_tokens=512"],
+            ["--sampling.max_new_tokens=512: leaves no room for a prompt in model.shape.context_tokens = 512"],
+        ),
+        (["--sampling.max_new_tokens=511"], []),
+        (
+            ["--sampling.temperature=0"],
+            ["--sampling.temperature=0: at 0 a group's completions are all alike, and nothing is learned"],
+        ),
+        (["--eval.every_steps=5"], []),
+        (
+            ["--eval.every_steps=5", "--environment.task_pool.split=all"],
+            ["--eval.every_steps=5: the training problems have no eval split; name another in eval.environment"],
+        ),
+        (["--batch.group_size=1"], ["--batch.group_size=1: must be at least 2"]),
+        (["--algorithm.dual_clip=1.0"], ["--algorithm.dual_clip=1.0: must be more than 1"]),
+        (["--algorithm.clip_low=1"], ["--algorithm.clip_low=1: must be less than 1"]),
+        (["--sampling.top_p=0"], ["--sampling.top_p=0: must be more than 0"]),
+        (["--run.steps=0"], ["--run.steps=0: must be more than 0"]),
+        (["--run.seed=-1"], ["--run.seed=-1: must be at least 0"]),
+    ],
+)
+def test_impossible_combinations_and_values(config: Write, overrides: list[str], expected: list[str]) -> None:
+    path = config(SHAPE + ENVIRONMENT)
+    if expected:
+        assert refusals(path, RLConfig, *overrides) == expected
+    else:
+        load_run(path, RLConfig, overrides)
+
+
+def test_pretraining_evaluates_on_held_out_documents(config: Write) -> None:
+    path = config(SHAPE + DATA)
+    assert refusals(path, PretrainConfig, "--eval.every_steps=5") == [
+        "--eval.every_steps=5: nothing to evaluate on; set data.held_out_documents"
+    ]
+    overrides = ["--eval.every_steps=5", "--data.held_out_documents=10"]
+    assert load_run(path, PretrainConfig, overrides).data.held_out_documents == 10
+
+
+def test_a_conflict_in_one_section_hides_no_errors_of_others(config: Write) -> None:
+    path = config(SHAPE + '[environment]\npath = "nope.toml"\n')
+    lines = refusals(path, RLConfig, "--model.shape.heads=3", "--batch.group_size=x", "--eval.every_steps=1")
+    assert lines == [
+        "10: [model.shape] kv_heads = 2: must divide heads = 3",
+        f"{path.parent}/nope.toml: no such file (named at {path}:15)",
+        "--batch.group_size=x: expected an integer, got a string",
+    ]
+
+
+VALUES = st.recursive(
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["hf", "mixture", "generated", "sort.toml"]),
+    lambda items: (
+        st.lists(items, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "path", "name", "sources", "stages", "gate", "x"]), items, max_size=3
+        )
+    ),
+    max_leaves=5,
+)
+OVERRIDES = st.lists(st.tuples(st.sampled_from(sorted({*paths_of(RLConfig)})), VALUES), min_size=1, max_size=4)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(OVERRIDES)
+def test_any_values_anywhere_are_accepted_or_reported(
+    config: Write, overrides: list[tuple[tuple[str, ...], object]]
+) -> None:
+    path = config(SHAPE + ENVIRONMENT)
+    texts = [f"--{'.'.join(key)}={toml_value(value)}" for key, value in overrides]
+    accepted, problems = None, []
+    try:
+        accepted = load_run(path, RLConfig, texts)
+    except ConfigError as error:
+        problems = error.problems
+    if accepted is None:
+        assert problems
+    else:
+        assert parse(tomllib.loads(to_toml(accepted)), RLConfig, Locator(Place("resolved"))) == accepted
+
+
+def test_every_key_is_documented() -> None:
+    def undocumented(schema: type[RunConfig]) -> list[str]:
+        definitions = schema.model_json_schema()["$defs"]
+        return [
+            f"{name}.{key}"
+            for name, definition in definitions.items()
+            for key, known in definition["properties"].items()
+            if "description" not in known and key != "type"
+        ]
+
+    assert undocumented(RunConfig) == []
+
+
+def test_arithmetic_of_a_post_training_run(config: Write) -> None:
+    overrides = ["--batch.prompts_per_step=10", "--batch.group_size=6", "--sampling.max_new_tokens=100"]
+    overrides += ["--batch.tokens_per_microbatch=1050", "--eval.every_steps=30", "--batch.max_refills=2"]
+    assert batch_arithmetic(load_run(config(SHAPE + ENVIRONMENT), RLConfig, overrides)) == [
+        "step: 10 prompts x 6 completions = 60 samples of at most 100 tokens = at most 6,000 sampled tokens",
+        "refills: at most 2 a step = at most 180 samples drawn",
+        "micro-batches: 1,050 tokens each = at most 6 a step, prompts not counted",
+        "run: 100 optimizer steps = 6,000 samples = at most 600,000 sampled tokens",
+        "evaluation: before step 1, every 30 steps, at the end = 5 times 200 problems",
+        "checkpoints: every 50 steps, the newest 2 kept",
+    ]
+
+
+def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
+    overrides = ["--batch.tokens_per_microbatch=2048", "--eval.every_steps=25", "--data.held_out_documents=64"]
+    assert batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig, overrides)) == [
+        "step: 1 micro-batch of 2,048 tokens",
+        "run: 100 optimizer steps = 204,800 tokens",
+        "evaluation: before step 1, every 25 steps, at the end = 5 times 64 documents",
+        "checkpoints: every 50 steps, the newest 2 kept",
+    ]
+    assert "evaluation: none during the run" in batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig))
