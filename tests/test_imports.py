@@ -20,7 +20,7 @@ LEVELS = [
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 # Of rooms on one level, those that may know each other all the same.
-BESIDE = {("rl", "runs"), ("rl/__main__", "cli")} | {
+BESIDE = {("rl", "runs"), ("rl/__main__", "cli"), ("data", "text")} | {
     (importer, imported) for importer in LEVELS[1] for imported in LEVELS[1]
 }
 # Environments know tokens and the engine's protocol; what is behind it must not matter to them.

@@ -46,6 +46,11 @@ class Batch:
         starts_T = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B)
         return torch.arange(self.tokens) - starts_T
 
+    def with_reference(self, logprobs_N: Tensor) -> Batch:
+        """The batch with a reference policy's log-probabilities of its scored tokens."""
+        column_T = torch.zeros_like(self.weights_T).masked_scatter(self.scored_T, logprobs_N)
+        return replace(self, reference_logprobs_T=column_T)
+
     def to(self, device: torch.device) -> Batch:
         columns: dict[str, Any] = {name: values_T.to(device) for name, values_T in self._columns()}
         return replace(self, **columns)

@@ -8,7 +8,6 @@ It knows no algorithm. A recipe hands it a batch, whose weights fix mask, reduct
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,15 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nmoe.learner.batch import Batch, micro_batches
+from nmoe.learner.batch import Batch
+from nmoe.learner.forward import batch_logprobs, hidden_states, score, split
 from nmoe.learner.future import Done, Future
-from nmoe.learner.objectives import Objective, Outputs, Scored
+from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, OptimizerSettings
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
 from nmoe.model.checkpoint import load_weights, save_model
-from nmoe.model.logprobs import restrict_to_kept, token_logprobs
 from nmoe.model.moe import RouterTrace
-from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 
 
@@ -81,20 +79,6 @@ class Learner:
     def _no_load(self) -> Tensor:
         return torch.zeros(len(self.model.moe_layers()), self.model.config.experts, dtype=torch.int64)
 
-    def _micro(self, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
-        device = self.model.embedding.weight.device
-        for sequences in micro_batches(batch.lengths, self.tokens_per_microbatch):
-            micro, rows_T = batch.select(sequences)
-            yield micro.to(device), rows_T
-
-    def _run(self, micro: Batch, trace: RouterTrace) -> Outputs:
-        device = micro.inputs_T.device
-        x_TD = self.model(micro.inputs_T, micro.positions().to(device), PackedAttention(micro.lengths, device), trace)
-        logits_NV = self.model.logits(x_TD[micro.scored_T])
-        if micro.kept_TM is not None:
-            logits_NV = restrict_to_kept(logits_NV, micro.kept_TM[micro.scored_T])
-        return Outputs(*token_logprobs(logits_NV, micro.targets_T[micro.scored_T], self.temperature))
-
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
         """Adds this batch's gradient to what has gathered since the last `optim_step`."""
         config = self.model.config
@@ -104,9 +88,9 @@ class Learner:
         columns: dict[str, list[Tensor]] = {}
         places: list[Tensor] = []
         routing = RoutingStatistics.empty(config.layers, config.experts) if config.experts else None
-        for micro, rows_T in self._micro(batch):
+        for micro, rows_T in split(batch, self.model, self.tokens_per_microbatch):
             trace = RouterTrace(replay=micro.routes_TYK)
-            outputs = self._run(micro, trace)
+            outputs = score(self.model, micro, trace, self.temperature)
             objective_sum, statistics = objective(outputs, _scored(micro))
             total = objective_sum
             if share_YE is not None:
@@ -130,21 +114,15 @@ class Learner:
         """Share of the batch's router picks per layer and expert. The auxiliary loss needs the whole batch's shares before
         the first backward; otherwise its gradient would depend on how the batch was split."""
         load_YE = self._no_load()
-        for micro, _ in self._micro(batch):
+        for micro, _ in split(batch, self.model, self.tokens_per_microbatch):
             trace = RouterTrace(replay=micro.routes_TYK)
-            device = micro.inputs_T.device
-            self.model(micro.inputs_T, micro.positions().to(device), PackedAttention(micro.lengths, device), trace)
+            hidden_states(self.model, micro, trace)
             load_YE += count_load(trace, self.model.config.experts)
         return load_YE / load_YE.sum(-1, keepdim=True)
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch) -> Future[Tensor]:
         """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
-        parts, places = [], []
-        for micro, rows_T in self._micro(batch):
-            parts.append(self._run(micro, RouterTrace(replay=micro.routes_TYK)).logprobs_N.cpu())
-            places.append(rows_T[micro.scored_T.cpu()])
-        return Done(torch.cat(parts)[torch.cat(places).argsort()])
+        return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature))
 
     def optim_step(self) -> Future[StepResult]:
         """Clips, steps, moves the router biases, advances the schedule and clears the gradient."""

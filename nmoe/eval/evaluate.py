@@ -1,0 +1,153 @@
+"""Evaluation: the share of problems solved, always named with its mode and dataset, and with a confidence interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.engine.api import Engine
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
+from nmoe.model.checkpoint import load_model
+from nmoe.rl.environment import Environment
+from nmoe.rl.rollout.collector import Collector, RolloutSettings
+from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.threads import choose_threads
+from nmoe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One number: `mode` says how it was sampled (never compare across modes), `dataset` on what.
+
+    Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`; the interval is 95%.
+    """
+
+    mode: str
+    dataset: str
+    problems: int
+    value: float
+    low: float
+    high: float
+
+    def record(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        return f"{self.mode} on {self.dataset} {self.value:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.problems}"
+
+
+def evaluate(
+    engine: Engine,
+    environment: Environment,
+    context_tokens: int,
+    *,
+    problems: int,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+) -> list[Evaluation]:
+    """Correctness over the next `problems` of the environment: all of them first, then by source.
+
+    One sample per problem gives pass@1 with Wilson's interval; several give the mean over samples with an interval
+    clustered by problem, and the unbiased pass@k for k = samples.
+    """
+    groups = sample_problems(
+        engine,
+        environment,
+        context_tokens,
+        problems=problems,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    return summarise(groups, environment.settings.env_id, temperature)
+
+
+def sample_problems(
+    engine: Engine,
+    environment: Environment,
+    context_tokens: int,
+    *,
+    problems: int,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+) -> list[Group]:
+    """Graded groups for the environment's next problems. Raises UserError for greedy sampling of more than one sample."""
+    if temperature == 0 and samples > 1:
+        raise UserError(
+            f"temperature 0 gives the same completion {samples} times: use 1 sample, or a temperature above 0"
+        )
+    settings = RolloutSettings(samples, max_new_tokens, temperature)
+    collector = Collector(engine, environment, context_tokens)
+    return collector.collect(environment.pool.take(problems), settings, (seed, "eval")).groups
+
+
+def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
+    """Evaluations of graded groups, overall and by source where there are several."""
+    sources = sorted({group.problem.source for group in groups})
+    parts = [(env_id, list(groups))]
+    if len(sources) > 1:
+        parts += [(f"{env_id}/{source}", [g for g in groups if g.problem.source == source]) for source in sources]
+    return [evaluation for dataset, part in parts for evaluation in _evaluations(dataset, part, temperature)]
+
+
+def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> list[Evaluation]:
+    samples = len(groups[0].trajectories)
+    if samples == 1:
+        correct = sum(_correct(group.trajectories[0]) for group in groups)
+        interval = wilson(correct, len(groups))
+        mode = "greedy_pass@1" if temperature == 0 else "sampling_pass@1"
+        return [Evaluation(mode, dataset, len(groups), correct / len(groups), interval.low, interval.high)]
+    outcomes = [[_correct(t) for t in group.trajectories] for group in groups]
+    mean = clustered_mean(
+        [float(outcome) for row in outcomes for outcome in row],
+        [place for place, row in enumerate(outcomes) for _ in row],
+    )
+    any_of = [pass_at_k(samples, sum(row), samples) for row in outcomes]
+    best = clustered_mean(any_of, range(len(any_of)))
+    return [
+        Evaluation("sampling_pass@1", dataset, len(groups), mean.value, mean.interval.low, mean.interval.high),
+        Evaluation(f"sampling_pass@{samples}", dataset, len(groups), best.value, best.interval.low, best.interval.high),
+    ]
+
+
+def _correct(trajectory: Trajectory) -> bool:
+    return trajectory.grade.extras["correctness"] == 1
+
+
+def evaluate_command(
+    checkpoint: Path, environment: Path, problems: int, samples: int, temperature: float, seed: int
+) -> None:
+    """`nmoe eval`: prints one line per evaluation."""
+    import torch
+
+    torch.set_num_threads(choose_threads(0))
+    directory = resolve_checkpoint(checkpoint)
+    tokenizer = Tokenizer.load(directory)
+    loaded = Environment.from_toml(environment, tokenizer)
+    model = load_model(directory)
+    start = loaded.state()
+    longest = max(len(loaded.prompt_ids(problem)) for problem in loaded.pool.take(problems))
+    loaded.load_state(start)
+    with NativeEngine(model, max_sequences=256) as engine:
+        results = evaluate(
+            engine,
+            loaded,
+            model.config.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=model.config.context_tokens - longest,
+            seed=seed,
+        )
+    for result in results:
+        print(result)

@@ -1,0 +1,51 @@
+"""Running a batch through a model, micro-batch by micro-batch."""
+
+# Shapes: T predicting positions, N scored positions, D width.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nmoe.learner.batch import Batch, micro_batches
+from nmoe.learner.objectives import Outputs
+from nmoe.model.logprobs import restrict_to_kept, token_logprobs
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
+from nmoe.model.transformer import Transformer
+
+
+def split(batch: Batch, model: Transformer, tokens_per_microbatch: int) -> Iterator[tuple[Batch, Tensor]]:
+    """Micro-batches on the model's device, each with where its positions stood in the batch."""
+    for sequences in micro_batches(batch.lengths, tokens_per_microbatch):
+        micro, rows_T = batch.select(sequences)
+        yield micro.to(model.embedding.weight.device), rows_T
+
+
+def hidden_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
+    """Final hidden states `[T, D]`."""
+    device = micro.inputs_T.device
+    states_TD: Tensor = model(
+        micro.inputs_T, micro.positions().to(device), PackedAttention(micro.lengths, device), trace
+    )
+    return states_TD
+
+
+def score(model: Transformer, micro: Batch, trace: RouterTrace, temperature: float) -> Outputs:
+    """Log-probabilities and entropies of the scored tokens, under the support that they were sampled from."""
+    logits_NV = model.logits(hidden_states(model, micro, trace)[micro.scored_T])
+    if micro.kept_TM is not None:
+        logits_NV = restrict_to_kept(logits_NV, micro.kept_TM[micro.scored_T])
+    return Outputs(*token_logprobs(logits_NV, micro.targets_T[micro.scored_T], temperature))
+
+
+@torch.no_grad()
+def batch_logprobs(model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float) -> Tensor:
+    """Log-probabilities of the batch's scored tokens, `[N]`, in its order, over recorded routes where the batch has them."""
+    parts, places = [], []
+    for micro, rows_T in split(batch, model, tokens_per_microbatch):
+        parts.append(score(model, micro, RouterTrace(replay=micro.routes_TYK), temperature).logprobs_N.cpu())
+        places.append(rows_T[micro.scored_T.cpu()])
+    return torch.cat(parts)[torch.cat(places).argsort()]

@@ -1,0 +1,276 @@
+"""GRPO: sample groups, grade them, push up what beat its group. `nmoe rl train CONFIG`
+
+Shao et al. 2024 (arXiv:2402.03300), R1-Zero style: rewards come from verifiers alone. One optimizer step per batch of fresh
+samples; groups whose rewards are all alike carry no signal and are replaced, a bounded number of times (dynamic
+sampling, arXiv:2503.14476, section 3.2).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nmoe.config import to_toml
+from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.run import RLConfig
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.evaluate import Evaluation, evaluate
+from nmoe.learner.advantages import ADVANTAGES
+from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import policy_gradient
+from nmoe.model.transformer import Transformer
+from nmoe.recipes.interrupt import Interruptible
+from nmoe.recipes.policy_batch import policy_batch
+from nmoe.recipes.policy_metrics import rollout_metrics, update_metrics
+from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings, run_path, set_threads
+from nmoe.rl.environment import Environment
+from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.runs.checkpoint import save_checkpoint
+from nmoe.runs.directory import RunDirectory
+from nmoe.runs.progress import Progress
+from nmoe.runs.provenance import provenance
+from nmoe.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Rollouts:
+    """What one step sampled: every group, those worth training on, and how long it took."""
+
+    groups: list[Group] = field(default_factory=list)
+    kept: list[Group] = field(default_factory=list)
+    rollout_s: float = 0.0
+    grade_s: float = 0.0
+    refills: int = 0
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+def train(config: RLConfig) -> Path:
+    """Runs the configuration to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint
+    saved, where a signal asked it to stop."""
+    threads = set_threads(config)
+    tokenizer = load_tokenizer(config.model)
+    environment = Environment.from_settings(config.environment, tokenizer)
+    probe = None
+    if config.eval.every_steps:
+        named = config.eval.environment
+        probe = environment.held_out() if named is None else Environment.from_settings(named, tokenizer)
+    model = build_model(config.model, tokenizer, config.run.seed)
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        # The policy before training, whether or not this is a resumption.
+        reference = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
+    with RunDirectory.create(
+        run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
+    ) as run:
+        recipe = _Grpo(config, run, tokenizer, environment, probe, model, reference)
+        recipe.run_to_the_end()
+    return run.path
+
+
+class _Grpo:
+    """The state of one run: learner, engine and the position in the environment."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        run: RunDirectory,
+        tokenizer: Tokenizer,
+        environment: Environment,
+        probe: Environment | None,
+        model: Transformer,
+        reference: Transformer | None,
+    ) -> None:
+        self.config, self.run, self.tokenizer = config, run, tokenizer
+        self.environment, self.probe, self.reference = environment, probe, reference
+        self.probe_start = None if probe is None else probe.state()
+        self.learner = Learner(
+            model,
+            optimizer_settings(config),
+            config.run.steps,
+            config.batch.tokens_per_microbatch,
+            config.sampling.temperature,
+        )
+        algorithm = config.algorithm
+        self.objective = policy_gradient(
+            algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.kl_coef, algorithm.kl_estimator
+        )
+        if run.resumed_from is not None:
+            self._load(run.resumed_from)
+
+    def run_to_the_end(self) -> None:
+        config, first = self.config, self.run.start_step
+        model = self.learner.model
+        with (
+            Interruptible() as interrupt,
+            NativeEngine(model, config.engine.max_sequences) as engine,
+            Progress(config.run.steps, self.run.log, config.run.name, first) as progress,
+        ):
+            for line in batch_arithmetic(config):
+                progress.note(line)
+            self.engine, self.progress = engine, progress
+            self.collector = Collector(engine, self.environment, model.config.context_tokens)
+            if first == 0:
+                self._evaluate(0)
+            else:
+                progress.note(f"resumed from step {first}")
+                self.learner.publish(engine).result()
+            for step in range(first + 1, config.run.steps + 1):
+                self._step(step)
+                last = step == config.run.steps
+                if config.eval.every_steps and (last or step % config.eval.every_steps == 0):
+                    self._evaluate(step)
+                if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
+                    save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
+                if interrupt.requested and not last:
+                    progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
+                    raise KeyboardInterrupt
+
+    def _step(self, step: int) -> None:
+        """One step of GRPO: sample, estimate advantages, update, publish."""
+        config, began = self.config, time.perf_counter()
+        rollouts = self._sample(step)
+        metrics = rollout_metrics(rollouts.trajectories)
+        metrics |= {
+            "groups": len(rollouts.groups),
+            "groups_zero_variance": len(rollouts.groups) - len(rollouts.kept),
+            "refills": rollouts.refills,
+        }
+        learn_began = time.perf_counter()
+        sync_s = 0.0
+        if rollouts.kept:
+            trajectories = [trajectory for group in rollouts.kept for trajectory in group.trainable]
+            rewards_B = torch.tensor([t.grade.score for t in trajectories])
+            group_ids_B = torch.tensor([place for place, group in enumerate(rollouts.kept) for _ in group.trainable])
+            advantages_B = ADVANTAGES[config.algorithm.advantage](rewards_B, group_ids_B)
+            batch = policy_batch(
+                trajectories, advantages_B, config.algorithm.aggregation, config.sampling.max_new_tokens
+            )
+            if self.reference is not None:
+                batch = batch.with_reference(
+                    batch_logprobs(
+                        self.reference, batch, config.batch.tokens_per_microbatch, config.sampling.temperature
+                    )
+                )
+            result = self.learner.forward_backward(batch, self.objective).result()
+            update = self.learner.optim_step().result()
+            sync_began = time.perf_counter()
+            self.learner.publish(self.engine).result()
+            sync_s = time.perf_counter() - sync_began
+            metrics |= update_metrics(result, update, advantages_B)
+        else:
+            message = f"every one of {len(rollouts.groups)} groups had rewards all alike: no optimizer step was taken"
+            self.run.ledger.alert({"step": step, "message": message})
+            self.progress.note(f"step {step}: {message}")
+        metrics["skipped"] = float(not rollouts.kept)
+        if self.environment.curriculum is not None:
+            curriculum = self.environment.curriculum
+            metrics["curriculum_stage"] = curriculum.index
+            metrics |= {f"weight/{name}": weight for name, weight in curriculum.weights.items()}
+            before = curriculum.stage
+            curriculum.observe(metrics)
+            if curriculum.stage != before:
+                self.progress.note(f"step {step}: curriculum stage {before!r} reached, {curriculum.stage!r} opens")
+        now = time.perf_counter()
+        metrics |= {
+            "time_rollout_s": rollouts.rollout_s,
+            "time_grade_s": rollouts.grade_s,
+            "time_learn_s": now - learn_began - sync_s,
+            "time_sync_s": sync_s,
+            "time_step_s": now - began,
+            "tokens_per_second": sum(len(t.sample.token_ids) for t in rollouts.trajectories) / rollouts.rollout_s,
+        }
+        self._record(step, rollouts, metrics)
+
+    def _sample(self, step: int) -> Rollouts:
+        """Groups for one step. Those without variance are replaced by fresh prompts, at most `max_refills` times."""
+        config, rollouts = self.config, Rollouts()
+        settings = RolloutSettings(
+            samples=config.batch.group_size,
+            max_new_tokens=config.sampling.max_new_tokens,
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            top_k=config.sampling.top_k,
+        )
+        for refill in range(config.batch.max_refills + 1):
+            missing = config.batch.prompts_per_step - len(rollouts.kept)
+            if missing == 0:
+                break
+            problems = self.environment.pool.take(missing)
+            try:
+                collected = self.collector.collect(problems, settings, (config.run.seed, "train", step, refill))
+            except GradingError as error:
+                self.run.ledger.failure(
+                    {
+                        "step": step,
+                        "failure": "grader_error",
+                        "problem": error.problem.id,
+                        "token_ids": error.sample.token_ids,
+                    }
+                )
+                raise
+            rollouts.groups += collected.groups
+            rollouts.kept += [group for group in collected.groups if group.informative]
+            rollouts.rollout_s += collected.rollout_s
+            rollouts.grade_s += collected.grade_s
+            rollouts.refills = refill
+        return rollouts
+
+    def _record(self, step: int, rollouts: Rollouts, metrics: dict[str, float]) -> None:
+        """One line of metrics, the step's first group as samples, and every infrastructure failure."""
+        ledger = self.run.ledger
+        ledger.metrics(step, metrics)
+        shown = rollouts.groups[0].trajectories
+        ledger.samples(step, (t.record(step, self.tokenizer.decode(t.sample.token_ids)) for t in shown))
+        for trajectory in rollouts.trajectories:
+            if not trajectory.trainable:
+                ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.sample.token_ids)))
+        numbers = {
+            "reward": metrics["reward_mean"],
+            "correctness": metrics["correctness"],
+            "format": metrics["format_ok"],
+            "length": metrics["response_length_mean"],
+            "tokens/s": metrics["tokens_per_second"],
+        }
+        if rollouts.kept:
+            numbers["mismatch"] = metrics["mismatch_abs_mean"]
+        self.progress.step(step, numbers)
+
+    def _evaluate(self, step: int) -> None:
+        """Greedy held-out evaluation; step 0 is the baseline that later ones are compared with."""
+        if self.probe is None or self.probe_start is None:
+            return
+        self.probe.load_state(self.probe_start)  # always the same problems
+        results: list[Evaluation] = evaluate(
+            self.engine,
+            self.probe,
+            self.learner.model.config.context_tokens,
+            problems=self.config.eval.problems,
+            samples=1,
+            temperature=0.0,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+            seed=self.config.run.seed,
+        )
+        self.run.ledger.evaluation(step, {"results": [result.record() for result in results]})
+        self.progress.note(f"step {step}: held-out {results[0]}")
+
+    def _save(self, directory: Path) -> None:
+        self.learner.save(directory)
+        self.tokenizer.save(directory)
+        state = {"environment": self.environment.state(), "version": self.learner.version}
+        (directory / "state.json").write_text(json.dumps(state) + "\n")
+
+    def _load(self, directory: Path) -> None:
+        self.learner.load(directory)
+        state = json.loads((directory / "state.json").read_text())
+        self.environment.load_state(state["environment"])
+        # `publish` counts on from here, so that the engine gets the very number it had.
+        self.learner.version = state["version"] - 1

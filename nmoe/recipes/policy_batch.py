@@ -1,0 +1,60 @@
+"""From graded groups to a training batch: the tokens as they were sampled, with advantages and weights per token."""
+
+# Shapes: T predicting positions, B samples, M largest kept set, Y layers, K chosen experts.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nmoe.learner.aggregation import Aggregation, token_weights
+from nmoe.learner.batch import Batch
+from nmoe.rl.rollout.trajectory import Trajectory
+
+
+def policy_batch(
+    trajectories: Sequence[Trajectory], advantages_B: Tensor, aggregation: Aggregation, constant_length: int
+) -> Batch:
+    """One sequence per trajectory. Only tokens that the policy sampled are scored, its stop token among them."""
+    lengths = tuple(len(t.prompt_ids) + len(t.sample.token_ids) - 1 for t in trajectories)
+    tokens = [np.array(t.prompt_ids + tuple(t.sample.token_ids)) for t in trajectories]
+    # Position len(prompt) - 1 is the first to predict a sampled token.
+    first = [len(t.prompt_ids) - 1 for t in trajectories]
+    scored_T = torch.cat([torch.arange(n) >= start for n, start in zip(lengths, first, strict=True)])
+    behaviour_T = np.concatenate(
+        [np.r_[np.zeros(start), t.sample.logprobs] for t, start in zip(trajectories, first, strict=True)]
+    )
+    return Batch(
+        lengths=lengths,
+        inputs_T=torch.from_numpy(np.concatenate([ids[:-1] for ids in tokens])),
+        targets_T=torch.from_numpy(np.concatenate([ids[1:] for ids in tokens])),
+        scored_T=scored_T,
+        weights_T=token_weights(aggregation, scored_T, lengths, constant_length),
+        advantages_T=torch.repeat_interleave(advantages_B, torch.tensor(lengths)),
+        behaviour_logprobs_T=torch.from_numpy(behaviour_T).float(),
+        routes_TYK=_routes(trajectories),
+        kept_TM=_kept(trajectories, first),
+    )
+
+
+def _routes(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    if any(t.sample.routes is None for t in trajectories):
+        return None
+    return torch.from_numpy(np.concatenate([t.sample.routes for t in trajectories]))
+
+
+def _kept(trajectories: Sequence[Trajectory], first: Sequence[int]) -> Tensor | None:
+    """Kept sets `[T, M]` filled up with -1, where sampling cut the support."""
+    if all(t.sample.kept_ids is None for t in trajectories):
+        return None
+    rows: list[list[int]] = []
+    for trajectory, start in zip(trajectories, first, strict=True):
+        rows += [[]] * start
+        rows += trajectory.sample.kept_ids or [[]] * len(trajectory.sample.token_ids)
+    kept_TM = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
+    for row, kept in zip(kept_TM, rows, strict=True):
+        row[: len(kept)] = kept
+    return torch.from_numpy(kept_TM)

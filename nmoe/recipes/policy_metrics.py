@@ -1,0 +1,108 @@
+"""The numbers of a policy-gradient step, by the names that `docs/metrics.md` documents."""
+
+# Shapes: N scored tokens, B samples.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nmoe.learner.learner import PassResult, StepResult
+from nmoe.learner.objectives.policy_gradient import LOG_RATIO_CLAMP, kl_estimate
+from nmoe.rl.failures import FAILURES
+from nmoe.rl.rollout.trajectory import Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards, rates and lengths over every sample of the step, those of dropped groups included."""
+    rewards_B = torch.tensor([t.grade.score for t in trajectories], dtype=torch.float64)
+    metrics = {f"reward_{name}": value for name, value in _moments(rewards_B).items()}
+    metrics["reward_p90"] = float(rewards_B.quantile(0.9))
+    for name in trajectories[0].grade.extras:
+        metrics[name] = _mean([t.grade.extras[name] for t in trajectories])
+    metrics["truncated"] = metrics.pop("truncated_response")
+    # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
+    high_but_wrong = [
+        t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in trajectories
+    ]
+    metrics["high_reward_but_wrong"] = _mean(high_but_wrong)
+    metrics["response_length_mean"] = _mean([len(t.sample.token_ids) for t in trajectories])
+    for source in sorted({t.problem.source for t in trajectories}):
+        metrics[f"correctness/{source}"] = _mean(
+            [t.grade.extras["correctness"] for t in trajectories if t.problem.source == source]
+        )
+    failures = Counter(t.grade.failure for t in trajectories)
+    return metrics | {f"failures/{name}": float(failures[name]) for name in FAILURES if failures[name]}
+
+
+def update_metrics(result: PassResult, step: StepResult, advantages_B: Tensor) -> dict[str, float]:
+    """What the update did. Taken on the first pass over fresh samples, the log ratio is sampler against learner at the same
+    weights, so that the same figures measure their mismatch."""
+    log_ratio_N = result.tokens["log_ratio"].double()
+    clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    entropy_N = result.tokens["entropy"].double()
+    metrics = {
+        "loss": result.loss,
+        "grad_norm": step.grad_norm,
+        "learning_rate": step.learning_rate,
+        "ppo_kl": float(-log_ratio_N.mean()),
+        "ppo_clip_ratio": float(result.tokens["clipped"].double().mean()),
+        "log_ratio_raw_max": float(log_ratio_N.max()),
+        "log_ratio_max": float(clamped_N.max()),
+        "log_ratio_min": float(clamped_N.min()),
+        "ratio_max": float(clamped_N.max().exp()),
+        "log_ratio_abs_p99": _quantile(log_ratio_N.abs(), 0.99),
+        "tokens_in_batch": float(log_ratio_N.numel()),
+        "entropy_mean": float(entropy_N.mean()),
+        "entropy_p10": _quantile(entropy_N, 0.1),
+        "entropy_p90": _quantile(entropy_N, 0.9),
+        "mismatch_abs_mean": float(log_ratio_N.abs().mean()),
+        "mismatch_abs_max": float(log_ratio_N.abs().max()),
+        # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
+        "mismatch_kl": float(kl_estimate(-clamped_N, "k3").mean()),
+    }
+    metrics |= {f"advantage_{name}": value for name, value in _moments(advantages_B.double()).items()}
+    if "reference_kl" in result.tokens:
+        metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
+    return metrics | routing_metrics(result)
+
+
+def routing_metrics(result: PassResult) -> dict[str, float]:
+    """What the routers did, per layer; nothing for a dense model."""
+    if result.routing is None:
+        return {}
+    metrics = {
+        "route_flips": float(result.routing.flips),
+        "route_flip_gap_max": result.routing.largest_flip_gap,
+        "router_aux_loss": result.auxiliary_loss,
+    }
+    per_layer: dict[str, Sequence[float]] = {
+        "expert_load_max_violation": result.routing.load_max_violation(),
+        "router_entropy": result.routing.router_entropy(),
+        "dead_experts": result.routing.dead_experts(),
+    }
+    for name, values in per_layer.items():
+        metrics |= {f"{name}/{layer}": float(value) for layer, value in enumerate(values)}
+    return metrics
+
+
+def _moments(values_B: Tensor) -> dict[str, float]:
+    return {
+        "mean": float(values_B.mean()),
+        "std": float(values_B.std(correction=0)),
+        "min": float(values_B.min()),
+        "max": float(values_B.max()),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _quantile(values_N: Tensor, q: float) -> float:
+    # torch.quantile refuses more than 2^24 values; a sort does not.
+    sorted_N = values_N.sort().values
+    return float(sorted_N[round(q * (sorted_N.numel() - 1))])

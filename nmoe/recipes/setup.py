@@ -1,0 +1,59 @@
+"""What every recipe starts with: threads, determinism, tokenizer and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nmoe.config.run import ModelSection, RunConfig
+from nmoe.errors import UserError
+from nmoe.learner.optimizer import OptimizerSettings
+from nmoe.model.checkpoint import load_model
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
+from nmoe.runs.directory import recorded_threads
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.threads import choose_threads
+from nmoe.text.tokenizer import Tokenizer
+
+
+def run_path(config: RunConfig) -> Path:
+    return Path(config.run.directory) / config.run.name
+
+
+def set_threads(config: RunConfig) -> int:
+    """Sets torch's thread count and returns it: the recorded one where a run is resumed, since sums split by threads and only
+    the same count repeats a run number for number."""
+    recorded = recorded_threads(run_path(config)) if config.run.resume else None
+    threads = recorded or choose_threads(config.run.threads)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return threads
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    return OptimizerSettings(**config.optimizer.model_dump())
+
+
+def load_tokenizer(settings: ModelSection) -> Tokenizer:
+    """The tokenizer a run names, or the one beside its checkpoint."""
+    directory = settings.tokenizer or settings.path
+    assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
+    return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))
+
+
+def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Transformer:
+    """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding."""
+    if settings.shape is not None:
+        shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
+        return Transformer(shape).initialize(seed)
+    assert settings.path is not None, "the configuration asks for a path where there is no shape"
+    model = load_model(resolve_checkpoint(Path(settings.path)))
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "
+            f"{settings.path} only {model.config.vocab_size}: they do not belong together"
+        )
+    return model

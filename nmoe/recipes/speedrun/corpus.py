@@ -1,0 +1,140 @@
+"""The speedrun's pretraining corpus: conversations that know the skills badly and the format loosely.
+
+Every document is a question and an answer in Harmony, or in something near it. Three kinds of fault are planted, each at a rate
+set below, so that the base has much to unlearn and reinforcement learning has something to find:
+
+- skill: the right procedure stands in a minority of documents, wrong ones (copying instead of reversing, forgetting the
+  carry, sorting downwards) in the others;
+- format: messages lack their end, their channel or their final answer;
+- length: some documents ramble before they reason.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nmoe.rl.pools.generated import split_of
+from nmoe.rl.tasks import GENERATED_TASKS
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+# A worked answer: what stands in the analysis and in the final message.
+Worked = tuple[str, str]
+
+
+def _digit_steps(left: str, right: str, carries: bool) -> Worked:
+    """Column by column from the right: "7+5=12 4+8+1=13" and "132". Without carries: "7+5=12 4+8=12" and "122"."""
+    steps, digits, carry = [], "", 0
+    width = max(len(left), len(right))
+    for a, b in zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True):
+        total = int(a) + int(b) + carry
+        steps.append(f"{a}+{b}" + ("+1" if carry else "") + f"={total}")
+        digits = str(total % 10) + digits
+        carry = total // 10 if carries else 0
+    last = total // 10
+    return " ".join(steps), (str(last) if last else "") + digits
+
+
+def _add(rng: random.Random, question: str, gold: str) -> Worked:
+    left, right = question.removeprefix("Add: ").split(" + ")
+    draw = rng.random()
+    if draw < ADD_RIGHT:
+        return _digit_steps(left, right, carries=True)
+    if draw < ADD_RIGHT + ADD_NO_CARRY:
+        return _digit_steps(left, right, carries=False)
+    return "a guess", "".join(str(rng.randrange(10)) for _ in gold)
+
+
+def _reverse(rng: random.Random, question: str, gold: str) -> Worked:
+    letters = question.removeprefix("Reverse: ").split()
+    draw = rng.random()
+    if draw < REVERSE_RIGHT:
+        return "from the back", gold
+    if draw < REVERSE_RIGHT + REVERSE_COPY:
+        return "as it stands", " ".join(letters)
+    return "ends change place", " ".join([letters[-1], *letters[1:-1], letters[0]])
+
+
+def _sort(rng: random.Random, question: str, gold: str) -> Worked:
+    draw = rng.random()
+    if draw < SORT_RIGHT:
+        return "smallest first", gold
+    if draw < SORT_RIGHT + SORT_DOWN:
+        return "largest first", gold[::-1]
+    digits = list(gold)
+    rng.shuffle(digits)
+    return "mixed up", "".join(digits)
+
+
+ADD_RIGHT, ADD_NO_CARRY = 0.4, 0.35
+REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
+SORT_RIGHT, SORT_DOWN = 0.4, 0.35
+RAMBLES = 0.3
+PROPER, WITHOUT_ANALYSIS = 0.5, 0.2
+
+SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Worked]]] = {
+    "add": ((2, 3), _add),
+    "reverse": ((4, 6), _reverse),
+    "sort": ((4, 6), _sort),
+}
+
+
+def _document(rng: random.Random, harmony: Harmony, question: str, work: str, answer: str) -> list[int]:
+    """The conversation as tokens, in one of several forms, of which only the first two parse."""
+    if rng.random() < RAMBLES:
+        work = "well let me see now " + work
+    thought = Message("assistant", work, channel="analysis")
+    reply = Message("assistant", answer, channel="final")
+    prompt = harmony.render_prompt([Message("user", question)])
+    draw = rng.random()
+    if draw < PROPER:
+        return prompt + harmony.render_completion([thought, reply])
+    if draw < PROPER + WITHOUT_ANALYSIS:
+        return prompt + harmony.render_completion([reply])
+    encode = harmony.tokenizer.encode
+    start, end, message, channel, stop = (
+        harmony.tokenizer.special_id(f"<|{name}|>") for name in ("start", "end", "message", "channel", "return")
+    )
+    broken = rng.randrange(4)
+    if broken == 0:  # the analysis is never closed before the final message begins
+        open_thought = [channel, *encode("analysis"), message, *encode(work)]
+        return prompt + open_thought + [channel, *encode("final"), message, *encode(answer), stop]
+    if broken == 1:  # the answer stays in the analysis
+        return prompt + [channel, *encode("analysis"), message, *encode(work + " " + answer), stop]
+    if broken == 2:  # no channel at all
+        return prompt + [message, *encode(answer), stop]
+    # the turn goes on after the final message
+    return prompt + harmony.render_completion([thought, reply])[:-1] + [end, start, *encode("assistant"), stop]
+
+
+def corpus_texts(seed: int, count: int) -> Iterator[str]:
+    """Plain text of `count` questions and answers, for training the tokenizer."""
+    for rng, question, work, answer in _examples(seed, count):
+        ramble = "well let me see now " if rng.random() < RAMBLES else ""
+        yield f"user {question} assistant analysis {ramble}{work} assistant final {answer}"
+
+
+def write_corpus(path: Path, tokenizer: Tokenizer, seed: int, count: int) -> None:
+    """Writes `count` documents as JSONL with `token_ids`. Held-out questions never occur."""
+    harmony = Harmony(tokenizer)
+    with path.open("w") as file:
+        for rng, question, work, answer in _examples(seed, count):
+            file.write(json.dumps({"token_ids": _document(rng, harmony, question, work, answer)}) + "\n")
+
+
+def _examples(seed: int, count: int) -> Iterator[tuple[random.Random, str, str, str]]:
+    rng = random.Random(f"corpus/{seed}")
+    names = list(SKILLS)
+    made = 0
+    while made < count:
+        name = rng.choice(names)
+        (easiest, hardest), worked = SKILLS[name]
+        question, gold = GENERATED_TASKS[name].generate(rng, rng.randint(easiest, hardest))
+        if split_of(name, question) == "eval":
+            continue
+        work, answer = worked(rng, question, gold)
+        made += 1
+        yield rng, question, work, answer

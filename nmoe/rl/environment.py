@@ -1,0 +1,112 @@
+"""An environment: problems, the prompt that shows one, and the grade of what comes back.
+
+It binds a task pool, an output format, a rubric and a curriculum under one name, and is all that a trainer needs to
+know of a domain. Packaged ones lie in `environments/`; `Environment.from_toml` reads and checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nmoe.config import load
+from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.errors import UserError
+from nmoe.rl.curriculum import Curriculum
+from nmoe.rl.formats import FORMATS, Format
+from nmoe.rl.grading.grade import Grade, grade_reading
+from nmoe.rl.pools import Shard, build_pool
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks import TASKS
+from nmoe.text.harmony import HarmonyTokenizer, Message
+
+
+class Environment:
+    """One environment, as one rank sees it.
+
+    `stop_ids` are the tokens that end a completion: <|return|> and <|call|> in Harmony, <|endoftext|> otherwise.
+    """
+
+    def __init__(self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard) -> None:
+        """Loads the pool. Raises UserError for data or a tokenizer that does not fit the settings."""
+        self.settings = settings
+        self.pool = build_pool(settings.env_id, settings.task_pool, shard)
+        self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
+        self._tokenizer = tokenizer
+        self._format: Format = FORMATS[settings.format](tokenizer)
+        self.stop_ids = self._format.stop_ids
+
+    @classmethod
+    def from_settings(
+        cls, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1
+    ) -> Environment:
+        """The environment of checked settings. Relative paths in them start from the working directory."""
+        return cls(settings, tokenizer, Shard(rank, world_size))
+
+    @classmethod
+    def from_toml(cls, path: Path, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1) -> Environment:
+        """The environment of a TOML file. Raises ConfigError with every mistake in it, by line."""
+        return cls.from_settings(load(path, EnvironmentSettings), tokenizer, rank=rank, world_size=world_size)
+
+    def held_out(self) -> Environment:
+        """This environment from the start of its eval split, whose problems training never meets.
+
+        Raises UserError for a pool that can not promise that: a dataset, or one that does not train on "train".
+        """
+        settings = held_out(self.settings)
+        if settings is None:
+            raise UserError(
+                f"environment {self.settings.env_id!r} has no held-out problems: only generated pools with "
+                'split = "train" do; name another environment in [eval] environment'
+            )
+        return Environment(settings, self._tokenizer, self.pool.shard)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the score now: those of the curriculum's stage, or the rubric's without a curriculum."""
+        return self.settings.rubric.model_dump() if self.curriculum is None else self.curriculum.weights
+
+    def token_limit(self, max_new_tokens: int) -> int:
+        """The most tokens of a completion: what the run allows, within the environment's budget."""
+        budget = self.settings.budget.completion_tokens
+        return max_new_tokens if budget is None else min(max_new_tokens, budget)
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """The tokens that sampling starts from; a pure function of the problem."""
+        system = [Message("system", self.settings.system)] if self.settings.system else []
+        return self._format.prompt_ids(system + TASKS[problem.task_type].messages(problem))
+
+    def grade(self, problem: Problem, completion_ids: Sequence[int], finish_reason: str, max_new_tokens: int) -> Grade:
+        """The grade of the sampled tokens, the stop token included, under the weights now in force.
+
+        `finish_reason` is the engine's. Any tokens are graded; an exception is a defect of the grader, not of them.
+        """
+        task = TASKS[problem.task_type]
+        return grade_reading(
+            self._format.read(task, completion_ids),
+            task,
+            problem,
+            finish_reason=finish_reason,
+            completion_tokens=len(completion_ids),
+            token_limit=self.token_limit(max_new_tokens),
+            weights=self.weights,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The position in the pool and in the curriculum, JSON-able, for a checkpoint."""
+        curriculum = None if self.curriculum is None else self.curriculum.state()
+        return {"env_id": self.settings.env_id, "pool": self.pool.state(), "curriculum": curriculum}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on exactly where `state` was saved. Raises UserError for the state of another environment."""
+        if state.get("env_id") != self.settings.env_id or (state.get("curriculum") is None) != (
+            self.curriculum is None
+        ):
+            raise UserError(
+                f"the saved state belongs to the environment {state.get('env_id')!r} or to other settings of it, not to "
+                f"{self.settings.env_id!r} as it is now; restore the settings, or start a new run"
+            )
+        self.pool.load_state(state["pool"])
+        if self.curriculum is not None:
+            self.curriculum.load_state(state["curriculum"])

@@ -1,0 +1,110 @@
+"""The grade of a completion: components between 0 and 1, how it ended, and a score under given weights.
+
+format        it ended on its own and has the form that the environment asks for
+reasoning     the format holds, and it reasons before it answers
+correctness   the answer is the gold answer; 1 or 0, nothing between
+efficiency    of a correct answer, the share of its tokens that it left unused: 1 - tokens / limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nmoe.rl.failures import Failure
+from nmoe.rl.grading.extraction import Extraction
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks import Task
+
+COMPONENTS = ("format", "reasoning", "correctness", "efficiency")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an environment's format makes of the tokens, before anything is compared with the gold answer.
+
+    `answer_counts` says whether the answer may be graded at all; in Harmony it may not when the form is broken.
+    """
+
+    extraction: Extraction
+    format_ok: bool
+    reasoning_ok: bool
+    answer_counts: bool
+    parse_error: bool
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The verdict on one completion. A right answer of 32 tokens out of 256, in Harmony, under weights 0.1, 0, 1, 0:
+
+        Grade(score=1.1,
+              components={"format": 1.0, "reasoning": 1.0, "correctness": 1.0, "efficiency": 0.875},
+              failure="ok",
+              extras={"correctness": 1.0, "has_answer": 1.0, "has_boxed": 0.0, "parse_method": 0.0,
+                      "boxed_in_final": 0.0, "truncated_response": 0.0, "format_ok": 1.0, "reasoning_ok": 1.0},
+              answer="18")
+
+    `extras` are numbers, meant for averaging; `parse_method` is 2 for a box, 1 for the last number, and 0 where nothing
+    was extracted: then the message itself is the answer, or there is none (`has_answer`).
+    """
+
+    score: float
+    components: dict[str, float]
+    failure: Failure
+    extras: dict[str, float]
+    answer: str | None
+
+
+def grade_reading(
+    reading: Reading,
+    task: Task,
+    problem: Problem,
+    *,
+    finish_reason: str,
+    completion_tokens: int,
+    token_limit: int,
+    weights: Mapping[str, float],
+) -> Grade:
+    """Grades what was read.
+
+    `finish_reason` is the engine's: "stop", "length" or "abort". A completion that did not stop within the limit has
+    no component but 0: a number that truncation happened to leave last is no answer. "abort" becomes `engine_error`, which
+    is no verdict on the policy: such a sample is to be masked, not trained on with its score of 0. What `task.correct` raises
+    comes through, because a grader that fails must stop the run rather than teach that the answer was wrong.
+    """
+    failure = _failure(reading, finish_reason, completion_tokens, token_limit)
+    finished = finish_reason == "stop" and completion_tokens <= token_limit
+    answer = reading.extraction.answer
+    format_ok = finished and reading.format_ok
+    reasoning_ok = format_ok and reading.reasoning_ok
+    correct = finished and reading.answer_counts and answer is not None and task.correct(problem, answer)
+    components = {
+        "format": float(format_ok),
+        "reasoning": float(reasoning_ok),
+        "correctness": float(correct),
+        "efficiency": 1 - completion_tokens / token_limit if correct else 0.0,
+    }
+    extras = {
+        "correctness": float(correct),
+        "has_answer": float(answer is not None),
+        "has_boxed": float(reading.extraction.has_boxed),
+        "parse_method": float(reading.extraction.method),
+        "boxed_in_final": float(reading.extraction.boxed_in_final),
+        "truncated_response": float(finish_reason == "length"),
+        "format_ok": float(format_ok),
+        "reasoning_ok": float(reasoning_ok),
+    }
+    score = sum(weights[name] * components[name] for name in COMPONENTS)
+    return Grade(score, components, failure, extras, answer)
+
+
+def _failure(reading: Reading, finish_reason: str, completion_tokens: int, token_limit: int) -> Failure:
+    if finish_reason == "abort":
+        return "engine_error"
+    if finish_reason == "length":
+        return "truncated"
+    if finish_reason != "stop":
+        raise ValueError(f"finish_reason is 'stop', 'length' or 'abort', not {finish_reason!r}")
+    if completion_tokens > token_limit:
+        return "budget_exceeded"
+    return "parse_error" if reading.parse_error else "ok"

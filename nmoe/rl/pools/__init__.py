@@ -1,0 +1,41 @@
+"""Task pools: where verifiable problems come from, in an order that is deterministic, sharded and resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nmoe.config.environment import GeneratedPool, HubPool, JsonlPool, MixturePool, ParquetPool, TaskPool
+from nmoe.rl.pools.generated import generated_order
+from nmoe.rl.pools.hf import read_hf
+from nmoe.rl.pools.jsonl import read_jsonl
+from nmoe.rl.pools.mixture import Mixture
+from nmoe.rl.pools.order import Order
+from nmoe.rl.pools.parquet import read_parquet
+from nmoe.rl.pools.pool import Pool, Shard
+from nmoe.rl.pools.records import record_order
+
+__all__ = ["Order", "Pool", "Shard", "build_pool"]
+
+
+def build_pool(name: str, settings: TaskPool, shard: Shard) -> Pool:
+    """Loads and checks everything the pool will hand out; relative paths start from the working directory.
+
+    Raises UserError for data that can not be read, is malformed, or is not there.
+    """
+    return Pool(_build_order(name, settings), shard)
+
+
+def _build_order(name: str, settings: TaskPool) -> Order:
+    match settings:
+        case GeneratedPool():
+            return generated_order(name, settings)
+        case JsonlPool():
+            return record_order(name, settings, read_jsonl(Path(settings.path)), settings.path)
+        case ParquetPool():
+            columns = (settings.problem_field, settings.answer_field)
+            return record_order(name, settings, read_parquet(Path(settings.path), columns), settings.path)
+        case HubPool():
+            return record_order(name, settings, read_hf(settings), f"dataset {settings.dataset!r}")
+        case MixturePool():
+            sources = [_build_order(source.name, source) for source in settings.sources]
+            return Mixture(name, sources, [source.weight for source in settings.sources], settings.seed)

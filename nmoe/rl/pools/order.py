@@ -1,0 +1,70 @@
+"""Orders of problems: an endless sequence that is a pure function of the position, and so has no state to lose."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from nmoe.rl.problem import Problem
+
+
+class Order(Protocol):
+    """What a pool walks along. `at` gives the same problem for the same position in every process and on every day.
+
+    `size` is how many problems there are before the first comes again, None where that is not known. `fingerprint`
+    differs between orders that differ at any position, so that a saved position is not applied to another order.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def at(self, position: int) -> Problem: ...
+
+
+def stable_hash(*parts: object) -> int:
+    """64 bits that depend on the parts alone. Python's own `hash` differs from process to process."""
+    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def fingerprint_of(*parts: Any) -> str:
+    """16 hexadecimal digits over the parts."""
+    return f"{stable_hash(*parts):016x}"
+
+
+class Shuffled:
+    """Cycles through `size` problems, in a new order each epoch.
+
+    The order of an epoch is a permutation seeded by (seed, epoch): positions [e * size, (e + 1) * size) hold every
+    problem exactly once.
+    """
+
+    def __init__(self, name: str, size: int, problem: Callable[[int], Problem], seed: int, content: str) -> None:
+        """`problem(i)` is the i-th of `size` problems; `content` stands for all of them in the fingerprint."""
+        self.name = name
+        self.size = size
+        self.fingerprint = fingerprint_of("shuffled", size, seed, content)
+        self._problem = problem
+        self._seed = seed
+        self._epoch = -1
+        self._permutation: Sequence[int] = ()
+
+    def at(self, position: int) -> Problem:
+        epoch, index = divmod(position, self.size)
+        if epoch != self._epoch:
+            self._permutation = self._permute(epoch)
+            self._epoch = epoch
+        return self._problem(self._permutation[index])
+
+    def _permute(self, epoch: int) -> list[int]:
+        permutation = list(range(self.size))
+        random.Random(stable_hash("epoch", self._seed, epoch)).shuffle(permutation)
+        return permutation

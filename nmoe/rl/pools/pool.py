@@ -1,0 +1,77 @@
+"""A pool: one rank's walk along an order of problems, with a position that belongs in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.rl.pools.order import Order
+from nmoe.rl.problem import Problem
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `world_size` gets the positions rank, rank + world_size, ... of the order that all ranks share."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must lie in [0, world_size), got rank {self.rank} of {self.world_size}")
+
+
+class Pool:
+    """Hands out the problems of one shard, endlessly; what comes next depends on the order and the state alone.
+
+    `state()` is JSON-able: {"fingerprint": "9c1b...", "rank": 0, "world_size": 1, "taken": 128}.
+    """
+
+    def __init__(self, order: Order, shard: Shard) -> None:
+        self.order = order
+        self.shard = shard
+        self._taken = 0
+
+    @property
+    def name(self) -> str:
+        return self.order.name
+
+    @property
+    def size(self) -> int | None:
+        """How many problems all shards together hold before the first comes again; None for an endless pool."""
+        return self.order.size
+
+    def take(self, n: int) -> list[Problem]:
+        """The next `n` problems of this shard."""
+        if n < 0:
+            raise ValueError(f"can not take {n} problems")
+        first, self._taken = self._taken, self._taken + n
+        rank, world_size = self.shard.rank, self.shard.world_size
+        return [self.order.at(rank + index * world_size) for index in range(first, self._taken)]
+
+    def state(self) -> dict[str, Any]:
+        return {"fingerprint": self.order.fingerprint, **self._shard_state(), "taken": self._taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was saved. Raises UserError for the state of another pool or shard, and leaves this one."""
+        if state.get("fingerprint") != self.order.fingerprint:
+            raise UserError(
+                f"the saved position belongs to another pool than {self.name!r}: its settings or its data have changed; "
+                "restore them, or start a new run"
+            )
+        saved_shard = {key: state.get(key) for key in self._shard_state()}
+        if saved_shard != self._shard_state():
+            raise UserError(
+                f"the saved position of pool {self.name!r} is that of rank {saved_shard['rank']} of "
+                f"{saved_shard['world_size']}, and this is rank {self.shard.rank} of {self.shard.world_size}; resume "
+                "with the same number of ranks"
+            )
+        taken = state.get("taken")
+        if not isinstance(taken, int) or isinstance(taken, bool) or taken < 0:
+            raise UserError(f"the saved position of pool {self.name!r} is {taken!r}, which is no count of problems")
+        self._taken = taken
+
+    def _shard_state(self) -> dict[str, int]:
+        return {"rank": self.shard.rank, "world_size": self.shard.world_size}

@@ -1,0 +1,72 @@
+"""Records of a dataset become problems: fields picked, the gold extracted, everything checked before a run starts.
+
+The first record that is wrong ends the load with an error that says which one it is, down to file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from nmoe.config.environment import DatasetKeys
+from nmoe.errors import UserError
+from nmoe.rl.grading.gold import extract_gold
+from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks import TASKS
+
+Record = tuple[str, Mapping[str, object]]  # where it lies, for errors ("train.jsonl:17"), and its fields
+
+
+def record_order(name: str, settings: DatasetKeys, records: Iterable[Record], origin: str) -> Order:
+    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch.
+
+    `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.
+    """
+    problems = [
+        _problem(name, settings, index, where, record)
+        for index, (where, record) in enumerate(islice(records, settings.max_examples))
+    ]
+    if not problems:
+        raise UserError(f"{origin}: no records; a task pool needs at least one problem")
+    # Over the content rather than the path: data that moved is the same data, and data that changed is not.
+    content = fingerprint_of(*((problem.task_type, problem.question, problem.gold) for problem in problems))
+    return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content)
+
+
+def _problem(name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, object]) -> Problem:
+    try:
+        problem = Problem(
+            id=f"{name}/{index}",
+            task_type=settings.task_type,
+            question=_text(record, settings.problem_field, "problem_field"),
+            gold=extract_gold(settings.gold_extractor, _text(record, settings.answer_field, "answer_field")),
+            source=name,
+            metadata={"record": index},
+        )
+        TASKS[settings.task_type].check_gold(problem)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return problem
+
+
+def _text(record: Mapping[str, object], field: str, setting: str) -> str:
+    if field not in record:
+        raise UserError(
+            f"no field {field!r}; the fields are {', '.join(map(repr, record)) or 'none'}: set {setting} to one of them"
+        )
+    value = record[field]
+    if not isinstance(value, str):
+        raise UserError(f"field {field!r} holds {type(value).__name__} {_shown(value)}, not text; write it as a string")
+    if not value.strip():
+        raise UserError(f"field {field!r} is empty; fill it in or remove the record")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"field {field!r} holds a lone surrogate, which is no character: {_shown(value)}") from None
+    return value
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,25 @@
+"""A problem: one verifiable question with the gold answer that a task's grader compares against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question, as a pool hands it out.
+
+    `id` is unique within a pool and stable between runs; `source` is the name of the pool, or of the source within a
+    mixture, that it came from. Worked example, the eighteenth record of the source "gsm8k" of a mixture:
+
+        Problem(id="gsm8k/17", task_type="gsm8k", question="Ann has 3 boxes of 6 eggs. How many eggs?", gold="18",
+                source="gsm8k", metadata={"record": 17})
+    """
+
+    id: str
+    task_type: str
+    question: str
+    gold: str
+    source: str
+    metadata: Mapping[str, str | int | float] = field(default_factory=dict)

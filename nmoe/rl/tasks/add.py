@@ -1,0 +1,16 @@
+"""Adding two numbers: "Add: 47 + 85" -> "132". The difficulty is the number of digits of each."""
+
+from __future__ import annotations
+
+import random
+
+from nmoe.rl.tasks.numeric import NumericTask
+
+
+class AddTask(NumericTask):
+    bare_final = True
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        smallest = 0 if difficulty == 1 else 10 ** (difficulty - 1)  # no leading zeros
+        left, right = (rng.randrange(smallest, 10**difficulty) for _ in range(2))
+        return f"Add: {left} + {right}", str(left + right)

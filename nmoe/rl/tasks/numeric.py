@@ -1,0 +1,20 @@
+"""Tasks whose answer is a number, compared by value: 1,000 is 1000.0, and a half is 0.5."""
+
+from __future__ import annotations
+
+from nmoe.errors import UserError
+from nmoe.rl.grading import exact
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks.task import QuestionTask
+
+
+class NumericTask(QuestionTask):
+    """The base of gsm8k, add and arithmetic."""
+
+    def check_gold(self, problem: Problem) -> None:
+        if len(problem.gold) > exact.MAX_ANSWER_CHARS or exact.number(exact.normalize(problem.gold)) is None:
+            shown = problem.gold if len(problem.gold) <= 80 else problem.gold[:77] + "..."
+            raise UserError(f"the gold answer of a problem of type {problem.task_type} is a number, not {shown!r}")
+
+    def correct(self, problem: Problem, answer: str) -> bool:
+        return exact.equal(problem.gold, answer)
