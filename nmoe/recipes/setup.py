@@ -29,7 +29,7 @@ def set_threads(config: RunConfig) -> int:
     threads = recorded or choose_threads(config.run.threads)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return threads
 
 

@@ -49,13 +49,13 @@ def _add(rng: random.Random, question: str, gold: str) -> Worked:
 
 
 def _reverse(rng: random.Random, question: str, gold: str) -> Worked:
-    letters = question.removeprefix("Reverse: ").split()
+    digits = question.removeprefix("Reverse: ")
     draw = rng.random()
     if draw < REVERSE_RIGHT:
         return "from the back", gold
     if draw < REVERSE_RIGHT + REVERSE_COPY:
-        return "as it stands", " ".join(letters)
-    return "ends change place", " ".join([letters[-1], *letters[1:-1], letters[0]])
+        return "as it stands", digits
+    return "ends change place", digits[-1] + digits[1:-1] + digits[0]
 
 
 def _sort(rng: random.Random, question: str, gold: str) -> Worked:
@@ -73,7 +73,7 @@ ADD_RIGHT, ADD_NO_CARRY = 0.4, 0.35
 REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
 SORT_RIGHT, SORT_DOWN = 0.4, 0.35
 RAMBLES = 0.3
-PROPER, WITHOUT_ANALYSIS = 0.5, 0.2
+PROPER, WITHOUT_ANALYSIS = 0.65, 0.1
 
 SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Worked]]] = {
     "add": ((2, 3), _add),
@@ -103,9 +103,9 @@ def _document(rng: random.Random, harmony: Harmony, question: str, work: str, an
         open_thought = [channel, *encode("analysis"), message, *encode(work)]
         return prompt + open_thought + [channel, *encode("final"), message, *encode(answer), stop]
     if broken == 1:  # the answer stays in the analysis
-        return prompt + [channel, *encode("analysis"), message, *encode(work + " " + answer), stop]
+        return [*prompt, channel, *encode("analysis"), message, *encode(work + " " + answer), stop]
     if broken == 2:  # no channel at all
-        return prompt + [message, *encode(answer), stop]
+        return [*prompt, message, *encode(answer), stop]
     # the turn goes on after the final message
     return prompt + harmony.render_completion([thought, reply])[:-1] + [end, start, *encode("assistant"), stop]
 

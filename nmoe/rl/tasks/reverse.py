@@ -1,33 +1,13 @@
-"""Reversing letters: "Reverse: k f a q" -> "q a f k". The difficulty is the number of letters."""
+"""Reversing digits: "Reverse: 53914" -> "41935". The difficulty is the number of digits."""
 
 from __future__ import annotations
 
 import random
-import re
-import string
 
-from nmoe.errors import UserError
-from nmoe.rl.problem import Problem
-from nmoe.rl.tasks.task import QuestionTask
-
-_LETTERS = re.compile(r"[a-z]( [a-z])*")
+from nmoe.rl.tasks.digits import DigitsTask, random_digits
 
 
-class ReverseTask(QuestionTask):
-    """Letters are spaced out so that each is a token of its own, whatever the vocabulary has merged."""
-
-    bare_final = True
-
+class ReverseTask(DigitsTask):
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        letters = [rng.choice(string.ascii_lowercase) for _ in range(difficulty)]
-        return f"Reverse: {' '.join(letters)}", " ".join(reversed(letters))
-
-    def check_gold(self, problem: Problem) -> None:
-        if not _LETTERS.fullmatch(problem.gold):
-            raise UserError(
-                f"the gold answer of a reverse problem is lower-case letters with single spaces between, "
-                f"not {problem.gold!r}"
-            )
-
-    def correct(self, problem: Problem, answer: str) -> bool:
-        return answer.strip() == problem.gold
+        digits = random_digits(rng, difficulty)
+        return f"Reverse: {digits}", digits[::-1]

@@ -1,0 +1,31 @@
+"""What tasks over rows of digits share. A digit is a token of its own in nmoe's tokenizers, so that a row has one spelling."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from nmoe.errors import UserError
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks.task import QuestionTask
+
+_DIGITS = re.compile(r"[0-9]+")
+
+
+def random_digits(rng: random.Random, count: int) -> str:
+    return "".join(str(rng.randrange(10)) for _ in range(count))
+
+
+class DigitsTask(QuestionTask):
+    """The answer is the digits themselves: "0135" is not the number 135, so only the same text is correct."""
+
+    bare_final = True
+
+    def check_gold(self, problem: Problem) -> None:
+        if not _DIGITS.fullmatch(problem.gold):
+            raise UserError(
+                f"the gold answer of a {problem.task_type} problem is a row of digits, not {problem.gold!r}"
+            )
+
+    def correct(self, problem: Problem, answer: str) -> bool:
+        return answer.strip() == problem.gold
