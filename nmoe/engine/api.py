@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -76,8 +76,17 @@ class EngineStats:
     busy_s: float
 
 
+R = TypeVar("R")
+
+
 class Engine(Protocol):
-    """What a rollout talks to. `generate` returns the n samples in order of their index."""
+    """What a rollout talks to. `generate` returns the n samples in order of their index.
+
+    `run` runs a coroutine that awaits the other methods to its end: an engine that computes in this process does so on the
+    calling thread meanwhile.
+    """
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
 
     async def generate(self, request: Request) -> list[Sample]: ...
 

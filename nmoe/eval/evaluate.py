@@ -138,16 +138,16 @@ def evaluate_command(
     start = loaded.state()
     longest = max(len(loaded.prompt_ids(problem)) for problem in loaded.pool.take(problems))
     loaded.load_state(start)
-    with NativeEngine(model, max_sequences=256) as engine:
-        results = evaluate(
-            engine,
-            loaded,
-            model.config.context_tokens,
-            problems=problems,
-            samples=samples,
-            temperature=temperature,
-            max_new_tokens=model.config.context_tokens - longest,
-            seed=seed,
-        )
+    engine = NativeEngine(model, max_sequences=256)
+    results = evaluate(
+        engine,
+        loaded,
+        model.config.context_tokens,
+        problems=problems,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=model.config.context_tokens - longest,
+        seed=seed,
+    )
     for result in results:
         print(result)

@@ -7,10 +7,10 @@ It knows no algorithm. A recipe hands it a batch, whose weights fix mask, reduct
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from nmoe.model.transformer import Transformer
 
 class WeightReceiver(Protocol):
     """What `publish` hands weights to: any engine."""
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None: ...
 
     async def update_weights(self, source: Transformer, version: int) -> None: ...
 
@@ -134,7 +136,7 @@ class Learner:
     def publish(self, engine: WeightReceiver) -> Future[int]:
         """Hands the weights to an engine under the next version number, which is returned."""
         self.version += 1
-        asyncio.run(engine.update_weights(self.model, self.version))
+        engine.run(engine.update_weights(self.model, self.version))
         return Done(self.version)
 
     def save(self, directory: Path) -> None:

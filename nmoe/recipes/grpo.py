@@ -99,6 +99,8 @@ class _Grpo:
             config.batch.tokens_per_microbatch,
             config.sampling.temperature,
         )
+        self.engine = NativeEngine(model, config.engine.max_sequences)
+        self.collector = Collector(self.engine, environment, model.config.context_tokens)
         algorithm = config.algorithm
         self.objective = policy_gradient(
             algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.kl_coef, algorithm.kl_estimator
@@ -108,21 +110,18 @@ class _Grpo:
 
     def run_to_the_end(self) -> None:
         config, first = self.config, self.run.start_step
-        model = self.learner.model
         with (
             Interruptible() as interrupt,
-            NativeEngine(model, config.engine.max_sequences) as engine,
             Progress(config.run.steps, self.run.log, config.run.name, first) as progress,
         ):
             for line in batch_arithmetic(config):
                 progress.note(line)
-            self.engine, self.progress = engine, progress
-            self.collector = Collector(engine, self.environment, model.config.context_tokens)
+            self.progress = progress
             if first == 0:
                 self._evaluate(0)
             else:
                 progress.note(f"resumed from step {first}")
-                self.learner.publish(engine).result()
+                self.learner.publish(self.engine).result()
             for step in range(first + 1, config.run.steps + 1):
                 self._step(step)
                 last = step == config.run.steps

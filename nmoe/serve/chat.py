@@ -5,7 +5,6 @@ Every line is a conversation of its own: what the model was post-trained on are 
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -30,25 +29,25 @@ def chat(checkpoint: Path, temperature: float, max_new_tokens: int, seed: int) -
     interactive = sys.stdin.isatty()
     if interactive:
         print(f"{directory}; each line is a conversation of its own; leave with Ctrl-D")
-    with NativeEngine(model, max_sequences=1) as engine:
-        turn = 0
-        while True:
-            if interactive:
-                print("> ", end="", flush=True)
-            line = sys.stdin.readline()
-            if not line:
-                return
-            if line.strip():
-                prompt = tuple(harmony.render_prompt([Message("user", line.strip())]))
-                room = model.config.context_tokens - len(prompt)
-                if room < 1:
-                    print(UserError(f"{len(prompt)} tokens are more than the context of {model.config.context_tokens}"))
-                    continue
-                sampling = Sampling(
-                    min(max_new_tokens, room), temperature=temperature, stop_ids=harmony.stop_ids, seed=seed + turn
-                )
-                asyncio.run(_answer(engine, harmony, Request(prompt, 1, sampling, f"chat/{turn}")))
-                turn += 1
+    engine = NativeEngine(model, max_sequences=1)
+    turn = 0
+    while True:
+        if interactive:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            prompt = tuple(harmony.render_prompt([Message("user", line.strip())]))
+            room = model.config.context_tokens - len(prompt)
+            if room < 1:
+                print(UserError(f"{len(prompt)} tokens are more than the context of {model.config.context_tokens}"))
+                continue
+            sampling = Sampling(
+                min(max_new_tokens, room), temperature=temperature, stop_ids=harmony.stop_ids, seed=seed + turn
+            )
+            engine.run(_answer(engine, harmony, Request(prompt, 1, sampling, f"chat/{turn}")))
+            turn += 1
 
 
 async def _answer(engine: NativeEngine, harmony: Harmony, request: Request) -> None:

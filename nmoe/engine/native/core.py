@@ -96,6 +96,11 @@ class EngineCore:
                 job.samples[index] = Sample([], [], [], "abort")
         return jobs
 
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in {job.request.request_id for job in [*self._waiting, *(job for job, _ in self._running)]}:
+            self.abort(request_id)
+
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._running

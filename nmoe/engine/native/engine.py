@@ -1,4 +1,9 @@
-"""The native engine: asyncio in front, the step machine on a thread of its own behind.
+"""The native engine: asyncio for whoever waits, the step machine on the thread that trains.
+
+`run` lends the calling thread to the step machine while a coroutine (rollouts, tools, grading) lives on an event loop in a thread of
+its own: neither waits for the other. All torch work stays on one thread because OpenMP keeps a pool per thread, and two
+pools on few cores take turns: two-thread decoding of the speedrun's model ran at 22k tokens/s with a pool of its own
+beside the learner's, and at 58k with one pool.
 
 Requests that tasks make in the same turn of the event loop reach the core together and in order: what a batch holds then does
 not depend on how fast a thread wakes, and a synchronous run repeats to the bit.
@@ -8,48 +13,64 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from typing import Any, TypeVar
 
 from nmoe.engine.api import Delta, EngineStats, Request, Sample
 from nmoe.engine.native.core import EngineCore, Job
 from nmoe.model.transformer import Transformer
 
+R = TypeVar("R")
 _OnToken = Callable[[int, Delta], None]
 
 
 class NativeEngine:
-    """An `Engine` over the learner's own module. Close it, or use it as a context manager, to end its thread.
+    """An `Engine` over the learner's own module.
 
-    Only that thread touches the core: everything asked of it is an action in its inbox, done between two steps.
+    Only the thread inside `run` touches the core: everything asked of it is an action in its inbox, done between two steps.
     """
 
     def __init__(self, model: Transformer, max_sequences: int) -> None:
         self._core = EngineCore(model, max_sequences)
-        self._wake = threading.Condition()
+        self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
-        self._closed = False
+        self._pending: set[asyncio.Future[list[Sample]]] = set()
         self._error: BaseException | None = None
-        self._outbox: list[Callable[[], None]] = []
-        self._futures: dict[int, asyncio.Future[list[Sample]]] = {}
-        self._thread = threading.Thread(target=self._work, name="nmoe-engine", daemon=True)
-        self._thread.start()
+        self._outbox: list[Callable[[], None]] = []  # the event loop's alone
+        self._futures: dict[Job, asyncio.Future[list[Sample]]] = {}  # the core's thread's alone
+        self._running = False
 
-    def __enter__(self) -> NativeEngine:
-        return self
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Runs a coroutine that talks to this engine to its end, and returns what it returns.
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the thread after the step under way. Requests still running are cancelled."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join()
-        for future in self._futures.values():
-            if not future.get_loop().is_closed():
-                future.get_loop().call_soon_threadsafe(future.cancel)
+        What the coroutine or the model raises is raised here. Requests still running at the end are aborted.
+        """
+        if self._running:
+            coroutine.close()
+            raise RuntimeError("the engine is already running a coroutine; gather them into one")
+        self._running, self._error = True, None
+        outcome: Future[R] = Future()
+        cancel: Future[Callable[[], None]] = Future()
+        loop_thread = threading.Thread(target=self._live, args=(coroutine, outcome, cancel), name="nmoe-rollouts")
+        loop_thread.start()
+        try:
+            while not outcome.done():
+                self._turn(outcome)
+            return outcome.result()
+        except BaseException as error:
+            # Whoever waits must hear of it, or the event loop would wait for an answer that never comes.
+            self._give_up(error)
+            cancel.result()()
+            raise
+        finally:
+            loop_thread.join()
+            self._inbox, self._outbox, self._running = [], [], False
+            self._pending.clear()
+            self._futures.clear()
+            self._core.abort_all()
 
     async def generate(self, request: Request) -> list[Sample]:
         """The request's n samples, in order of their index. Raises UserError where it can never fit the context."""
@@ -100,9 +121,45 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
+    def _live(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R], cancel: Future[Callable[[], None]]) -> None:
+        """The event loop's thread. `cancel` receives what ends the coroutine from another thread."""
+
+        async def main() -> R:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None, "a coroutine that runs has a task"
+
+            def cancel_from_outside() -> None:
+                with suppress(RuntimeError):  # the loop has closed: there is nothing left to cancel
+                    loop.call_soon_threadsafe(task.cancel)
+
+            cancel.set_result(cancel_from_outside)
+            return await coroutine
+
+        try:
+            outcome.set_result(asyncio.run(main()))
+        except BaseException as error:  # passed on to whoever called `run`, whatever it is
+            outcome.set_exception(error)
+        with self._wake:
+            self._wake.notify()
+
+    def _turn(self, outcome: Future[R]) -> None:
+        """Waits for something to do, does what was asked, and takes one step."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox or outcome.done() or not self._core.idle)
+            actions, self._inbox = self._inbox, []
+        for action in actions:
+            action()
+        if not self._core.idle:
+            for job in self._core.step():
+                self._finish(job)
+
     def _submit(self, request: Request, on_token: _OnToken | None) -> asyncio.Future[list[Sample]]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Sample]] = loop.create_future()
+        with self._wake:
+            if self._error is not None:
+                raise RuntimeError("the engine stopped after an error") from self._error
+            self._pending.add(future)
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append(partial(self._add, request, on_token, future))
@@ -114,8 +171,6 @@ class NativeEngine:
 
     def _post(self, *actions: Callable[[], None]) -> None:
         with self._wake:
-            if self._error is not None:
-                raise RuntimeError("the engine has stopped after an error") from self._error
             self._inbox += actions
             self._wake.notify()
 
@@ -123,33 +178,26 @@ class NativeEngine:
         try:
             job = self._core.add(request, on_token)
         except Exception as error:
-            future.get_loop().call_soon_threadsafe(_fail, future, error)
+            self._settle(future, partial(_fail, future, error))
         else:
-            self._futures[id(job)] = future
+            self._futures[job] = future
 
     def _finish(self, job: Job) -> None:
-        future = self._futures.pop(id(job))
+        future = self._futures.pop(job)
         samples = [sample for sample in job.samples if sample is not None]
-        future.get_loop().call_soon_threadsafe(_resolve, future, samples)
+        self._settle(future, partial(_resolve, future, samples))
 
-    def _work(self) -> None:
-        try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._closed or self._inbox or not self._core.idle)
-                    if self._closed:
-                        return
-                    actions, self._inbox = self._inbox, []
-                for action in actions:
-                    action()
-                if not self._core.idle:
-                    for job in self._core.step():
-                        self._finish(job)
-        except BaseException as error:
-            # Whoever waits must hear of it: a dead thread would leave the rollout hanging.
-            with self._wake:
-                self._error = error
-            for future in self._futures.values():
+    def _settle(self, future: asyncio.Future[list[Sample]], action: Callable[[], None]) -> None:
+        with self._wake:
+            self._pending.discard(future)
+        future.get_loop().call_soon_threadsafe(action)
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._wake:
+            self._error = error
+            pending = list(self._pending)
+        for future in pending:
+            if not future.get_loop().is_closed():
                 future.get_loop().call_soon_threadsafe(_fail, future, error)
 
 

@@ -73,10 +73,10 @@ ADD_RIGHT, ADD_NO_CARRY = 0.4, 0.35
 REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
 SORT_RIGHT, SORT_DOWN = 0.4, 0.35
 RAMBLES = 0.3
-PROPER, WITHOUT_ANALYSIS = 0.65, 0.1
+PROPER, WITHOUT_ANALYSIS = 0.75, 0.07
 
 SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Worked]]] = {
-    "add": ((2, 3), _add),
+    "add": ((2, 2), _add),
     "reverse": ((4, 6), _reverse),
     "sort": ((4, 6), _sort),
 }

@@ -74,44 +74,44 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
     tokenizer = Tokenizer.load(directory)
     model = load_model(directory)
 
-    with NativeEngine(model, config.engine.max_sequences) as engine:
+    engine = NativeEngine(model, config.engine.max_sequences)
 
-        def ask(environment: Environment, problems: int, samples: int, temperature: float) -> list[Group]:
-            return sample_problems(
-                engine,
-                environment,
-                model.config.context_tokens,
-                problems=problems,
-                samples=samples,
-                temperature=temperature,
-                max_new_tokens=config.sampling.max_new_tokens,
-                seed=seed,
-            )
-
-        def held_out() -> Environment:
-            return Environment.from_settings(config.environment, tokenizer).held_out()
-
-        def beyond() -> Environment:
-            return Environment.from_toml(longer, tokenizer)
-
-        sampled = ask(held_out(), SAMPLED_PROBLEMS, 1, 1.0)
-        longer_sampled = ask(beyond(), LONGER_PROBLEMS, 1, 1.0)
-        env_id, longer_id = config.environment.env_id, beyond().settings.env_id
-        examination = Examination(
-            sampled=summarise(sampled, env_id, 1.0),
-            greedy=summarise(ask(held_out(), GREEDY_PROBLEMS, 1, 0.0), env_id, 0.0),
-            pass16=[
-                evaluation
-                for evaluation in summarise(ask(held_out(), PASS16_PROBLEMS, 16, 1.0), env_id, 1.0)
-                if evaluation.mode == "sampling_pass@16"
-            ],
-            longer=summarise(longer_sampled, longer_id, 1.0),
-            longer_greedy=summarise(ask(beyond(), LONGER_PROBLEMS, 1, 0.0), longer_id, 0.0),
-            format_ok=_mean(sampled, "format_ok"),
-            longer_format_ok=_mean(longer_sampled, "format_ok"),
-            response_tokens=sum(len(group.trajectories[0].sample.token_ids) for group in sampled) / len(sampled),
-            transcripts=_transcripts(sampled, tokenizer),
+    def ask(environment: Environment, problems: int, samples: int, temperature: float) -> list[Group]:
+        return sample_problems(
+            engine,
+            environment,
+            model.config.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=seed,
         )
+
+    def held_out() -> Environment:
+        return Environment.from_settings(config.environment, tokenizer).held_out()
+
+    def beyond() -> Environment:
+        return Environment.from_toml(longer, tokenizer)
+
+    sampled = ask(held_out(), SAMPLED_PROBLEMS, 1, 1.0)
+    longer_sampled = ask(beyond(), LONGER_PROBLEMS, 1, 1.0)
+    env_id, longer_id = config.environment.env_id, beyond().settings.env_id
+    examination = Examination(
+        sampled=summarise(sampled, env_id, 1.0),
+        greedy=summarise(ask(held_out(), GREEDY_PROBLEMS, 1, 0.0), env_id, 0.0),
+        pass16=[
+            evaluation
+            for evaluation in summarise(ask(held_out(), PASS16_PROBLEMS, 16, 1.0), env_id, 1.0)
+            if evaluation.mode == "sampling_pass@16"
+        ],
+        longer=summarise(longer_sampled, longer_id, 1.0),
+        longer_greedy=summarise(ask(beyond(), LONGER_PROBLEMS, 1, 0.0), longer_id, 0.0),
+        format_ok=_mean(sampled, "format_ok"),
+        longer_format_ok=_mean(longer_sampled, "format_ok"),
+        response_tokens=sum(len(group.trajectories[0].sample.token_ids) for group in sampled) / len(sampled),
+        transcripts=_transcripts(sampled, tokenizer),
+    )
     for result in [examination.sampled, examination.greedy, examination.pass16, examination.longer]:
         print(f"{run.name}: {result[0]}")
     return examination

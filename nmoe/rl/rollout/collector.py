@@ -65,7 +65,7 @@ class Collector:
         Raises UserError for a prompt that does not fit the context, GradingError where a grader raises.
         """
         began, self._grade_s = time.perf_counter(), 0.0
-        groups = asyncio.run(self._collect(problems, settings, key))
+        groups = self._engine.run(self._collect(problems, settings, key))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
 
     async def _collect(
