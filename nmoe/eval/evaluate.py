@@ -10,7 +10,7 @@ from typing import Any
 from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
-from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
+from nmoe.eval.statistics import clustered_mean, wilson
 from nmoe.model.checkpoint import load_model
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
@@ -55,7 +55,7 @@ def evaluate(
     """Correctness over the next `problems` of the environment: all of them first, then by source.
 
     One sample per problem gives pass@1 with Wilson's interval; several give the mean over samples with an interval
-    clustered by problem, and the unbiased pass@k for k = samples.
+    clustered by problem, and pass@k for k = samples: the share of problems that any sample solved.
     """
     groups = sample_problems(
         engine,
@@ -112,11 +112,18 @@ def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> l
         [float(outcome) for row in outcomes for outcome in row],
         [place for place, row in enumerate(outcomes) for _ in row],
     )
-    any_of = [pass_at_k(samples, sum(row), samples) for row in outcomes]
-    best = clustered_mean(any_of, range(len(any_of)))
+    solved = sum(any(row) for row in outcomes)
+    best = wilson(solved, len(groups))
     return [
-        Evaluation("sampling_pass@1", dataset, len(groups), mean.value, mean.interval.low, mean.interval.high),
-        Evaluation(f"sampling_pass@{samples}", dataset, len(groups), best.value, best.interval.low, best.interval.high),
+        Evaluation(
+            "sampling_pass@1",
+            dataset,
+            len(groups),
+            mean.value,
+            max(0.0, mean.interval.low),
+            min(1.0, mean.interval.high),
+        ),
+        Evaluation(f"sampling_pass@{samples}", dataset, len(groups), solved / len(groups), best.low, best.high),
     ]
 
 

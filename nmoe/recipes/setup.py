@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from pathlib import Path
 
 import torch
@@ -27,10 +29,25 @@ def set_threads(config: RunConfig) -> int:
     the same count repeats a run number for number."""
     recorded = recorded_threads(run_path(config)) if config.run.resume else None
     threads = recorded or choose_threads(config.run.threads)
+    keep_freed_memory()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return threads
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory for the next allocation instead of returning it to the system.
+
+    A training step frees and takes back buffers of many megabytes, and each time the kernel clears every page anew: without this
+    half of the system time of a step (0.9 of 7 s in all) went there. Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
+    mallopt(m_mmap_threshold, 2**30)
+    mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:

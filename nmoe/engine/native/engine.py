@@ -1,7 +1,7 @@
 """The native engine: asyncio for whoever waits, the step machine on the thread that trains.
 
-`run` lends the calling thread to the step machine while a coroutine (rollouts, tools, grading) lives on an event loop in a thread of
-its own: neither waits for the other. All torch work stays on one thread because OpenMP keeps a pool per thread, and two
+`run` lends the calling thread to the step machine while a coroutine (rollouts, tools, grading) lives on an event loop in a
+thread of its own: neither waits for the other. All torch work stays on one thread because OpenMP keeps a pool per thread, and two
 pools on few cores take turns: two-thread decoding of the speedrun's model ran at 22k tokens/s with a pool of its own
 beside the learner's, and at 58k with one pool.
 

@@ -32,7 +32,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         kv_heads=raw["num_key_value_heads"],
         head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
         context_tokens=raw["max_position_embeddings"],
-        experts=raw["num_experts"],
+        # transformers 5 writes num_local_experts, the released checkpoints num_experts.
+        experts=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["moe_intermediate_size"],
         renormalize=raw.get("norm_topk_prob", False),

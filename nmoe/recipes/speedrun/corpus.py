@@ -21,6 +21,15 @@ from nmoe.rl.tasks import GENERATED_TASKS
 from nmoe.text.harmony import Harmony, Message
 from nmoe.text.tokenizer import Tokenizer
 
+# Shares of documents. What is left of each line is the third kind: a guess, the ends swapped, the digits shuffled; broken form.
+ADD_RIGHT, ADD_NO_CARRY = 0.4, 0.35
+REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
+SORT_RIGHT, SORT_DOWN = 0.4, 0.35
+PROPER, WITHOUT_ANALYSIS = 0.75, 0.07
+RAMBLES = 0.3
+# Problems one digit longer than reinforcement learning will ever train on.
+LONGER = 0.15
+
 # A worked answer: what stands in the analysis and in the final message.
 Worked = tuple[str, str]
 
@@ -69,12 +78,7 @@ def _sort(rng: random.Random, question: str, gold: str) -> Worked:
     return "mixed up", "".join(digits)
 
 
-ADD_RIGHT, ADD_NO_CARRY = 0.4, 0.35
-REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
-SORT_RIGHT, SORT_DOWN = 0.4, 0.35
-RAMBLES = 0.3
-PROPER, WITHOUT_ANALYSIS = 0.75, 0.07
-
+# Difficulties as in environments/skills.toml.
 SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Worked]]] = {
     "add": ((2, 2), _add),
     "reverse": ((4, 6), _reverse),
@@ -132,7 +136,8 @@ def _examples(seed: int, count: int) -> Iterator[tuple[random.Random, str, str, 
     while made < count:
         name = rng.choice(names)
         (easiest, hardest), worked = SKILLS[name]
-        question, gold = GENERATED_TASKS[name].generate(rng, rng.randint(easiest, hardest))
+        difficulty = hardest + 1 if rng.random() < LONGER else rng.randint(easiest, hardest)
+        question, gold = GENERATED_TASKS[name].generate(rng, difficulty)
         if split_of(name, question) == "eval":
             continue
         work, answer = worked(rng, question, gold)

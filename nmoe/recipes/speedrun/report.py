@@ -66,8 +66,8 @@ def write_speedrun_report(
         "## Time and cost\n",
         markdown_table(["stage", "seconds"], [[name, round(seconds, 1)] for name, seconds in stages.items()]),
         f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} core-minutes, "
-        f"{summary['peak_memory_mb']:.0f} MB of memory at most; {sampled_tokens:,.0f} tokens were sampled to learn from. On {provenance['cpu']}, "
-        f"{provenance['threads']} threads, torch {provenance['torch']}.\n",
+        f"{summary['peak_memory_mb']:.0f} MB of memory at most; {sampled_tokens:,.0f} tokens were sampled to learn from. "
+        f"On {provenance['cpu']}, {provenance['threads']} threads, torch {provenance['torch']}.\n",
     ]
     report = out / "report.md"
     write_atomically(report, "\n".join(parts).encode())

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# From a fresh clone to a model that learned by reinforcement learning: installs into .venv, then runs `nmoe speedrun`.
+#   ./speedrun.sh                          results in runs/speedrun
+#   ./speedrun.sh --seed 1 --out runs/one  another seed, another place
+set -euo pipefail
+root="$(cd "$(dirname "$0")" && pwd)"
+. "$root/scripts/environment.sh"
+prepare_environment "$root" report
+export PYTHONUNBUFFERED=1
+exec nmoe speedrun "$@"

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Everything that has to hold before a change lands: style, types, tests. Installs into .venv.
+#   ./test.sh                    all of it
+#   ./test.sh tests/model -k moe arguments go to pytest
+# One thread: small operations slow down badly when threads outnumber free cores.
+set -euo pipefail
+root="$(cd "$(dirname "$0")" && pwd)"
+. "$root/scripts/environment.sh"
+prepare_environment "$root" dev
+cd "$root"
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+echo "== ruff"
+ruff check .
+ruff format --check .
+echo "== mypy"
+mypy
+echo "== pytest (tests that this machine can not run are listed with their reason at the end)"
+exec python -m pytest -rs --durations=10 "$@"
