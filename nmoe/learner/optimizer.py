@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -78,9 +79,12 @@ class Optimizer:
         (directory / "optimizer.json").write_text(json.dumps({"steps": self.steps}) + "\n")
 
     def load(self, directory: Path) -> None:
-        """Takes back what `save` wrote; raises UserError where a parameter's state is missing."""
-        tensors = load_file(directory / "optimizer.safetensors")
-        self.steps = int(json.loads((directory / "optimizer.json").read_text())["steps"])
+        """Takes back what `save` wrote; raises UserError for a missing or torn file and where a parameter's state is missing."""
+        try:
+            tensors = load_file(directory / "optimizer.safetensors")
+            self.steps = int(json.loads((directory / "optimizer.json").read_text())["steps"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{directory}: its optimizer state is missing or torn: {error}") from None
         for name, parameter in zip(self.names, self.parameters, strict=True):
             keys = [key for key in tensors if key.rpartition("/")[0] == name]
             if not keys and self.steps:

@@ -89,8 +89,8 @@ class RoutingStatistics:
 
     def load_max_violation(self) -> list[float]:
         """Per layer, the busiest expert's load over the mean, less one: 0 is perfect balance (arXiv:2408.15664, eq. 4)."""
-        mean_Y = self.load_YE.double().mean(-1).clamp(min=1)
-        return (self.load_YE.double().amax(-1) / mean_Y - 1).tolist()
+        load_YE = self.load_YE.double()
+        return (load_YE.amax(-1) / load_YE.mean(-1) - 1).tolist()
 
     def dead_experts(self) -> list[int]:
         """Per layer, how many experts no token of the batch went to."""

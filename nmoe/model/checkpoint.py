@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,7 @@ def load_model(directory: Path) -> Transformer:
     Raises UserError for a missing or torn file, an architecture this package does not know, and weights that do not fit
     the configuration.
     """
-    raw = _read_config(directory)
-    model_type = raw.pop("model_type", None)
-    if model_type == MODEL_TYPE:
-        config = _own_config(raw, directory)
-    elif model_type in _FAMILIES:
-        config = _FAMILIES[model_type].config_from_hf(raw)
-    else:
-        known = ", ".join(sorted([MODEL_TYPE, *_FAMILIES]))
-        raise UserError(
-            f"{directory / 'config.json'}: model_type = {model_type!r} is not an architecture nmoe knows ({known})"
-        )
+    config = _config(_read_config(directory), directory / "config.json")
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to_empty(device="cpu")
@@ -60,7 +50,10 @@ def load_weights(model: Transformer, directory: Path) -> None:
     model_type = _read_config(directory).get("model_type")
     tensors = _read_tensors(directory / "model.safetensors")
     if model_type in _FAMILIES:
-        tensors = _FAMILIES[model_type].weights_from_hf(tensors, model.config)
+        try:
+            tensors = _FAMILIES[model_type].weights_from_hf(tensors, model.config)
+        except UserError as error:
+            raise UserError(f"{directory / 'model.safetensors'}: {error}") from None
     wanted = model.state_dict()
     problems = [f"{name} is missing" for name in wanted if name not in tensors]
     problems += [f"{name} is not part of this architecture" for name in tensors if name not in wanted]
@@ -90,14 +83,24 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def _own_config(raw: dict[str, Any], directory: Path) -> ModelConfig:
+def _config(raw: dict[str, Any], path: Path) -> ModelConfig:
+    model_type = raw.pop("model_type", None)
+    if model_type != MODEL_TYPE and model_type not in _FAMILIES:
+        known = ", ".join(sorted([MODEL_TYPE, *_FAMILIES]))
+        raise UserError(f"{path}: model_type = {model_type!r} is not an architecture nmoe knows ({known})")
+    try:
+        return _own_config(raw) if model_type == MODEL_TYPE else _FAMILIES[model_type].config_from_hf(raw)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _own_config(raw: dict[str, Any]) -> ModelConfig:
     known = {f.name for f in fields(ModelConfig)}
     if unknown := sorted(set(raw) - known):
-        raise UserError(f"{directory / 'config.json'}: unknown keys {', '.join(unknown)}: written by another version?")
-    try:
-        return ModelConfig(**raw)
-    except TypeError as error:
-        raise UserError(f"{directory / 'config.json'}: {error}") from None
+        raise UserError(f"unknown keys {', '.join(unknown)}: written by another version?")
+    if missing := [f.name for f in fields(ModelConfig) if f.default is MISSING and f.name not in raw]:
+        raise UserError(f"missing keys {', '.join(missing)}")
+    return ModelConfig(**raw)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

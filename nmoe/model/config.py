@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from nmoe.errors import UserError
@@ -43,6 +43,18 @@ class ModelConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            # What has a default of 0 is something that the decoder may lack.
+            least = 0 if f.default == 0 else 1
+            if f.type == "int" and (type(value) is not int or value < least):
+                raise UserError(f"{f.name} = {value!r} is not a whole number from {least} up")
+            if f.type == "float" and (type(value) not in (int, float) or value < 0):
+                raise UserError(f"{f.name} = {value!r} is not a number from 0 up")
+            if f.type == "bool" and type(value) is not bool:
+                raise UserError(f"{f.name} = {value!r} is neither true nor false")
+        if self.router_scores not in ("softmax", "sigmoid"):
+            raise UserError(f"router_scores = {self.router_scores!r} is neither softmax nor sigmoid")
         if self.heads % self.kv_heads:
             raise UserError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim % 2:

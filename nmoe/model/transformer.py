@@ -85,14 +85,13 @@ class Transformer(nn.Module):
         residual = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                continue  # norms start at one
-            fan_in = (
-                parameter.shape[1]
-                if parameter.dim() == 2 or name.endswith(("gate_up", "down"))
-                else parameter.shape[-1]
-            )
-            std = 0.02 if name == "embedding.weight" else fan_in**-0.5
+                parameter.fill_(1.0)  # norms
+                continue
+            # Linear weights are [out, in], experts' [E, in, out].
+            std = 0.02 if name == "embedding.weight" else parameter.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight", "ffn.down")):
                 std *= residual
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        for moe in self.moe_layers():
+            moe.router.bias.zero_()
         return self

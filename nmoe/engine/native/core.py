@@ -71,7 +71,7 @@ class EngineCore:
 
     def add(self, request: Request, on_token: Callable[[int, Delta], None] | None = None) -> Job:
         """Queues a request. Raises UserError at once where it can never fit."""
-        context = self.model.config.context_tokens
+        context, vocab_size = self.model.config.context_tokens, self.model.config.vocab_size
         wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
         if not request.prompt_ids or request.n < 1 or request.sampling.max_new_tokens < 1:
             raise UserError(f"request {request.request_id}: prompt, n and max_new_tokens must not be empty")
@@ -80,10 +80,15 @@ class EngineCore:
                 f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + max_new_tokens = "
                 f"{request.sampling.max_new_tokens} exceeds the model's context of {context} tokens"
             )
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+            raise UserError(
+                f"request {request.request_id}: prompt ids must lie in 0..{vocab_size - 1}, the model's vocabulary"
+            )
         job = Job(request, on_token, [None] * request.n)
         self._waiting.append(job)
         return job
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> list[Job]:
         """Ends a request's samples where they stand, with what they have; returns the jobs that ended."""
         jobs = [job for job in self._waiting if job.request.request_id == request_id]
@@ -101,12 +106,19 @@ class EngineCore:
         for request_id in {job.request.request_id for job in [*self._waiting, *(job for job, _ in self._running)]}:
             self.abort(request_id)
 
+    def commit(self, version: int) -> None:
+        """The weights have changed: what is sampled from here on carries `version`. A prompt that still has samples to start is
+        prefilled again, or they would start from the old weights under the new number."""
+        self.version = version
+        for job in self._waiting:
+            job.prompt = None
+
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
     def stats(self) -> EngineStats:
-        waiting = sum(job.request.n - job.started for job in self._waiting)
+        waiting = sum(job.request.n - job.started for job in list(self._waiting))  # asked for from any thread
         return EngineStats(self._generated, self._prefilled, self._steps, len(self._running), waiting, self._busy_s)
 
     @torch.inference_mode()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from nmoe.engine.api import Delta, EngineStats, Request, Sample
 from nmoe.engine.native.core import EngineCore, Job
+from nmoe.errors import UserError
 from nmoe.model.transformer import Transformer
 
 R = TypeVar("R")
@@ -37,7 +38,7 @@ class NativeEngine:
         self._core = EngineCore(model, max_sequences)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
-        self._pending: set[asyncio.Future[list[Sample]]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
         self._outbox: list[Callable[[], None]] = []  # the event loop's alone
         self._futures: dict[Job, asyncio.Future[list[Sample]]] = {}  # the core's thread's alone
@@ -73,8 +74,13 @@ class NativeEngine:
             self._core.abort_all()
 
     async def generate(self, request: Request) -> list[Sample]:
-        """The request's n samples, in order of their index. Raises UserError where it can never fit the context."""
-        return await self._submit(request, None)
+        """The request's n samples, in order of their index. Raises UserError where it can never fit the context. A caller that
+        is cancelled aborts its request, so that nothing is sampled for nobody."""
+        try:
+            return await self._submit(request, None)
+        except asyncio.CancelledError:
+            self.abort(request.request_id)
+            raise
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """The tokens of a request with n = 1 as they are sampled."""
@@ -84,7 +90,7 @@ class NativeEngine:
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
         def on_token(index: int, delta: Delta) -> None:
-            loop.call_soon_threadsafe(deltas.put_nowait, delta)
+            _tell(loop, deltas.put_nowait, delta)
 
         samples = self._submit(request, on_token)
         samples.add_done_callback(lambda _: deltas.put_nowait(None))
@@ -92,7 +98,8 @@ class NativeEngine:
             while (delta := await deltas.get()) is not None:
                 yield delta
         finally:
-            self.abort(request.request_id)
+            if not samples.done():
+                self.abort(request.request_id)
             await samples
 
     def abort(self, request_id: str) -> None:
@@ -102,20 +109,20 @@ class NativeEngine:
             for job in self._core.abort(request_id):
                 self._finish(job)
 
-        self._post(end)
+        # What was asked for earlier in this turn of the event loop goes first.
+        self._flush(end)
 
     async def update_weights(self, source: Transformer, version: int) -> None:
         """The learner's module is the engine's, so only the version changes: tokens sampled from here on carry it."""
         if source is not self._core.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
-        loop = asyncio.get_running_loop()
-        committed: asyncio.Future[None] = loop.create_future()
+        committed: asyncio.Future[None] = self._waiter()
 
         def commit() -> None:
-            self._core.version = version
-            loop.call_soon_threadsafe(committed.set_result, None)
+            self._core.commit(version)
+            self._settle(committed, _resolve, None)
 
-        self._post(commit)
+        self._flush(commit)
         await committed
 
     def stats(self) -> EngineStats:
@@ -129,8 +136,7 @@ class NativeEngine:
             assert task is not None, "a coroutine that runs has a task"
 
             def cancel_from_outside() -> None:
-                with suppress(RuntimeError):  # the loop has closed: there is nothing left to cancel
-                    loop.call_soon_threadsafe(task.cancel)
+                _tell(loop, task.cancel)
 
             cancel.set_result(cancel_from_outside)
             return await coroutine
@@ -154,58 +160,64 @@ class NativeEngine:
                 self._finish(job)
 
     def _submit(self, request: Request, on_token: _OnToken | None) -> asyncio.Future[list[Sample]]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Sample]] = loop.create_future()
+        future: asyncio.Future[list[Sample]] = self._waiter()
+        if not self._outbox:
+            future.get_loop().call_soon(self._flush)
+        self._outbox.append(partial(self._add, request, on_token, future))
+        return future
+
+    def _waiter(self) -> asyncio.Future[Any]:
+        """A future that hears of it when the engine gives up. Raises RuntimeError where it already has."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._wake:
             if self._error is not None:
                 raise RuntimeError("the engine stopped after an error") from self._error
             self._pending.add(future)
-        if not self._outbox:
-            loop.call_soon(self._flush)
-        self._outbox.append(partial(self._add, request, on_token, future))
         return future
 
-    def _flush(self) -> None:
-        actions, self._outbox = self._outbox, []
-        self._post(*actions)
-
-    def _post(self, *actions: Callable[[], None]) -> None:
+    def _flush(self, *actions: Callable[[], None]) -> None:
+        """Sends what gathered in this turn of the event loop to the core, then `actions`."""
+        outbox, self._outbox = self._outbox, []
         with self._wake:
-            self._inbox += actions
+            self._inbox += [*outbox, *actions]
             self._wake.notify()
 
     def _add(self, request: Request, on_token: _OnToken | None, future: asyncio.Future[list[Sample]]) -> None:
         try:
             job = self._core.add(request, on_token)
-        except Exception as error:
-            self._settle(future, partial(_fail, future, error))
+        except UserError as error:
+            self._settle(future, _fail, error)
         else:
             self._futures[job] = future
 
     def _finish(self, job: Job) -> None:
-        future = self._futures.pop(job)
         samples = [sample for sample in job.samples if sample is not None]
-        self._settle(future, partial(_resolve, future, samples))
+        self._settle(self._futures.pop(job), _resolve, samples)
 
-    def _settle(self, future: asyncio.Future[list[Sample]], action: Callable[[], None]) -> None:
+    def _settle(self, future: asyncio.Future[R], settle: Callable[[asyncio.Future[R], Any], None], with_: Any) -> None:
         with self._wake:
             self._pending.discard(future)
-        future.get_loop().call_soon_threadsafe(action)
+        _tell(future.get_loop(), settle, future, with_)
 
     def _give_up(self, error: BaseException) -> None:
         with self._wake:
             self._error = error
             pending = list(self._pending)
         for future in pending:
-            if not future.get_loop().is_closed():
-                future.get_loop().call_soon_threadsafe(_fail, future, error)
+            _tell(future.get_loop(), _fail, future, error)
 
 
-def _resolve(future: asyncio.Future[list[Sample]], samples: list[Sample]) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:
+    """Has the loop act, on its own thread."""
+    with suppress(RuntimeError):  # the loop has closed: nobody waits on it any more
+        loop.call_soon_threadsafe(act, *args)
+
+
+def _resolve(future: asyncio.Future[R], result: R) -> None:
     if not future.done():
-        future.set_result(samples)
+        future.set_result(result)
 
 
-def _fail(future: asyncio.Future[list[Sample]], error: BaseException) -> None:
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -1,0 +1,386 @@
+"""The step machine, driven by hand: every number against a plain forward pass, and who gets a row when."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmoe.engine.api import Delta, Request, Sample
+from nmoe.engine.native import core as core_module
+from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.random import uniforms
+from nmoe.engine.native.sampler import kept_mask
+from nmoe.errors import UserError
+from nmoe.model.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+MakeRequest = Callable[..., Request]
+FullForward = Callable[..., tuple[Tensor, Tensor | None]]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {},
+    "dense": {"experts": 0, "tie_embeddings": True},
+    "sigmoid": {"router_scores": "sigmoid", "qk_norm": False, "kv_heads": 4},
+}
+
+
+def samples_of(model: Transformer, rows: int, *requests: Request) -> list[list[Sample]]:
+    core = EngineCore(model, rows)
+    jobs = [core.add(request) for request in requests]
+    finished = run(core)
+    assert sorted(map(id, finished)) == sorted(map(id, jobs))
+    return [whole(job.samples) for job in jobs]
+
+
+def run(core: EngineCore) -> list:
+    finished = []
+    while not core.idle:
+        finished += core.step()
+    return finished
+
+
+def whole(samples: list[Sample | None]) -> list[Sample]:
+    assert None not in samples
+    return [sample for sample in samples if sample is not None]
+
+
+def ragged(request_of: MakeRequest, **sampling: Any) -> list[Request]:
+    """More samples than rows, prompts from one token to forty, limits from one token to the context's end."""
+    shapes = [("a", 5, 3, 20), ("b", 1, 2, 30), ("c", 17, 5, 9), ("d", 40, 1, 24), ("e", 2, 2, 1), ("f", 9, 3, 13)]
+    return [request_of(*shape, **sampling) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_routes_are_those_of_a_full_forward(
+    tiny_model: MakeModel, request_of: MakeRequest, full_forward: FullForward, kind: str, temperature: float
+) -> None:
+    model = tiny_model(**MODELS[kind])
+    requests = ragged(request_of, temperature=temperature)
+    differences = []
+    for request, samples in zip(requests, samples_of(model, 4, *requests), strict=True):
+        draws = uniforms(request.sampling.seed, request.n, request.sampling.max_new_tokens)
+        assert len(samples) == request.n
+        for index, sample in enumerate(samples):
+            count = request.sampling.max_new_tokens
+            assert len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) == count
+            assert sample.finish_reason == "length"
+            logits, routes = full_forward(model, request.prompt_ids, sample.token_ids)
+            logprobs = (logits.double() / temperature).log_softmax(-1)
+            tokens = torch.tensor(sample.token_ids)
+            differences.append(torch.tensor(sample.logprobs) - logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+            # Each token is the one that its own draw falls on.
+            mass = logprobs.exp().cumsum(-1)
+            for at, token in enumerate(sample.token_ids):
+                assert (mass[at, token - 1] if token else 0) - 1e-5 <= draws[index, at] <= mass[at, token] + 1e-5
+            if routes is None:
+                assert sample.routes is None
+            else:
+                assert torch.equal(torch.from_numpy(sample.routes), routes)
+            assert sample.kept_ids is None
+    difference = torch.cat(differences).abs()
+    assert difference.mean() <= 1e-6 / min(1.0, temperature)
+    assert difference.max() <= 1e-4
+
+
+def test_a_request_gives_the_same_tokens_in_any_company(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    requests = ragged(request_of)
+    alone = {r.request_id: samples_of(model, r.n, r)[0] for r in requests}
+    assert len({tuple(sample.token_ids[:8]) for sample in alone["a"]}) == 3  # samples of a prompt are not copies
+    for rows, order in ((1, requests), (4, requests), (7, requests[::-1]), (64, requests[2:] + requests[:2])):
+        for request, samples in zip(order, samples_of(model, rows, *order), strict=True):
+            for sample, expected in zip(samples, alone[request.request_id], strict=True):
+                assert sample.token_ids == expected.token_ids
+                assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+                assert (sample.routes == expected.routes).all()
+
+
+def test_more_samples_or_tokens_asked_for_change_none(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    ((few,),) = samples_of(model, 4, request_of("a", 5, 1, 4))
+    many = samples_of(model, 4, request_of("a", 5, 6, 30))[0]
+    assert many[0].token_ids[:4] == few.token_ids
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 100])
+def test_a_finished_sequence_frees_its_place_at_once(tiny_model: MakeModel, request_of: MakeRequest, rows: int) -> None:
+    model = tiny_model()
+    shapes = [("a", 3, 2, 9), ("b", 4, 1, 2), ("c", 2, 3, 5), ("d", 6, 1, 30), ("e", 3, 4, 1), ("f", 8, 2, 12)]
+    core = EngineCore(model, rows)
+    for shape in shapes:
+        core.add(request_of(*shape))
+    # A sample samples its first token when it is admitted and another in the same step: it holds a row for its tokens less
+    # one. In order of arrival, each takes the row that is free first.
+    free_at = [0] * rows
+    for _, _, n, tokens in shapes:
+        for _ in range(n):
+            free_at.sort()
+            free_at[0] += max(1, tokens - 1)
+    while not core.idle:
+        core.step()
+        stats = core.stats()
+        assert stats.running <= rows
+    assert stats.decode_steps == max(free_at)
+    assert stats.generated_tokens == sum(n * tokens for _, _, n, tokens in shapes)
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.busy_s > 0
+
+
+def test_stats_count_samples_that_run_and_wait(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = EngineCore(tiny_model(), 3)
+    core.add(request_of("a", 3, 2, 9))
+    core.add(request_of("b", 3, 4, 9))
+    assert (core.stats().running, core.stats().waiting) == (0, 6)
+    core.step()
+    assert (core.stats().running, core.stats().waiting) == (3, 3)
+    assert core.stats().generated_tokens == 6
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = EngineCore(tiny_model(), 3)
+    core.add(request_of("a", 11, 8, 4))
+    core.add(request_of("b", 7, 1, 4))
+    run(core)
+    assert core.stats().prefilled_tokens == 11 + 7
+
+
+def test_prompts_prefilled_in_parts_give_the_same(
+    tiny_model: MakeModel, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, requests = tiny_model(), ragged(request_of)
+    expected = samples_of(model, 16, *requests)
+    calls = []
+    forward = Transformer.forward
+
+    def counting(self, token_ids_T: Tensor, *rest: Any) -> Tensor:
+        calls.append(len(token_ids_T))
+        return forward(self, token_ids_T, *rest)
+
+    monkeypatch.setattr(core_module, "_PREFILL_TOKENS", 20)
+    monkeypatch.setattr(Transformer, "forward", counting)
+    parts = samples_of(model, 16, *requests)
+    assert calls[:4] == [6, 17, 40, 11]  # prompts of 5 + 1, 17, 40, 2 + 9
+    for ours, theirs in zip(itertools.chain(*parts), itertools.chain(*expected), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def cut_at(sample: Sample, stop_ids: tuple[int, ...]) -> tuple[list[int], str]:
+    for at, token in enumerate(sample.token_ids):
+        if token in stop_ids:
+            return sample.token_ids[: at + 1], "stop"
+    return sample.token_ids, "length"
+
+
+def test_a_sample_ends_with_the_stop_token_it_met(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    shapes = [("a", 5, 4, 20), ("b", 3, 4, 25), ("c", 9, 4, 15), ("d", 1, 4, 20)]
+    free = samples_of(model, 16, *(request_of(*shape) for shape in shapes))
+    # Each request stops at tokens that some of its samples are known to meet, each at another number of them.
+    stops: list[tuple[int, ...]] = [
+        (),
+        (free[1][0].token_ids[4],),
+        (free[2][0].token_ids[0], free[2][1].token_ids[7], free[2][2].token_ids[14]),
+        (free[3][0].token_ids[19], 0),
+    ]
+    requests = [request_of(*shape, stop_ids=stop) for shape, stop in zip(shapes, stops, strict=True)]
+    reasons = set()
+    for order in itertools.permutations(range(4)):
+        results = samples_of(model, 3, *(requests[i] for i in order))
+        for i, samples in zip(order, results, strict=True):
+            for sample, unstopped in zip(samples, free[i], strict=True):
+                assert (sample.token_ids, sample.finish_reason) == cut_at(unstopped, stops[i])
+                assert len(sample.logprobs) == len(sample.versions) == len(sample.token_ids)
+                assert sample.routes.shape[0] == len(requests[i].prompt_ids) + len(sample.token_ids) - 1
+                reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_stop_token_at_the_limit_is_a_stop(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    ((free,),) = samples_of(model, 1, request_of("a", 5, 1, 3))
+    last = next(i for i, token in enumerate(free.token_ids) if token not in free.token_ids[:i])
+    request = request_of("a", 5, 1, last + 1, stop_ids=(free.token_ids[last],))
+    ((sample,),) = samples_of(model, 1, request)
+    assert (sample.token_ids, sample.finish_reason) == (free.token_ids[: last + 1], "stop")
+
+
+def test_an_abort_keeps_what_there_is_and_frees_the_rows(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    # Ids that are never sampled: two, since the columns of stop ids then grow while a step is under way.
+    never = {"stop_ids": (100, 101)}
+    requests = [
+        request_of("first", 3, 1, 12, **never),
+        request_of("gone", 6, 5, 20, **never),
+        request_of("last", 4, 2, 9),
+    ]
+    expected = [samples_of(model, 8, request)[0] for request in requests]
+    core = EngineCore(model, 5)
+    jobs = [core.add(request) for request in requests]
+    core.step()
+    core.step()
+    assert (core.stats().running, core.stats().waiting) == (5, 3)
+    assert core.abort("gone") == [jobs[1]]
+    assert (core.stats().running, core.stats().waiting) == (1, 2)
+    samples = whole(jobs[1].samples)
+    assert [sample.finish_reason for sample in samples] == ["abort"] * 5
+    assert [len(sample.token_ids) for sample in samples] == [3, 3, 3, 3, 0]
+    for sample, full in zip(samples[:4], expected[1][:4], strict=True):
+        assert sample.token_ids == full.token_ids[:3]
+        assert sample.logprobs == pytest.approx(full.logprobs[:3], abs=1e-5)
+        assert (sample.routes == full.routes[:8]).all()
+    core.step()
+    assert core.stats().running == 3
+    run(core)
+    for job, full in ((jobs[0], expected[0]), (jobs[2], expected[2])):
+        assert [sample.token_ids for sample in whole(job.samples)] == [sample.token_ids for sample in full]
+        assert {sample.finish_reason for sample in whole(job.samples)} == {"length"}
+
+
+def test_an_abort_moves_the_rows_behind_it_up(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    requests = [request_of(name, 3 + i, 1, 10, stop_ids=(90, 91)) for i, name in enumerate("abcd")]
+    expected = [samples_of(model, 1, request)[0][0] for request in requests]
+    for gone in "abcd":
+        core = EngineCore(model, 4)
+        jobs = {request.request_id: core.add(request) for request in requests}
+        core.step()
+        core.abort(gone)
+        run(core)
+        for request, full in zip(requests, expected, strict=True):
+            (sample,) = whole(jobs[request.request_id].samples)
+            assert sample.token_ids == full.token_ids[: 2 if request.request_id == gone else 10]
+            assert sample.logprobs == pytest.approx(full.logprobs[: len(sample.logprobs)], abs=1e-5)
+
+
+def test_an_abort_of_what_waits_or_is_not_there(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = EngineCore(tiny_model(), 1)
+    waiting = core.add(request_of("a", 3, 2, 5))
+    assert core.abort("b") == []
+    assert core.abort("a") == [waiting]
+    assert [(s.token_ids, s.finish_reason) for s in whole(waiting.samples)] == [([], "abort")] * 2
+    assert core.idle
+    core.add(request_of("c", 3, 2, 5))
+    core.add(request_of("d", 3, 2, 5))
+    core.step()
+    core.abort_all()
+    assert core.idle
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "max_new_tokens", "message"),
+    [
+        (
+            tuple(range(40)),
+            1,
+            25,
+            r"request r: prompt of 40 tokens \+ max_new_tokens = 25 exceeds .* context of 64 tokens",
+        ),
+        ((), 1, 5, "request r: prompt, n and max_new_tokens must not be empty"),
+        ((1,), 0, 5, "must not be empty"),
+        ((1,), 1, 0, "must not be empty"),
+        ((1, 48), 1, 5, r"request r: prompt ids must lie in 0\.\.47"),
+        ((-1, 4), 1, 5, r"prompt ids must lie in 0\.\.47"),
+    ],
+)
+def test_what_can_never_fit_is_refused_at_once(
+    tiny_model: MakeModel, request_of: MakeRequest, prompt: tuple[int, ...], n: int, max_new_tokens: int, message: str
+) -> None:
+    core = EngineCore(tiny_model(), 2)
+    with pytest.raises(UserError, match=message):
+        core.add(Request(prompt, n, request_of("x", 1, 1, max_new_tokens).sampling, "r"))
+    assert core.idle
+
+
+def test_a_request_may_fill_the_context_to_its_end(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    ((sample,),) = samples_of(tiny_model(), 1, request_of("a", 40, 1, 24))
+    assert len(sample.token_ids) == 24
+
+
+def test_every_token_carries_the_version_it_was_sampled_with(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = EngineCore(tiny_model(), 2)
+    job = core.add(request_of("a", 3, 3, 6))
+    core.step()
+    core.commit(4)
+    core.step()
+    core.commit(9)
+    run(core)
+    assert [sample.versions for sample in whole(job.samples)] == [[0, 0, 4, 9, 9, 9]] * 2 + [[9] * 6]
+
+
+def test_samples_that_start_after_a_commit_start_from_the_new_weights(
+    tiny_model: MakeModel, request_of: MakeRequest, full_forward: FullForward
+) -> None:
+    model, request = tiny_model(), request_of("a", 7, 2, 5)
+    core = EngineCore(model, 1)
+    job = core.add(request)
+    core.step()
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter.mul_(1.2)
+    core.commit(1)
+    run(core)
+    sample = whole(job.samples)[1]
+    assert sample.versions == [1] * 5
+    logits, _ = full_forward(model, request.prompt_ids, sample.token_ids)
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids).unsqueeze(-1)).squeeze(-1)
+    assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.7, "top_k": 10, "temperature": 0.7}], ids=str
+)
+def test_kept_sets_are_recorded_where_sampling_truncates(
+    tiny_model: MakeModel, request_of: MakeRequest, full_forward: FullForward, sampling: dict[str, Any]
+) -> None:
+    model = tiny_model()
+    cutting, whole_support = request_of("a", 5, 3, 12, **sampling), request_of("b", 3, 3, 12)
+    of_cutting, of_whole = samples_of(model, 4, whole_support, cutting)[::-1]
+    assert [sample.kept_ids for sample in of_whole] == [None] * 3
+    assert [s.token_ids for s in of_whole] == [s.token_ids for s in samples_of(model, 4, whole_support)[0]]
+    temperature = sampling.get("temperature", 1.0)
+    for sample in of_cutting:
+        assert sample.kept_ids is not None
+        assert len(sample.kept_ids) == len(sample.token_ids)
+        logits, _ = full_forward(model, cutting.prompt_ids, sample.token_ids)
+        logits /= temperature
+        rows = len(sample.token_ids)
+        top_p, top_k = torch.full((rows,), sampling.get("top_p", 1.0)), torch.full((rows,), sampling.get("top_k", 0))
+        masks = kept_mask(logits, top_p, top_k)
+        for mask, row, kept, token, logprob in zip(
+            masks, logits, sample.kept_ids, sample.token_ids, sample.logprobs, strict=True
+        ):
+            assert kept == mask.nonzero().flatten().tolist()
+            assert token in kept
+            assert logprob == pytest.approx(float(row[token] - row[kept].logsumexp(0)), abs=1e-4)
+    assert min(len(kept) for sample in of_cutting for kept in sample.kept_ids or []) < 48
+
+
+def test_greedy_takes_the_likeliest_token_every_time(
+    tiny_model: MakeModel, request_of: MakeRequest, full_forward: FullForward
+) -> None:
+    model, request = tiny_model(), request_of("a", 5, 2, 15, temperature=0.0)
+    samples = samples_of(model, 3, request, request_of("b", 4, 3, 15))[0]
+    for sample in samples:
+        logits, _ = full_forward(model, request.prompt_ids, sample.token_ids)
+        assert sample.token_ids == logits.argmax(-1).tolist()
+        assert sample.logprobs == [0.0] * 15
+
+
+def test_tokens_are_streamed_as_they_are_sampled(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    core = EngineCore(model, 3)
+    heard: dict[int, list[Delta]] = {0: [], 1: [], 2: []}
+    job = core.add(request_of("a", 5, 3, 7), lambda index, delta: heard[index].append(delta))
+    core.add(request_of("b", 5, 3, 7))
+    core.step()
+    assert [len(deltas) for deltas in heard.values()] == [2, 2, 2]
+    run(core)
+    for index, sample in enumerate(whole(job.samples)):
+        assert [delta.token_id for delta in heard[index]] == sample.token_ids
+        assert [delta.logprob for delta in heard[index]] == sample.logprobs
+        assert [delta.finish_reason for delta in heard[index]] == [None] * 6 + ["length"]

@@ -1,0 +1,364 @@
+"""The engine in front of the step machine: waiting, streaming, aborting, failing and ending."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nmoe.engine.api import Delta, Request, Sample
+from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.model.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+MakeRequest = Callable[..., Request]
+
+
+@pytest.fixture
+def model(tiny_model: MakeModel) -> Transformer:
+    return tiny_model()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps long enough that what is asked for while a request runs comes before its end."""
+    forward = Transformer.forward
+
+    def slowly(self: Transformer, *args: Any) -> Any:
+        time.sleep(0.005)
+        return forward(self, *args)
+
+    monkeypatch.setattr(Transformer, "forward", slowly)
+
+
+def alone(model: Transformer, request: Request) -> list[Sample | None]:
+    core = EngineCore(model, request.n)
+    job = core.add(request)
+    while not core.idle:
+        core.step()
+    return job.samples
+
+
+async def all_of(engine: NativeEngine, requests: list[Request]) -> list[list[Sample]]:
+    return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+
+def many(request_of: MakeRequest) -> list[Request]:
+    return [request_of(f"r{i}", 1 + 3 * i % 20, 1 + i % 4, 1 + 7 * i % 30) for i in range(24)]
+
+
+def record(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.token_ids, s.logprobs, s.versions, s.finish_reason, s.routes.tolist()) for s in samples]
+
+
+def test_many_at_once_each_get_their_own_samples_in_order(model: Transformer, request_of: MakeRequest) -> None:
+    requests = many(request_of)
+    engine = NativeEngine(model, 7)
+    for request, samples in zip(requests, engine.run(all_of(engine, requests)), strict=True):
+        assert len(samples) == request.n
+        for sample, expected in zip(samples, alone(model, request), strict=True):
+            assert expected is not None
+            assert sample.token_ids == expected.token_ids
+            assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    stats = engine.stats()
+    assert stats.generated_tokens == sum(r.n * r.sampling.max_new_tokens for r in requests)
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_a_second_run_is_the_same_to_the_bit(model: Transformer, request_of: MakeRequest) -> None:
+    requests = many(request_of)
+    runs = []
+    for _ in range(2):
+        engine = NativeEngine(model, 7)
+        runs.append((list(map(record, engine.run(all_of(engine, requests)))), engine.stats().decode_steps))
+    assert runs[0] == runs[1]
+
+
+def test_a_request_that_can_not_fit_fails_alone(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 4)
+    good, bad = request_of("good", 5, 2, 9), request_of("bad", 60, 1, 9)
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(engine.generate(bad), engine.generate(good), return_exceptions=True)
+
+    failed, samples = engine.run(both())
+    assert isinstance(failed, UserError)
+    assert "prompt of 60 tokens + max_new_tokens = 9" in str(failed)
+    assert [len(sample.token_ids) for sample in samples] == [9, 9]
+    with pytest.raises(UserError, match="prompt of 60 tokens"):
+        engine.run(engine.generate(bad))
+
+
+async def heard(engine: NativeEngine, request: Request) -> list[Delta]:
+    return [delta async for delta in engine.stream(request)]
+
+
+def test_a_stream_yields_what_generate_returns(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 4)
+    request = request_of("a", 5, 1, 12)
+
+    async def beside_another() -> tuple[list[Delta], list[Sample]]:
+        return await asyncio.gather(heard(engine, request), engine.generate(request_of("b", 3, 2, 20)))
+
+    deltas, others = engine.run(beside_another())
+    (sample,) = engine.run(engine.generate(request))
+    assert [delta.token_id for delta in deltas] == sample.token_ids
+    assert [delta.logprob for delta in deltas] == pytest.approx(sample.logprobs, abs=1e-5)
+    assert [delta.finish_reason for delta in deltas] == [None] * 11 + ["length"]
+    assert [len(other.token_ids) for other in others] == [20, 20]
+
+
+def test_a_stream_refuses_what_it_can_not_give(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 4)
+    with pytest.raises(ValueError, match="n must be 1"):
+        engine.run(heard(engine, request_of("a", 5, 2, 12)))
+    with pytest.raises(UserError, match="prompt of 60 tokens"):
+        engine.run(heard(engine, request_of("b", 60, 1, 12)))
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_stream_left_early_ends_its_request(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 1)
+
+    async def first_two() -> list[Delta]:
+        stream = engine.stream(request_of("a", 5, 1, 50))
+        deltas = [await anext(stream), await anext(stream)]
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert engine.stats().running == 0
+        return deltas
+
+    deltas = engine.run(first_two())
+    expected = alone(model, request_of("a", 5, 1, 2))[0]
+    assert expected is not None
+    assert [delta.token_id for delta in deltas] == expected.token_ids
+    assert engine.stats().generated_tokens < 50
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_abort_from_outside_gives_the_waiter_what_there_is(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 2)
+    gone, stays = request_of("gone", 5, 3, 55, stop_ids=(100, 101)), request_of("stays", 4, 1, 20)
+
+    async def abort_one() -> tuple[list[Sample], list[Sample]]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in (gone, stays)]
+        while engine.stats().generated_tokens < 10:
+            await asyncio.sleep(0.001)
+        engine.abort("gone")
+        engine.abort("never heard of")
+        return await asyncio.gather(*tasks)
+
+    aborted, whole = engine.run(abort_one())
+    assert [sample.finish_reason for sample in aborted] == ["abort"] * 3
+    for sample, expected in zip(aborted[:2], alone(model, gone), strict=False):
+        assert expected is not None
+        assert 5 <= len(sample.token_ids) < 55
+        assert sample.token_ids == expected.token_ids[: len(sample.token_ids)]
+    assert aborted[2].token_ids == []
+    (expected,) = alone(model, stays)
+    assert expected is not None
+    assert [sample.token_ids for sample in whole] == [expected.token_ids]
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_abort_in_the_same_turn_as_its_request_comes_after_it(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 2)
+
+    async def regret() -> list[Sample]:
+        task = asyncio.create_task(engine.generate(request_of("a", 5, 1, 50)))
+        # This runs between the request and the end of its turn, when requests go out together.
+        asyncio.get_running_loop().call_soon(engine.abort, "a")
+        return await task
+
+    (sample,) = engine.run(regret())
+    assert sample.finish_reason == "abort"
+    assert len(sample.token_ids) < 50
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_waiter_that_is_cancelled_frees_its_rows(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 2)
+
+    async def impatient() -> list[Sample]:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.generate(request_of("a", 5, 4, 55)), 0.03)
+        return await engine.generate(request_of("b", 5, 2, 3))
+
+    assert [len(sample.token_ids) for sample in engine.run(impatient())] == [3, 3]
+    assert engine.stats().generated_tokens < 2 * 55
+
+
+def test_the_event_loop_lives_while_a_step_is_under_way(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, begun, released = Transformer.forward, threading.Event(), threading.Event()
+
+    def held(self: Transformer, *args: Any) -> Any:
+        begun.set()
+        assert released.wait(10), "the event loop waited for the step"
+        return forward(self, *args)
+
+    monkeypatch.setattr(Transformer, "forward", held)
+    engine = NativeEngine(model, 2)
+
+    async def release() -> list[Sample]:
+        task = asyncio.create_task(engine.generate(request_of("a", 5, 1, 4)))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        released.set()
+        return await task
+
+    assert len(engine.run(release())[0].token_ids) == 4
+
+
+class BrokenModelError(Exception):
+    pass
+
+
+def break_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    forward, seen = Transformer.forward, []
+
+    def breaks(self: Transformer, *args: Any) -> Any:
+        seen.append(1)
+        if len(seen) > calls:
+            raise BrokenModelError("no more")
+        return forward(self, *args)
+
+    monkeypatch.setattr(Transformer, "forward", breaks)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_an_error_of_the_model_reaches_every_waiter(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    engine = NativeEngine(model, 3)
+    fates: list[type] = []
+
+    async def wait(request: Request) -> None:
+        try:
+            await engine.generate(request)
+        except BaseException as error:
+            fates.append(type(error))
+            raise
+
+    async def everyone() -> None:
+        streamed = [request for request in many(request_of) if request.n == 1][:3]
+        await asyncio.gather(*map(wait, many(request_of)), *(heard(engine, request) for request in streamed))
+
+    with monkeypatch.context() as patch:
+        break_after(patch, calls)
+        with pytest.raises(BrokenModelError, match="no more"):
+            engine.run(everyone())
+    assert set(fates) <= {BrokenModelError, asyncio.CancelledError}
+    assert len(fates) >= len(many(request_of)) - 2  # but those that finished in the first steps
+    # It starts anew, with nothing left over.
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    request = request_of("a", 5, 2, 12)
+    for sample, expected in zip(engine.run(engine.generate(request)), alone(model, request), strict=True):
+        assert expected is not None
+        assert sample.token_ids == expected.token_ids
+
+
+def test_what_is_asked_for_while_ending_does_not_wait_for_ever(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NativeEngine(model, 3)
+    answers: list[str] = []
+
+    async def stubborn() -> None:
+        try:
+            await engine.generate(request_of("a", 5, 1, 4))
+        finally:
+            for late in (engine.generate(request_of("b", 5, 1, 4)), engine.update_weights(model, 1)):
+                try:
+                    await late
+                except RuntimeError as error:
+                    answers.append(str(error))
+
+    break_after(monkeypatch, 0)
+    with pytest.raises(BrokenModelError):
+        engine.run(stubborn())
+    assert answers == ["the engine stopped after an error"] * 2
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_error_of_the_coroutine_ends_what_still_runs(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 3)
+    cancelled = []
+
+    async def wait() -> None:
+        try:
+            await engine.generate(request_of("a", 5, 2, 50))
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+
+    async def fail() -> None:
+        while not engine.stats().generated_tokens:
+            await asyncio.sleep(0.001)
+        raise ZeroDivisionError("a grader's")
+
+    async def both() -> None:
+        await asyncio.gather(wait(), fail())
+
+    with pytest.raises(ZeroDivisionError, match="a grader's"):
+        engine.run(both())
+    assert cancelled == [1]
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    assert engine.stats().generated_tokens < 100
+
+
+def test_requests_left_behind_do_not_disturb_the_result(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 3)
+
+    async def leave(seconds: float) -> str:
+        tasks = [asyncio.create_task(engine.generate(request_of(f"{i}", 5, 1, 1 + i))) for i in range(8)]
+        await asyncio.sleep(seconds)
+        del tasks
+        return "left"
+
+    for attempt in range(40):  # ends at every moment of a step, that of a request's last token among them
+        assert engine.run(leave(attempt * 2e-4)) == "left"
+        assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+
+def test_one_coroutine_at_a_time(model: Transformer) -> None:
+    engine = NativeEngine(model, 3)
+
+    async def nested() -> None:
+        engine.run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="already running a coroutine"):
+        engine.run(nested())
+    assert engine.run(asyncio.sleep(0, "again")) == "again"
+
+
+def test_weights_come_from_the_learners_module_alone(
+    model: Transformer, tiny_model: MakeModel, request_of: MakeRequest
+) -> None:
+    engine = NativeEngine(model, 3)
+    with pytest.raises(ValueError, match="takes weights from no other"):
+        engine.run(engine.update_weights(tiny_model(), 1))
+    engine.run(engine.update_weights(model, 6))
+    (sample,) = engine.run(engine.generate(request_of("a", 5, 1, 3)))
+    assert sample.versions == [6, 6, 6]
+
+
+@pytest.mark.usefixtures("slow")
+def test_running_requests_go_on_with_the_new_version(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 3)
+
+    async def update_midway() -> Sample:
+        task = asyncio.create_task(engine.generate(request_of("a", 5, 1, 40)))
+        while engine.stats().generated_tokens < 4:
+            await asyncio.sleep(0.001)
+        await engine.update_weights(model, 2)
+        return (await task)[0]
+
+    versions = engine.run(update_midway()).versions
+    assert versions == [0] * versions.count(0) + [2] * versions.count(2)
+    assert versions.count(0) >= 4
+    assert versions.count(2) >= 1

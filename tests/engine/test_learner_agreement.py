@@ -1,0 +1,63 @@
+"""What the engine says of its samples is what the learner recomputes from them: the mismatch that every step logs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nmoe.engine.api import Request
+from nmoe.engine.native.core import EngineCore
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import policy_gradient
+from nmoe.learner.optimizer import OptimizerSettings
+from nmoe.model.transformer import Transformer
+from nmoe.recipes.policy_batch import policy_batch
+from nmoe.rl.grading.grade import Grade
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.trajectory import Trajectory
+
+MakeModel = Callable[..., Transformer]
+MakeRequest = Callable[..., Request]
+
+
+@pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.7, "top_k": 6}, {"temperature": 1.3}],
+    ids=str,
+)
+def test_learner_recomputes_the_engines_logprobs(
+    tiny_model: MakeModel, request_of: MakeRequest, sampling: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = tiny_model(**changes)
+    core = EngineCore(model, 5)
+    # Stop ids that the samples meet at some place or other.
+    requests = [request_of(n, 3 + 7 * i, 4, 8 + 9 * i, stop_ids=(4, 30), **sampling) for i, n in enumerate("abc")]
+    jobs = [core.add(request) for request in requests]
+    while not core.idle:
+        core.step()
+    problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
+    trajectories = [
+        Trajectory(problem, index, 0, job.request.prompt_ids, sample, grade)
+        for job in jobs
+        for index, sample in enumerate(job.samples)
+        if sample is not None
+    ]
+    assert {t.sample.finish_reason for t in trajectories} == {"stop", "length"}
+    batch = policy_batch(trajectories, torch.randn(12, generator=torch.Generator().manual_seed(0)), "token", 35)
+    assert (batch.kept_TM is not None) == ("top_p" in sampling or "top_k" in sampling)
+    temperature = sampling.get("temperature", 1.0)
+    learner = Learner(model, OptimizerSettings(1e-3), 10, 100, temperature)
+    emitted = torch.tensor([logprob for t in trajectories for logprob in t.sample.logprobs])
+    mismatch = (learner.logprobs(batch).result() - emitted).abs()
+    assert mismatch.mean() <= 1e-6 / min(1.0, temperature)
+    assert mismatch.max() <= 1e-4
+    result = learner.forward_backward(batch, policy_gradient(0.2, 0.2)).result()
+    assert result.tokens["log_ratio"].abs().mean() <= 1e-6 / min(1.0, temperature)
+    assert result.tokens["log_ratio"].abs().max() <= 1e-4
+    assert result.tokens["clipped"].sum() == 0
+    if result.routing is not None:
+        assert batch.routes_TYK is not None
+        assert result.routing.flips == 0
+        assert int(result.routing.load_YE.sum()) == batch.routes_TYK.numel()

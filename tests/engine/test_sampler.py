@@ -1,0 +1,165 @@
+"""Sampling: frequencies, kept sets and log-probabilities by hand, and draws at the very ends."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample
+from nmoe.model.logprobs import restrict_to_kept, token_logprobs
+
+LARGEST = 1 - 2**-24  # the largest draw below 1
+INF = float("inf")
+
+
+def columns(rows: int, temperature=1.0, top_p=1.0, top_k=0) -> SamplingColumns:
+    """The same settings for every row, or a list of them."""
+
+    def column(value, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
+
+    settings = [column(temperature, torch.float32), column(top_p, torch.float32), column(top_k, torch.int64)]
+    cuts = bool((settings[1] < 1).any() or (settings[2] > 0).any())
+    return SamplingColumns(*settings, plain=bool((settings[0] == 1).all()), cuts=cuts)
+
+
+def logits_of(probabilities: list[float], rows: int = 1) -> Tensor:
+    return torch.tensor(probabilities).log().repeat(rows, 1)
+
+
+def test_a_draw_falls_where_the_cumulated_mass_first_exceeds_it() -> None:
+    draws = torch.arange(1024) / 1024
+    tokens, logprobs, kept = sample(logits_of([0.125, 0.5, 0.25, 0.125], 1024), columns(1024), draws)
+    assert tokens.bincount().tolist() == [128, 512, 256, 128]
+    assert tokens.tolist() == sorted(tokens.tolist())
+    assert logprobs[[0, 500, 800, 1023]].tolist() == pytest.approx(
+        [math.log(p) for p in (0.125, 0.5, 0.25, 0.125)], abs=1e-6
+    )
+    assert kept is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+        ({"temperature": 0.5}, [p * p / 0.365 for p in (0.5, 0.3, 0.15, 0.05)]),
+        (
+            {"temperature": 2.0},
+            [math.sqrt(p) / sum(map(math.sqrt, (0.5, 0.3, 0.15, 0.05))) for p in (0.5, 0.3, 0.15, 0.05)],
+        ),
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.9}, [0.25 / 0.34, 0.09 / 0.34, 0, 0]),
+    ],
+    ids=str,
+)
+def test_frequencies_are_the_probabilities(settings: dict[str, float], expected: list[float]) -> None:
+    draws = torch.from_numpy(np.random.default_rng(0).random(20_000, dtype=np.float32))
+    tokens, logprobs, _ = sample(logits_of([0.5, 0.3, 0.15, 0.05], 20_000), columns(20_000, **settings), draws)
+    counts = tokens.bincount(minlength=4).tolist()
+    support = [i for i, p in enumerate(expected) if p]
+    assert sum(counts[i] for i in support) == 20_000
+    observed, wanted = [counts[i] for i in support], [20_000 * expected[i] for i in support]
+    assert stats.chisquare(observed, wanted).pvalue > 1e-3
+    for token in support:
+        assert logprobs[tokens == token].tolist() == pytest.approx(
+            [math.log(expected[token])] * counts[token], abs=1e-5
+        )
+
+
+def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:
+    logits = torch.tensor([[0.1, 3.0, 2.0], [5.0, 5.0, 1.0], [-INF, -2.0, -3.0]])
+    for draw in (0.0, LARGEST):
+        tokens, logprobs, _ = sample(logits, columns(3, temperature=0.0), torch.full((3,), draw))
+        assert tokens.tolist() == [1, 0, 1]
+        assert logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_every_row_has_its_own_settings() -> None:
+    # One distribution under six settings, at the draw that is last of all: the last token that each keeps, in order of id.
+    logits = logits_of([0.1, 0.4, 0.3, 0.2], 6)
+    mixed = columns(
+        6, temperature=[1.0, 0.0, 0.5, 1.0, 1.0, 1.0], top_p=[1.0, 1.0, 1.0, 0.5, 1.0, 0.75], top_k=[0, 0, 0, 0, 1, 3]
+    )
+    tokens, logprobs, kept = sample(logits, mixed, torch.full((6,), LARGEST))
+    assert tokens.tolist() == [3, 1, 3, 2, 1, 2]
+    expected = [0.2, 1.0, 0.04 / 0.3, 0.3 / 0.7, 1.0, 0.3 / 0.7]
+    assert logprobs.tolist() == pytest.approx([math.log(p) for p in expected], abs=1e-6)
+    assert kept is not None
+    assert [row.nonzero().flatten().tolist() for row in kept] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [1, 2],
+        [1],
+        [1, 2],  # of the three largest, renormalised 4/9, 3/9, 2/9, two reach 0.75
+    ]
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "top_p", "top_k", "kept"),
+    [
+        ([0.1, 0.4, 0.3, 0.2], 1.0, 0, [0, 1, 2, 3]),
+        ([0.1, 0.4, 0.3, 0.2], 1.0, 2, [1, 2]),
+        ([0.1, 0.4, 0.3, 0.2], 1.0, 9, [0, 1, 2, 3]),
+        ([0.1, 0.4, 0.3, 0.2], 0.65, 0, [1, 2]),
+        ([0.1, 0.4, 0.3, 0.2], 0.75, 0, [1, 2, 3]),
+        ([0.5, 0.25, 0.125, 0.125], 0.5, 0, [0]),  # reached exactly: the fewest
+        ([0.5, 0.25, 0.125, 0.125], 0.75, 0, [0, 1]),
+        ([0.5, 0.25, 0.125, 0.125], 0.8, 0, [0, 1, 2]),  # of equals the lower id
+        ([0.25, 0.25, 0.25, 0.25], 1.0, 3, [0, 1, 2]),
+        ([0.1, 0.4, 0.3, 0.2], 0.55, 2, [1]),  # 4/7 of what top-k left is enough; 0.4 of the whole would not be
+        ([0.1, 0.4, 0.3, 0.2], 1e-6, 0, [1]),
+        ([0.1, 0.4, 0.3, 0.2], 0.0, 0, [1]),
+        ([0.5, 0.0, 0.5, 0.0], 0.999, 0, [0, 2]),
+    ],
+)
+def test_kept_sets_by_hand(probabilities: list[float], top_p: float, top_k: int, kept: list[int]) -> None:
+    mask = kept_mask(logits_of(probabilities), torch.tensor([top_p]), torch.tensor([top_k]))
+    assert mask[0].nonzero().flatten().tolist() == kept
+
+
+@pytest.mark.parametrize("lost", [-INF, -1000.0])
+def test_draws_at_the_very_ends_meet_no_token_without_mass(lost: float) -> None:
+    logits = torch.tensor([[lost, lost, 0.0, 1.0, lost], [0.0, lost, lost, lost, lost], [lost, lost, lost, lost, 2.0]])
+    lowest, _, _ = sample(logits, columns(3), torch.zeros(3))
+    highest, logprobs, _ = sample(logits, columns(3), torch.full((3,), LARGEST))
+    assert lowest.tolist() == [2, 0, 4]
+    assert highest.tolist() == [3, 0, 4]
+    assert logprobs.tolist() == pytest.approx([-math.log1p(math.exp(-1)), 0, 0], abs=1e-6)
+
+
+LOGIT = st.one_of(st.floats(-8, 8, width=32), st.floats(-120, 0, width=32), st.just(-INF))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=st.lists(LOGIT, min_size=1, max_size=40).filter(lambda row: max(row) > -INF),
+    draw=st.one_of(st.integers(0, 2**24 - 1), st.sampled_from([0, 1, 2**24 - 2, 2**24 - 1])).map(lambda n: n / 2**24),
+    temperature=st.sampled_from([1.0, 0.3, 2.5]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    top_k=st.sampled_from([0, 1, 3]),
+)
+def test_whatever_is_drawn_has_mass_and_the_learners_logprob(
+    logits: list[float], draw: float, temperature: float, top_p: float, top_k: int
+) -> None:
+    row = torch.tensor([logits])
+    tokens, logprobs, kept = sample(row, columns(1, temperature, top_p, top_k), torch.tensor([draw]))
+    token = int(tokens)
+    assert math.exp((row[0, token] - row.max()).double() / temperature) > 0
+    restricted = row
+    if kept is not None:
+        assert kept[0, token]
+        restricted = restrict_to_kept(row, kept[0].nonzero().T)
+    else:
+        assert (top_p, top_k) == (1.0, 0)
+    scored, _ = token_logprobs(restricted, tokens, temperature)
+    assert logprobs.item() == pytest.approx(scored.item(), abs=1e-5, rel=1e-6)
+    # It is the token whose share of the cumulated mass the draw falls into.
+    mass = (restricted.double() / temperature).softmax(-1)[0].cumsum(0)
+    assert (0.0 if token == 0 else mass[token - 1].item()) - 1e-5 <= draw <= mass[token].item() + 1e-5

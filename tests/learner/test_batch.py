@@ -1,0 +1,82 @@
+"""Packed batches: positions, selections and micro-batches."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nmoe.learner.batch import Batch, micro_batches
+
+MakeBatch = Callable[..., Batch]
+
+
+def small() -> Batch:
+    """Sequences [5, 6, 7, 2] and [8, 9, 2], prompts [5, 6] and [8]."""
+    return Batch(
+        lengths=(3, 2),
+        inputs_T=torch.tensor([5, 6, 7, 8, 9]),
+        targets_T=torch.tensor([6, 7, 2, 9, 2]),
+        scored_T=torch.tensor([False, True, True, True, True]),
+        weights_T=torch.tensor([0, 0.25, 0.25, 0.25, 0.25]),
+        routes_TYK=torch.arange(10).view(5, 1, 2),
+    )
+
+
+def test_positions_count_within_each_sequence() -> None:
+    assert small().tokens == 5
+    assert small().positions().tolist() == [0, 1, 2, 0, 1]
+
+
+def test_select_takes_every_column_along() -> None:
+    part, rows = small().select([1, 0])
+    assert part.lengths == (2, 3)
+    assert rows.tolist() == [3, 4, 0, 1, 2]
+    assert part.inputs_T.tolist() == [8, 9, 5, 6, 7]
+    assert part.targets_T.tolist() == [9, 2, 6, 7, 2]
+    assert part.scored_T.tolist() == [True, True, False, True, True]
+    assert part.weights_T.tolist() == [0.25, 0.25, 0, 0.25, 0.25]
+    assert part.routes_TYK is not None
+    assert part.routes_TYK[:, 0, 0].tolist() == [6, 8, 0, 2, 4]
+    assert part.advantages_T is None
+    alone, rows = small().select([1])
+    assert (alone.lengths, alone.inputs_T.tolist(), rows.tolist()) == ((2,), [8, 9], [3, 4])
+    assert alone.positions().tolist() == [0, 1]
+
+
+def test_reference_logprobs_land_on_the_scored_tokens() -> None:
+    batch = small().with_reference(torch.tensor([-1.0, -2.0, -3.0, -4.0]))
+    assert batch.reference_logprobs_T is not None
+    assert batch.reference_logprobs_T.tolist() == [0, -1, -2, -3, -4]
+    assert batch.inputs_T is small().inputs_T or batch.inputs_T.tolist() == [5, 6, 7, 8, 9]
+
+
+def test_to_moves_every_column() -> None:
+    moved = small().to(torch.device("meta"))
+    columns = (moved.inputs_T, moved.targets_T, moved.scored_T, moved.weights_T, moved.routes_TYK)
+    assert all(column is not None and column.device.type == "meta" for column in columns)
+    assert moved.lengths == (3, 2)
+
+
+def test_micro_batches_by_hand() -> None:
+    # Longest first: 7 alone exceeds nothing of a budget of 8; 5 + 3 fill it; 3 + 2 + 2 stay below it.
+    assert list(micro_batches([3, 7, 2, 5, 3, 2], 8)) == [[1], [3, 0], [4, 2, 5]]
+
+
+def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
+    assert list(micro_batches([1, 20, 1], 4)) == [[1], [0, 2]]
+    assert list(micro_batches([], 4)) == []
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
+def test_micro_batches_part_the_sequences_within_the_budget(lengths: list[int], budget: int) -> None:
+    parts = list(micro_batches(lengths, budget))
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= budget for part in parts)
+    taken = [lengths[i] for part in parts for i in part]
+    assert taken == sorted(taken, reverse=True)
+    # None is cut before it has to be.
+    for part, following in itertools.pairwise(parts):
+        assert sum(lengths[i] for i in part) + lengths[following[0]] > budget
