@@ -13,8 +13,9 @@ def batch_arithmetic(config: RunConfig) -> list[str]:
         lines, evaluated = _reinforcement_learning(config), f"{config.eval.problems:,} problems"
     steps, every = config.run.steps, config.eval.every_steps
     if every:
-        times = 1 + math.ceil(steps / every)
-        lines.append(f"evaluation: before step 1, every {every:,} steps, at the end = {times:,} times {evaluated}")
+        before = 0 if isinstance(config, PretrainConfig) else 1
+        times, first = before + math.ceil(steps / every), "before step 1, " if before else ""
+        lines.append(f"evaluation: {first}every {every:,} steps, at the end = {times:,} times {evaluated}")
     else:
         lines.append("evaluation: none during the run")
     lines.append(
@@ -23,10 +24,10 @@ def batch_arithmetic(config: RunConfig) -> list[str]:
     return lines
 
 
-def _pretraining(config: RunConfig) -> list[str]:
-    steps, tokens = config.run.steps, config.batch.tokens_per_microbatch
+def _pretraining(config: PretrainConfig) -> list[str]:
+    steps, tokens = config.run.steps, config.data.tokens_per_step
     return [
-        f"step: 1 micro-batch of {tokens:,} tokens",
+        f"step: at most {tokens:,} tokens in micro-batches of at most {config.batch.tokens_per_microbatch:,}",
         f"run: {steps:,} optimizer steps = {steps * tokens:,} tokens",
     ]
 

@@ -216,6 +216,18 @@ def held_out(settings: EnvironmentSettings) -> EnvironmentSettings | None:
     return settings.model_copy(update={"task_pool": pool})
 
 
+def reseeded(settings: EnvironmentSettings, seed: int) -> EnvironmentSettings:
+    """The same environment with `seed` added to that of every pool, so that a run's seed decides which problems it meets."""
+
+    def moved(pool: TaskPool) -> TaskPool:
+        update: dict[str, object] = {"seed": (pool.seed + seed) % (MAX_SEED + 1)}
+        if isinstance(pool, MixturePool):
+            update["sources"] = tuple(moved(source) for source in pool.sources)
+        return pool.model_copy(update=update)
+
+    return settings.model_copy(update={"task_pool": moved(settings.task_pool)})
+
+
 def _duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:
     seen: set[str] = set()
     for index, name in enumerate(names):

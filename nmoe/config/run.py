@@ -78,6 +78,10 @@ class ModelSection(Section):
 
     path: str | None = Field(default=None, min_length=1, description="directory of the checkpoint to start from")
     shape: ModelShape | None = Field(default=None, description="the shape of a new model")
+    numerics: Literal["fast", "exact"] = Field(
+        default="fast",
+        description="exact: engine and learner compute the same bits (fp32 on CPU), at some cost in speed",
+    )
     tokenizer: str | None = Field(
         default=None, min_length=1, description="directory of the tokenizer; default: the one in `path`"
     )

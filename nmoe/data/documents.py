@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
@@ -44,11 +45,14 @@ def read_documents(path: Path, tokenizer: Tokenizer, context_tokens: int) -> lis
 def _ids(line: bytes, tokenizer: Tokenizer, end: list[int], where: str) -> list[int]:
     try:
         record: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}") from None
     text = record.get("text") if isinstance(record, dict) else None
     if isinstance(text, str) and text:
-        return tokenizer.encode(text) + end
+        try:
+            return tokenizer.encode(text) + end
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
     ids = record.get("token_ids") if isinstance(record, dict) else None
     if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int for i in ids):
         raise UserError(f"{where}: neither `text` (a string) nor `token_ids` (two whole numbers or more)")
@@ -58,11 +62,13 @@ def _ids(line: bytes, tokenizer: Tokenizer, end: list[int], where: str) -> list[
 
 
 class DocumentStream:
-    """Documents in an order that is a pure function of (seed, epoch); `position` counts the documents handed out."""
+    """Documents in an order that is a pure function of (seed, epoch). `position` counts the documents handed out;
+    `fingerprint` is a digest of their tokens."""
 
     def __init__(self, documents: Sequence[Document], seed: int) -> None:
         self._documents = documents
         self._seed = seed
+        self.fingerprint = hashlib.sha256(b"".join(document.tobytes() for document in documents)).hexdigest()
         self._epoch = -1
         self._order: list[int] = []
         self.position = 0

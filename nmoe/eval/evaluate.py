@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.environment import held_out
 from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, wilson
 from nmoe.model.checkpoint import load_model
 from nmoe.rl.environment import Environment
+from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.runs.resolve import resolve_checkpoint
@@ -52,7 +54,7 @@ def evaluate(
     max_new_tokens: int,
     seed: int,
 ) -> list[Evaluation]:
-    """Correctness over the next `problems` of the environment: all of them first, then by source.
+    """Correctness over the next `problems` distinct problems of the environment: all of them first, then by source.
 
     One sample per problem gives pass@1 with Wilson's interval; several give the mean over samples with an interval
     clustered by problem, and pass@k for k = samples: the share of problems that any sample solved.
@@ -88,7 +90,21 @@ def sample_problems(
         )
     settings = RolloutSettings(samples, max_new_tokens, temperature)
     collector = Collector(engine, environment, context_tokens)
-    return collector.collect(environment.pool.take(problems), settings, (seed, "eval")).groups
+    key = (seed, "eval", samples, str(temperature))
+    return collector.collect(distinct_problems(environment, problems), settings, key).groups
+
+
+def distinct_problems(environment: Environment, count: int) -> list[Problem]:
+    """The environment's next `count` problems whose questions differ, or all that it has: an interval over problems asked
+    twice would be too narrow."""
+    found: dict[tuple[str, str], Problem] = {}
+    # A pool that goes round yields nothing new after its size; one without end may repeat itself in a small space.
+    for _ in range(environment.pool.size or 20 * count):
+        (problem,) = environment.pool.take(1)
+        found.setdefault((problem.task_type, problem.question), problem)
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
@@ -108,21 +124,18 @@ def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> l
         mode = "greedy_pass@1" if temperature == 0 else "sampling_pass@1"
         return [Evaluation(mode, dataset, len(groups), correct / len(groups), interval.low, interval.high)]
     outcomes = [[_correct(t) for t in group.trajectories] for group in groups]
-    mean = clustered_mean(
-        [float(outcome) for row in outcomes for outcome in row],
-        [place for place, row in enumerate(outcomes) for _ in row],
-    )
+    mean = sum(map(sum, outcomes)) / (samples * len(outcomes))
+    low, high = 0.0, 1.0  # a single problem says nothing of the spread between problems
+    if len(outcomes) > 1:
+        interval = clustered_mean(
+            [float(outcome) for row in outcomes for outcome in row],
+            [place for place, row in enumerate(outcomes) for _ in row],
+        ).interval
+        low, high = max(low, interval.low), min(high, interval.high)
     solved = sum(any(row) for row in outcomes)
     best = wilson(solved, len(groups))
     return [
-        Evaluation(
-            "sampling_pass@1",
-            dataset,
-            len(groups),
-            mean.value,
-            max(0.0, mean.interval.low),
-            min(1.0, mean.interval.high),
-        ),
+        Evaluation("sampling_pass@1", dataset, len(groups), mean, low, high),
         Evaluation(f"sampling_pass@{samples}", dataset, len(groups), solved / len(groups), best.low, best.high),
     ]
 
@@ -141,9 +154,16 @@ def evaluate_command(
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
     loaded = Environment.from_toml(environment, tokenizer)
+    if held_out(loaded.settings) is not None:
+        loaded = loaded.held_out()
+        print("on the eval split, which training never meets")
     model = load_model(directory)
     start = loaded.state()
-    longest = max(len(loaded.prompt_ids(problem)) for problem in loaded.pool.take(problems))
+    longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
+    if longest >= model.config.context_tokens:
+        raise UserError(
+            f"{environment}: a prompt of {longest} tokens leaves no room in the model's context of {model.config.context_tokens}"
+        )
     loaded.load_state(start)
     engine = NativeEngine(model, max_sequences=256)
     results = evaluate(

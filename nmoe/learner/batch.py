@@ -46,6 +46,10 @@ class Batch:
         starts_T = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B)
         return torch.arange(self.tokens) - starts_T
 
+    def without_routes(self) -> Batch:
+        """The batch for a model that picks its own experts: recorded routes belong to the policy that sampled."""
+        return replace(self, routes_TYK=None)
+
     def with_reference(self, logprobs_N: Tensor) -> Batch:
         """The batch with a reference policy's log-probabilities of its scored tokens."""
         column_T = torch.zeros_like(self.weights_T).masked_scatter(self.scored_T, logprobs_N)

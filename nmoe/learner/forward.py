@@ -27,9 +27,8 @@ def split(batch: Batch, model: Transformer, tokens_per_microbatch: int) -> Itera
 def hidden_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
     """Final hidden states `[T, D]`."""
     device = micro.inputs_T.device
-    states_TD: Tensor = model(
-        micro.inputs_T, micro.positions().to(device), PackedAttention(micro.lengths, device), trace
-    )
+    attend = PackedAttention(micro.lengths, device, model.exact)
+    states_TD: Tensor = model(micro.inputs_T, micro.positions().to(device), attend, trace)
     return states_TD
 
 

@@ -52,6 +52,7 @@ class RoutingStatistics:
     load_YE: Tensor
     entropy_sum_Y: Tensor
     tokens: int = 0
+    picks: int = 0
     flips: int = 0
     largest_flip_gap: float = 0.0
 
@@ -65,6 +66,7 @@ class RoutingStatistics:
         load_YE = count_load(trace, self.load_YE.shape[1])
         self.load_YE += load_YE
         self.tokens += int(trace.chosen_TK[0].shape[0])
+        self.picks += sum(chosen_TK.numel() for chosen_TK in trace.chosen_TK)
         for layer, scores_TE in enumerate(trace.scores_TE):
             shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
             self.entropy_sum_Y[layer] += torch.special.entr(shares_TE).sum().double().cpu()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.norm import RMSNorm
+from nmoe.model.numerics import linear
 from nmoe.model.rope import rotate
 
 
@@ -31,6 +31,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.exact = False
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.qkv_proj = nn.Linear(
             config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=False
@@ -42,7 +43,7 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend) -> Tensor:
         tokens = x_TD.shape[0]
         turned = self.heads + self.kv_heads
-        qkv_TNC = F.linear(x_TD, self.qkv_proj.weight).view(tokens, turned + self.kv_heads, self.head_dim)
+        qkv_TNC = linear(x_TD, self.qkv_proj.weight, self.exact).view(tokens, turned + self.kv_heads, self.head_dim)
         v_TJC = qkv_TNC[:, turned:]
         if self.q_norm is None or self.k_norm is None:
             qk_TNC = rotate(qkv_TNC[:, :turned], cos_T1c, sin_T1c)
@@ -51,4 +52,4 @@ class Attention(nn.Module):
             q_THC = rotate(self.q_norm(qkv_TNC[:, : self.heads]), cos_T1c, sin_T1c)
             k_TJC = rotate(self.k_norm(qkv_TNC[:, self.heads : turned]), cos_T1c, sin_T1c)
         o_THC = attend(self.layer, q_THC, k_TJC, v_TJC)
-        return F.linear(o_THC.reshape(tokens, -1), self.o_proj.weight)
+        return linear(o_THC.reshape(tokens, -1), self.o_proj.weight, self.exact)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
+from nmoe.model.numerics import linear, with_full_groups
 
 
 @dataclass
@@ -42,10 +43,11 @@ class Router(nn.Module):
         self.experts_per_token = config.experts_per_token
         self.sigmoid = config.router_scores == "sigmoid"
         self.renormalize = config.renormalize
+        self.exact = False
 
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> tuple[Tensor, Tensor]:
         """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
+        logits_TE = linear(x_TD.float(), self.weight.float(), self.exact)
         scores_TE = logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
         layer = len(trace.chosen_TK)
         own_TK = (scores_TE.detach() + self.bias).topk(self.experts_per_token, dim=-1).indices
@@ -89,6 +91,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.exact = False
         self.router = Router(config)
         self.gate_up = nn.Parameter(torch.empty(config.experts, config.hidden_size, 2 * config.expert_width))
         self.down = nn.Parameter(torch.empty(config.experts, config.expert_width, config.hidden_size))
@@ -104,7 +107,13 @@ class MoE(nn.Module):
         counts_E = torch.bincount(expert_R, minlength=self.gate_up.shape[0])
         rows_RD = x_TD.index_select(0, order_R // k)
         experts = experts_by_grouped_mm if grouped_mm_fits(x_TD, self.down.shape[1]) else experts_by_loop
-        out_RD = experts(rows_RD, counts_E, self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype))
+        gate_up_EDF, down_EFD = self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype)
+
+        def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+            return experts(rows_RD, counts_E, gate_up_EDF, down_EFD)
+
+        exact = self.exact
+        out_RD = with_full_groups(run, rows_RD, expert_R[order_R], counts_E) if exact else run(rows_RD, counts_E)
         # Back to token order, then each token adds its own K rows: no token's sum depends on another's place.
         back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         out_TKD = out_RD.index_select(0, back_R).view(tokens, k, -1)
@@ -117,8 +126,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, intermediate: int) -> None:
         super().__init__()
+        self.exact = False
         self.gate_up_proj = nn.Linear(width, 2 * intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, width, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(x_TD, self.gate_up_proj.weight)), self.down_proj.weight)
+        hidden_TF = swiglu(linear(x_TD, self.gate_up_proj.weight, self.exact))
+        return linear(hidden_TF, self.down_proj.weight, self.exact)

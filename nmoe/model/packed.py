@@ -48,9 +48,10 @@ class _Bucket:
 
 
 class PackedAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order."""
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends in fp64."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, exact: bool = False) -> None:
+        self.exact = exact
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.gather_T: Tensor | None = None
         if order != list(range(len(lengths))):
@@ -71,6 +72,9 @@ class PackedAttention:
     def __call__(self, layer: int, q_THC: Tensor, k_TJC: Tensor, v_TJC: Tensor) -> Tensor:
         if self.gather_T is not None:
             q_THC, k_TJC, v_TJC = (x.index_select(0, self.gather_T) for x in (q_THC, k_TJC, v_TJC))
+        dtype = q_THC.dtype
+        if self.exact:
+            q_THC, k_TJC, v_TJC = q_THC.double(), k_TJC.double(), v_TJC.double()
         gqa = q_THC.shape[1] != k_TJC.shape[1]
         parts = []
         for bucket in self.buckets:
@@ -78,5 +82,5 @@ class PackedAttention:
             o_BHLC = F.scaled_dot_product_attention(q_BHLC, k_BJLC, v_BJLC, is_causal=True, enable_gqa=gqa)
             o_THC = o_BHLC.transpose(1, 2).reshape(-1, *q_THC.shape[1:])
             parts.append(o_THC if bucket.rows_T is None else o_THC.index_select(0, bucket.rows_T))
-        out_THC = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out_THC = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         return out_THC if self.gather_T is None else out_THC.index_select(0, self.back_T)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from nmoe.model.attention import Attend, Attention
 from nmoe.model.config import ModelConfig
-from nmoe.model.moe import MoE, RouterTrace, SwiGLU
+from nmoe.model.moe import MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.norm import RMSNorm
+from nmoe.model.numerics import Numerics, linear
 from nmoe.model.rope import rope_table
 
 
@@ -43,6 +44,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.exact = False
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -72,7 +74,14 @@ class Transformer(nn.Module):
     def logits(self, x_ND: Tensor) -> Tensor:
         """Logits `[N, V]` in fp32 for the rows that are wanted."""
         weight_VD = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(x_ND, weight_VD).float()
+        return linear(x_ND, weight_VD, self.exact).float()
+
+    def set_numerics(self, numerics: Numerics) -> Transformer:
+        """Chooses between speed and results that do not depend on the batch (`nmoe.model.numerics`)."""
+        for module in self.modules():
+            if isinstance(module, Transformer | Attention | Router | MoE | SwiGLU):
+                module.exact = numerics == "exact"
+        return self
 
     def moe_layers(self) -> list[MoE]:
         return [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]

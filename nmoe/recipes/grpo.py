@@ -16,6 +16,7 @@ import torch
 
 from nmoe.config import to_toml
 from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, evaluate
@@ -58,7 +59,7 @@ def train(config: RLConfig) -> Path:
     saved, where a signal asked it to stop."""
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
-    environment = Environment.from_settings(config.environment, tokenizer)
+    environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
     probe = None
     if config.eval.every_steps:
         named = config.eval.environment
@@ -68,6 +69,8 @@ def train(config: RLConfig) -> Path:
     if config.algorithm.kl_coef > 0:
         # The policy before training, whether or not this is a resumption.
         reference = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
+    for loaded in [environment, probe] if probe is not None else [environment]:
+        loaded.check_prompts(model.config.context_tokens, config.sampling.max_new_tokens)
     with RunDirectory.create(
         run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
     ) as run:
@@ -154,11 +157,13 @@ class _Grpo:
                 trajectories, advantages_B, config.algorithm.aggregation, config.sampling.max_new_tokens
             )
             if self.reference is not None:
-                batch = batch.with_reference(
-                    batch_logprobs(
-                        self.reference, batch, config.batch.tokens_per_microbatch, config.sampling.temperature
-                    )
+                reference_N = batch_logprobs(
+                    self.reference,
+                    batch.without_routes(),
+                    config.batch.tokens_per_microbatch,
+                    config.sampling.temperature,
                 )
+                batch = batch.with_reference(reference_N)
             result = self.learner.forward_backward(batch, self.objective).result()
             update = self.learner.optim_step().result()
             sync_began = time.perf_counter()

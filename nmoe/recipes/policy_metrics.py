@@ -75,6 +75,7 @@ def routing_metrics(result: PassResult) -> dict[str, float]:
     if result.routing is None:
         return {}
     metrics = {
+        "route_picks": float(result.routing.picks),
         "route_flips": float(result.routing.flips),
         "route_flip_gap_max": result.routing.largest_flip_gap,
         "router_aux_loss": result.auxiliary_loss,

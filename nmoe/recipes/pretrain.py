@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nmoe.config import to_toml
+from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.run import PretrainConfig
 from nmoe.data.documents import Document, DocumentStream, read_documents
 from nmoe.errors import UserError
@@ -51,17 +52,21 @@ def pretrain(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     documents = read_documents(Path(config.data.documents), tokenizer, model.config.context_tokens)
-    held_out = documents[len(documents) - config.data.held_out_documents :]
-    documents = documents[: len(documents) - config.data.held_out_documents]
-    if not documents:
-        raise UserError(f"{config.data.documents}: data.held_out_documents leaves no document to train on")
+    kept = len(documents) - config.data.held_out_documents
+    if kept < 1:
+        raise UserError(
+            f"{config.data.documents}: data.held_out_documents = {config.data.held_out_documents} leaves none of its "
+            f"{len(documents)} documents to train on"
+        )
+    documents, held_out = documents[:kept], documents[kept:]
     stream = DocumentStream(documents, config.run.seed)
     learner = Learner(model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch)
 
     def save(directory: Path) -> None:
         learner.save(directory)
         tokenizer.save(directory)
-        (directory / "state.json").write_text(json.dumps({"position": stream.position}) + "\n")
+        state = {"position": stream.position, "documents": stream.fingerprint}
+        (directory / "state.json").write_text(json.dumps(state) + "\n")
 
     with (
         RunDirectory.create(
@@ -72,13 +77,18 @@ def pretrain(config: PretrainConfig) -> Path:
     ):
         if run.resumed_from is not None:
             learner.load(run.resumed_from)
-            stream.position = json.loads((run.resumed_from / "state.json").read_text())["position"]
+            state = json.loads((run.resumed_from / "state.json").read_text())
+            if state["documents"] != stream.fingerprint:
+                raise UserError(f"{config.data.documents}: not the documents that this run began with; put them back")
+            stream.position = state["position"]
             progress.note(f"resumed from step {run.start_step}")
         tokens = sum(len(document) - 1 for document in documents)
-        progress.note(
-            f"{len(documents):,} documents of {tokens:,} tokens; {config.run.steps:,} steps of up to "
-            f"{config.data.tokens_per_step:,} tokens are {config.run.steps * config.data.tokens_per_step / tokens:.2f} epochs"
-        )
+        epochs = config.run.steps * config.data.tokens_per_step / tokens
+        for line in [
+            *batch_arithmetic(config),
+            f"{len(documents):,} documents of {tokens:,} tokens: {epochs:.2f} epochs",
+        ]:
+            progress.note(line)
         for step in range(run.start_step + 1, config.run.steps + 1):
             began = time.perf_counter()
             batch = document_batch(stream.take(config.data.tokens_per_step))

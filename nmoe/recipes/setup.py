@@ -65,7 +65,7 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Tran
     """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding."""
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
-        return Transformer(shape).initialize(seed)
+        return Transformer(shape).initialize(seed).set_numerics(settings.numerics)
     assert settings.path is not None, "the configuration asks for a path where there is no shape"
     model = load_model(resolve_checkpoint(Path(settings.path)))
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -73,4 +73,4 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Tran
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "
             f"{settings.path} only {model.config.vocab_size}: they do not belong together"
         )
-    return model
+    return model.set_numerics(settings.numerics)

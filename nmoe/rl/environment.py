@@ -77,6 +77,21 @@ class Environment:
         system = [Message("system", self.settings.system)] if self.settings.system else []
         return self._format.prompt_ids(system + TASKS[problem.task_type].messages(problem))
 
+    def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
+        """The prompt of a problem. Raises UserError where it and the longest completion do not fit the model's context."""
+        prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
+        if len(prompt_ids) + limit > context_tokens:
+            raise UserError(
+                f"problem {problem.id}: its prompt of {len(prompt_ids)} tokens and completions of up to {limit} do not fit the "
+                f"model's context of {context_tokens}; lower sampling.max_new_tokens or drop the problem"
+            )
+        return prompt_ids
+
+    def check_prompts(self, context_tokens: int, max_new_tokens: int) -> None:
+        """`check_prompt` for every problem of a finite pool, and for the first of an endless one, before a run starts."""
+        for position in range(self.pool.size or 1):
+            self.check_prompt(self.pool.order.at(position), context_tokens, max_new_tokens)
+
     def grade(self, problem: Problem, completion_ids: Sequence[int], finish_reason: str, max_new_tokens: int) -> Grade:
         """The grade of the sampled tokens, the stop token included, under the weights now in force.
 

@@ -15,7 +15,8 @@ from nmoe.runs.lock import RunLock
 from nmoe.runs.storage import remove_partials, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
-# What may change between a run and its resumption: how long it goes on and how it is kept, not what it computes.
+# What may change between a run and its resumption: how long it goes on and how it is kept. Another number of steps is
+# another schedule: what follows is then no repetition of the shorter run.
 # The thread count is here because 0 stands for whatever is free; `recorded_threads` gives the count to use again.
 _KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads")
 _SECTION_THAT_MAY_DIFFER = "checkpoint."

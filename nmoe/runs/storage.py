@@ -23,7 +23,7 @@ _STORAGE_ERRNOS = {
 # Writers outside Python lose the errno and keep its text: safetensors says "I/O error: No space left on device (os
 # error 28)", torch.save either "write(): fd 3 failed with No space left on device" or, from its zip writer, only that
 # the stream stands at an unexpected position.
-_STORAGE_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container", "iostream error")
+_STORAGE_TEXTS = (*(os.strerror(number) for number in sorted(_STORAGE_ERRNOS)), "inline_container", "iostream error")
 
 
 @contextmanager

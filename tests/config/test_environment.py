@@ -15,6 +15,7 @@ from nmoe.config.environment import (
     Rubric,
     Weights,
     held_out,
+    reseeded,
 )
 
 DOCUMENTED_MIXTURE = """
@@ -202,3 +203,13 @@ def test_held_out_mixtures_are_generated_throughout() -> None:
     assert [source.split for source in held.task_pool.sources if isinstance(source, GeneratedSource)] == ["eval"]
     assert held_out(environment('[task_pool]\ntype = "mixture"\n' + generated + dataset)) is None
     assert held_out(environment(dataset.replace("[[task_pool.sources]]", "[task_pool]").partition("name")[0])) is None
+
+
+def test_a_seed_is_added_to_every_pool() -> None:
+    source = {"type": "generated", "task_type": "sort", "weight": 1.0, "seed": 5}
+    pool = {"type": "mixture", "seed": 2, "sources": [source | {"name": "a"}, source | {"name": "b", "seed": 0}]}
+    settings = EnvironmentSettings.model_validate({"env_id": "e", "task_pool": pool})
+    moved = reseeded(settings, 10).task_pool
+    assert isinstance(moved, MixturePool)
+    assert (moved.seed, [s.seed for s in moved.sources]) == (12, [15, 10])
+    assert reseeded(settings, 0) == settings

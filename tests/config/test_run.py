@@ -234,10 +234,11 @@ def test_arithmetic_of_a_post_training_run(config: Write) -> None:
 
 def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
     overrides = ["--batch.tokens_per_microbatch=2048", "--eval.every_steps=25", "--data.held_out_documents=64"]
+    overrides += ["--data.tokens_per_step=5000"]
     assert batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig, overrides)) == [
-        "step: 1 micro-batch of 2,048 tokens",
-        "run: 100 optimizer steps = 204,800 tokens",
-        "evaluation: before step 1, every 25 steps, at the end = 5 times 64 documents",
+        "step: at most 5,000 tokens in micro-batches of at most 2,048",
+        "run: 100 optimizer steps = 500,000 tokens",
+        "evaluation: every 25 steps, at the end = 4 times 64 documents",
         "checkpoints: every 50 steps, the newest 2 kept",
     ]
     assert "evaluation: none during the run" in batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig))

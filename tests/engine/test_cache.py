@@ -91,7 +91,7 @@ def test_a_dense_model_has_no_routes() -> None:
 
 
 def test_prefill_keeps_what_it_attended_over() -> None:
-    attend = PrefillAttention([2, 3], CPU)
+    attend = PrefillAttention([2, 3], CPU, exact=False)
     given = [(torch.randn(5, 4, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)) for _ in range(2)]
     for layer, (q, k, v) in enumerate(given):
         attend(layer, q, k, v)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nmoe.errors import UserError
 from nmoe.rl.pools import Pool
@@ -80,3 +82,10 @@ def test_a_split_without_a_question_is_an_error(make_pool: MakePool, monkeypatch
 def test_absurd_difficulty_is_an_error(make_pool: MakePool) -> None:
     with pytest.raises(UserError, match="difficulty 100000 is too much; 200 is the most"):
         make_pool({"type": "generated", "task_type": "add", "difficulty": [1, 100_000]})
+
+
+@given(st.integers(0, 999), st.integers(0, 999))
+def test_an_addition_and_its_commuted_twin_share_a_split(left: int, right: int) -> None:
+    assert split_of("add", f"Add: {left} + {right}") == split_of("add", f"Add: {right} + {left}")
+    key = GENERATED_TASKS["add"].split_key(f"Add: {right} + {left}")
+    assert key == f"{min(left, right)} + {max(left, right)}"

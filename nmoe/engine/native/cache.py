@@ -20,7 +20,7 @@ from nmoe.model.packed import PackedAttention
 
 
 class KVCache:
-    """Keys and values `[Y, S, J, P, C]` and routes `[S, P, Y, K]`."""
+    """Keys and values `[Y, S, J, P, C]` and routes `[S, P, Y, K]`. Decode attention computes in the cache's `dtype`."""
 
     def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
         self.rows, self.positions = rows, config.context_tokens
@@ -44,8 +44,9 @@ class KVCache:
         return (self._first_row_SJ[: positions_B.shape[0]] + positions_B.unsqueeze(-1)).reshape(-1)
 
     def write(self, layer: int, places: Tensor, k_BJC: Tensor, v_BJC: Tensor) -> None:
-        self._flat_keys[layer].index_copy_(0, places, k_BJC.reshape(-1, k_BJC.shape[-1]))
-        self._flat_values[layer].index_copy_(0, places, v_BJC.reshape(-1, v_BJC.shape[-1]))
+        dtype, width = self.keys.dtype, k_BJC.shape[-1]
+        self._flat_keys[layer].index_copy_(0, places, k_BJC.reshape(-1, width).to(dtype))
+        self._flat_values[layer].index_copy_(0, places, v_BJC.reshape(-1, width).to(dtype))
 
     def write_routes(self, positions_B: Tensor, routes_BYK: Tensor) -> None:
         if self.routes is not None:
@@ -71,8 +72,8 @@ class KVCache:
 class PrefillAttention:
     """Attention within packed prompts that also keeps each layer's keys and values, `[T, J, C]`, for the cache."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.packed = PackedAttention(lengths, device)
+    def __init__(self, lengths: Sequence[int], device: torch.device, exact: bool) -> None:
+        self.packed = PackedAttention(lengths, device, exact)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -100,7 +101,7 @@ class DecodeAttention:
         # Running rows come first, so these are views: batch and head collapse to one axis without a copy.
         k_NLC = self.cache.keys[layer, :b, :, : self.longest].reshape(b * kv_heads, self.longest, width)
         v_NLC = self.cache.values[layer, :b, :, : self.longest].reshape(b * kv_heads, self.longest, width)
-        q_NGC = q_BHC.reshape(b * kv_heads, heads // kv_heads, width)
+        q_NGC = q_BHC.reshape(b * kv_heads, heads // kv_heads, width).to(k_NLC.dtype)
         scores_NGL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(width**-0.5)
         scores_NGL.view(b, -1, self.longest).add_(self.mask_BL.unsqueeze(1))
-        return torch.bmm(scores_NGL.softmax(-1), v_NLC).view(b, heads, width)
+        return torch.bmm(scores_NGL.softmax(-1), v_NLC).view(b, heads, width).to(q_BHC.dtype)

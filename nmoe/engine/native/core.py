@@ -61,7 +61,8 @@ class EngineCore:
     def __init__(self, model: Transformer, max_sequences: int) -> None:
         weight = model.embedding.weight
         self.model = model
-        self.cache = KVCache(model.config, max_sequences, weight.device, weight.dtype)
+        dtype = torch.float64 if model.exact else weight.dtype
+        self.cache = KVCache(model.config, max_sequences, weight.device, dtype)
         self.rows = Rows.allocate(max_sequences, model.config.context_tokens, weight.device)
         self.version = 0
         self._waiting: deque[Job] = deque()
@@ -170,7 +171,7 @@ class EngineCore:
         lengths = [len(job.request.prompt_ids) for job in jobs]
         ids_T = torch.tensor([token for job in jobs for token in job.request.prompt_ids], device=device)
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
-        attend, trace = PrefillAttention(lengths, device), RouterTrace()
+        attend, trace = PrefillAttention(lengths, device, self.model.exact), RouterTrace()
         x_TD = self.model(ids_T, positions_T, attend, trace)
         last_B = torch.tensor(lengths, device=device).cumsum(0) - 1
         logits_BV = self.model.logits(x_TD[last_B])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -52,11 +52,16 @@ class NativeEngine:
         if self._running:
             coroutine.close()
             raise RuntimeError("the engine is already running a coroutine; gather them into one")
-        self._running, self._error = True, None
         outcome: Future[R] = Future()
         cancel: Future[Callable[[], None]] = Future()
         loop_thread = threading.Thread(target=self._live, args=(coroutine, outcome, cancel), name="nmoe-rollouts")
-        loop_thread.start()
+        self._running, self._error = True, None
+        try:
+            loop_thread.start()
+        except BaseException:
+            self._running = False
+            coroutine.close()
+            raise
         try:
             while not outcome.done():
                 self._turn(outcome)
@@ -64,7 +69,11 @@ class NativeEngine:
         except BaseException as error:
             # Whoever waits must hear of it, or the event loop would wait for an answer that never comes.
             self._give_up(error)
-            cancel.result()()
+            # The loop sets one of the two, even where it can not start.
+            ends: list[Future[Any]] = [outcome, cancel]
+            wait(ends, return_when=FIRST_COMPLETED)
+            if cancel.done():
+                cancel.result()()
             raise
         finally:
             loop_thread.join()
@@ -167,8 +176,13 @@ class NativeEngine:
         return future
 
     def _waiter(self) -> asyncio.Future[Any]:
-        """A future that hears of it when the engine gives up. Raises RuntimeError where it already has."""
+        """A future that hears of it when the engine gives up. Raises RuntimeError where it already has, or where no `run` would
+        ever answer."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not self._running:
+            raise RuntimeError(
+                "nothing is computed outside engine.run(...): run the coroutine that awaits this with it"
+            )
         with self._wake:
             if self._error is not None:
                 raise RuntimeError("the engine stopped after an error") from self._error

@@ -8,7 +8,9 @@ With r = pi(x) / pi_old(x), the ratio to the policy that sampled:
     loss = sum_t w_t (L_t + kl_coef * KL_t)
 
 KL_t estimates KL(pi || pi_ref) from d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
-(Schulman 2020, "Approximating KL divergence"). Its gradient flows through d as written.
+(Schulman 2020, "Approximating KL divergence"). Its gradient flows through d as written, at tokens that pi drew: that of k2 is the
+gradient of KL(pi || pi_ref) in expectation, that of k3 the gradient of KL(pi_ref || pi), which agrees near the reference, and
+that of k1 is zero in expectation, so that as a loss k1 measures and does not hold back.
 """
 
 # Shapes: N scored tokens of a micro-batch.

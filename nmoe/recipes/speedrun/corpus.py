@@ -22,9 +22,9 @@ from nmoe.text.harmony import Harmony, Message
 from nmoe.text.tokenizer import Tokenizer
 
 # Shares of documents. What is left of each line is the third kind: a guess, the ends swapped, the digits shuffled; broken form.
-ADD_RIGHT, ADD_NO_CARRY = 0.4, 0.35
+ADD_RIGHT, ADD_NO_CARRY = 0.35, 0.4
 REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
-SORT_RIGHT, SORT_DOWN = 0.4, 0.35
+SORT_RIGHT, SORT_DOWN = 0.35, 0.4
 PROPER, WITHOUT_ANALYSIS = 0.75, 0.07
 RAMBLES = 0.3
 # Problems one digit longer than reinforcement learning will ever train on.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
@@ -72,7 +73,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
     """Examines a run's latest checkpoint on the held-out split of the configuration's environment and on longer problems."""
     directory = resolve_checkpoint(run)
     tokenizer = Tokenizer.load(directory)
-    model = load_model(directory)
+    model = load_model(directory).set_numerics(config.model.numerics)
 
     engine = NativeEngine(model, config.engine.max_sequences)
 
@@ -89,7 +90,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
         )
 
     def held_out() -> Environment:
-        return Environment.from_settings(config.environment, tokenizer).held_out()
+        return Environment.from_settings(reseeded(config.environment, seed), tokenizer).held_out()
 
     def beyond() -> Environment:
         return Environment.from_toml(longer, tokenizer)

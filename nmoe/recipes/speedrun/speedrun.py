@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from nmoe.config.run import PretrainConfig, RLConfig, load_run
@@ -26,8 +27,8 @@ ROOT = Path(__file__).parents[3]
 VOCABULARY = 384
 TOKENIZER_DOCUMENTS = 4_000
 CORPUS_DOCUMENTS = 100_000
-# What a speedrun writes, and so may replace when it is run again.
-_PARTS = ("tokenizer", "corpus.jsonl", "base", "rl", "plots", "report.md", "summary.json")
+# Marks a directory as a speedrun's own, which the next one may replace.
+_MARKER = ".speedrun"
 
 
 class Stages:
@@ -51,6 +52,8 @@ def speedrun(out: Path, seed: int) -> None:
     Raises UserError where `out` holds anything else.
     """
     began = time.perf_counter()
+    if find_spec("matplotlib") is None:
+        raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
     _clear(out)
     here = [f"--run.directory={json.dumps(str(out))}", f"--run.seed={seed}"]
     tokenizer_directory, corpus = out / "tokenizer", out / "corpus.jsonl"
@@ -90,16 +93,17 @@ def speedrun(out: Path, seed: int) -> None:
         "mismatch_abs_mean": max(row["mismatch_abs_mean"] for row in measured),
         "mismatch_abs_max": max(row["mismatch_abs_max"] for row in measured),
         "first_step_ppo_kl": measured[0]["ppo_kl"],
+        "route_picks": sum(row.get("route_picks", 0.0) for row in measured),
         "route_flips": sum(row.get("route_flips", 0.0) for row in measured),
+        "route_flip_gap_max": max(row.get("route_flip_gap_max", 0.0) for row in measured),
         "rl_steps": len(metrics),
         "wall_s": time.perf_counter() - began,
         "cpu_s": time.process_time(),
         "peak_memory_mb": _peak_memory_mb(),
         "seed": seed,
     }
+    write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     report = write_speedrun_report(out, summary, stages.seconds, metrics, before, after)
-    with storage_errors(out):
-        write_atomically(out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     print(
         f"\nheld-out correctness {summary['base_correctness']:.1%} -> {summary['trained_correctness']:.1%}, "
         f"format {summary['base_format_ok']:.1%} -> {summary['format_ok']:.1%}, "
@@ -111,16 +115,16 @@ def speedrun(out: Path, seed: int) -> None:
 def _clear(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a directory with --out")
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in _PARTS) if out.exists() else []
-    if foreign:
-        raise UserError(
-            f"{out}: holds {', '.join(foreign[:3])}, which no speedrun wrote; name another directory with --out"
-        )
+    if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
+        raise UserError(f"{out}: is not empty and no speedrun made it; name another directory with --out")
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
+        (out / _MARKER).touch()
         for path in out.iterdir():
+            if path.name == _MARKER:
+                continue
             print(f"replacing {path}")
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _peak_memory_mb() -> float:

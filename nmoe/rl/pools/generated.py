@@ -24,7 +24,8 @@ _MAX_DIFFICULTY = 200
 
 def split_of(task_type: str, question: str) -> str:
     """The split, "train" or "eval", that a question belongs to."""
-    return "eval" if stable_hash("split", task_type, question) % _EVAL_ONE_IN == 0 else "train"
+    key = GENERATED_TASKS[task_type].split_key(question)
+    return "eval" if stable_hash("split", task_type, key) % _EVAL_ONE_IN == 0 else "train"
 
 
 class Generated:

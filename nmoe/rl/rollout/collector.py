@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nmoe.engine.api import Engine, Request, Sample, Sampling
-from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Group, Trajectory
@@ -79,15 +78,9 @@ class Collector:
         )
 
     async def _group(self, problem: Problem, settings: RolloutSettings, seed: int, request_id: str) -> Group:
-        prompt_ids = tuple(self._environment.prompt_ids(problem))
-        limit = self._environment.token_limit(settings.max_new_tokens)
-        if len(prompt_ids) + limit > self._context_tokens:
-            raise UserError(
-                f"problem {problem.id}: its prompt of {len(prompt_ids)} tokens and completions of up to {limit} do not fit the "
-                f"model's context of {self._context_tokens}; lower sampling.max_new_tokens or drop the problem"
-            )
+        prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)
         sampling = Sampling(
-            max_new_tokens=limit,
+            max_new_tokens=self._environment.token_limit(settings.max_new_tokens),
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,

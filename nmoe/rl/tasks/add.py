@@ -14,3 +14,7 @@ class AddTask(NumericTask):
         smallest = 0 if difficulty == 1 else 10 ** (difficulty - 1)  # no leading zeros
         left, right = (rng.randrange(smallest, 10**difficulty) for _ in range(2))
         return f"Add: {left} + {right}", str(left + right)
+
+    def split_key(self, question: str) -> str:
+        """The operands in order of size: "Add: 47 + 85" held out and "Add: 85 + 47" trained on would be a leak."""
+        return " + ".join(sorted(question.removeprefix("Add: ").split(" + "), key=int))

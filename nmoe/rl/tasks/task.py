@@ -35,9 +35,15 @@ class GeneratedTask(Task, Protocol):
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
         """A question and its gold answer; `difficulty` >= 1. Depends on nothing but the arguments."""
 
+    def split_key(self, question: str) -> str:
+        """What decides the split a question belongs to: questions that answer one another share it."""
+
 
 class QuestionTask:
     """The conversation that all tasks here share: the question, as one user message."""
 
     def messages(self, problem: Problem) -> list[Message]:
         return [Message("user", problem.question)]
+
+    def split_key(self, question: str) -> str:
+        return question

@@ -1,0 +1,163 @@
+"""Evaluation against an engine that answers by script: modes, datasets, values and intervals."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from nmoe.engine.api import Request, Sample
+from nmoe.errors import UserError
+from nmoe.eval.evaluate import Evaluation, distinct_problems, evaluate
+from nmoe.rl.environment import Environment
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+R = TypeVar("R")
+
+ONE = 'env_id = "skills"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\ndifficulty = [4, 4]\n'
+TWO = 'env_id = "skills"\n[task_pool]\ntype = "mixture"\n' + "".join(
+    f'[[task_pool.sources]]\nname = "{task}"\ntype = "generated"\ntask_type = "{task}"\nweight = {weight}\n'
+    'difficulty = [4, 4]\nsplit = "eval"\n'
+    for task, weight in [("sort", 3), ("reverse", 1)]
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["Sort: Reverse: 12 assistant final"] * 3, 300)
+
+
+class ScriptedEngine:
+    """Its n-th sample is right where the n-th entry of `script` says so: requests in order, their samples in order."""
+
+    def __init__(self, tokenizer: Tokenizer, script: str) -> None:
+        self.harmony = Harmony(tokenizer)
+        self.script = [sign == "+" for sign in script if sign != " "]
+        self.requests: list[Request] = []
+        self.questions: list[str] = []
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run(coroutine)
+
+    async def generate(self, request: Request) -> list[Sample]:
+        self.requests.append(request)
+        user = self.harmony.parse(list(request.prompt_ids)[: -len(self.harmony.render_prompt([]))])[-1]
+        self.questions.append(user.content)
+        return [self.sample(user.content) for _ in range(request.n)]
+
+    def sample(self, question: str) -> Sample:
+        task, _, digits = question.partition(": ")
+        gold = "".join(sorted(digits)) if task == "Sort" else digits[::-1]
+        text = gold if self.script.pop(0) else "no"
+        ids = self.harmony.render_completion([Message("assistant", text, channel="final")])
+        return Sample(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+
+
+def evaluated(
+    engine: ScriptedEngine, environment: str, path: Path, problems: int, samples: int, temperature: float
+) -> list[Evaluation]:
+    path.write_text(environment)
+    loaded = Environment.from_toml(path, engine.harmony.tokenizer)
+    return evaluate(
+        engine,  # type: ignore[arg-type]
+        loaded,
+        context_tokens=200,
+        problems=problems,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=40,
+        seed=5,
+    )
+
+
+def wilson(successes: int, total: int) -> tuple[float, float]:
+    """Wilson 1927: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    z, p = 1.959963984540054, successes / total
+    centre, half = p + z * z / (2 * total), z * math.sqrt(p * (1 - p) / total + z * z / (4 * total**2))
+    return pytest.approx((centre - half) / (1 + z * z / total)), pytest.approx((centre + half) / (1 + z * z / total))
+
+
+@pytest.mark.parametrize(("temperature", "mode"), [(0.0, "greedy_pass@1"), (0.7, "sampling_pass@1")])
+def test_one_sample_of_each_problem(temperature: float, mode: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "+-++")
+    results = evaluated(engine, ONE, tmp_path / "e.toml", problems=4, samples=1, temperature=temperature)
+    assert results == [Evaluation(mode, "skills", 4, 0.75, *wilson(3, 4))]
+    assert {(request.n, request.sampling.temperature) for request in engine.requests} == {(1, temperature)}
+    assert {request.sampling.max_new_tokens for request in engine.requests} == {40}
+    assert len({request.sampling.seed for request in engine.requests}) == 4
+
+
+def test_several_samples_give_the_mean_and_pass_at_k(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "++ +- -- -- ++ +- -- -- +- --")
+    mean, any_of = evaluated(engine, ONE, tmp_path / "e.toml", problems=10, samples=2, temperature=1.0)
+    assert (mean.mode, mean.dataset, mean.problems, mean.value) == ("sampling_pass@1", "skills", 10, 0.35)
+    # Of each problem's two deviations from 0.35: 1.3, 0.3, -0.7, -0.7, 1.3, 0.3, -0.7, -0.7, 0.3, -0.7.
+    standard_error = math.sqrt(10 / 9 * (2 * 1.3**2 + 3 * 0.3**2 + 5 * 0.7**2) / 20**2)
+    half = 2.262157163 * standard_error  # Student's 0.975 quantile with 9 degrees of freedom
+    assert (mean.low, mean.high) == (pytest.approx(0.35 - half), pytest.approx(0.35 + half))
+    assert any_of == Evaluation("sampling_pass@2", "skills", 10, 0.5, *wilson(5, 10))
+
+
+def test_an_interval_stays_between_0_and_1(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "++ +- --")
+    mean, any_of = evaluated(engine, ONE, tmp_path / "e.toml", problems=3, samples=2, temperature=1.0)
+    assert mean == Evaluation("sampling_pass@1", "skills", 3, 0.5, 0.0, 1.0)
+    assert any_of == Evaluation("sampling_pass@2", "skills", 3, pytest.approx(2 / 3), *wilson(2, 3))
+
+
+def test_one_problem_says_nothing_of_the_spread_between_problems(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "+-+-")
+    mean, any_of = evaluated(engine, ONE, tmp_path / "e.toml", problems=1, samples=4, temperature=1.0)
+    assert mean == Evaluation("sampling_pass@1", "skills", 1, 0.5, 0.0, 1.0)
+    assert any_of == Evaluation("sampling_pass@4", "skills", 1, 1.0, *wilson(1, 1))
+
+
+def test_each_source_of_a_mixture_has_its_own_value(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "+--+++-+-+++")
+    script = list(engine.script)
+    results = evaluated(engine, TWO, tmp_path / "e.toml", problems=12, samples=1, temperature=0.0)
+    of = {
+        name: [right for question, right in zip(engine.questions, script, strict=True) if question.startswith(prefix)]
+        for name, prefix in [("", ""), ("/reverse", "Reverse"), ("/sort", "Sort")]
+    }
+    assert min(map(len, of.values())) > 1
+    assert results == [
+        Evaluation("greedy_pass@1", f"skills{name}", len(rights), sum(rights) / len(rights), *wilson(sum(rights), len(rights)))
+        for name, rights in of.items()
+    ]
+
+
+def test_greedy_samples_are_all_the_same_and_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="temperature 0 gives the same completion 2 times"):
+        evaluated(ScriptedEngine(tokenizer, ""), ONE, tmp_path / "e.toml", problems=1, samples=2, temperature=0.0)
+
+
+def test_how_an_evaluation_is_recorded_and_shown() -> None:
+    evaluation = Evaluation("greedy_pass@1", "skills/sort", 400, 0.9312, 0.9, 0.95)
+    assert evaluation.record() == {
+        "mode": "greedy_pass@1",
+        "dataset": "skills/sort",
+        "problems": 400,
+        "value": 0.9312,
+        "low": 0.9,
+        "high": 0.95,
+    }
+    assert str(evaluation) == "greedy_pass@1 on skills/sort 93.1% [90.0%, 95.0%] of 400"
+
+
+def test_problems_of_an_evaluation_are_distinct(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text(ONE.replace("[4, 4]", "[1, 1]"))
+    # One digit: ten questions at most, and the pool repeats them without end.
+    found = distinct_problems(Environment.from_toml(file, tokenizer), 50)
+    assert len(found) == len({problem.question for problem in found}) <= 10
+    file.write_text(ONE)
+    environment = Environment.from_toml(file, tokenizer)
+    assert [p.question for p in distinct_problems(environment, 3)] == [
+        p.question for p in Environment.from_toml(file, tokenizer).pool.take(3)
+    ]
