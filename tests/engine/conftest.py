@@ -37,7 +37,7 @@ def full_forward() -> Callable[..., tuple[Tensor, Tensor | None]]:
     def forward(model: Transformer, prompt_ids: tuple[int, ...], token_ids: list[int]) -> tuple[Tensor, Tensor | None]:
         ids = torch.tensor([*prompt_ids, *token_ids])[:-1]
         trace = RouterTrace()
-        states = model(ids, torch.arange(len(ids)), PackedAttention([len(ids)], ids.device), trace)
+        states = model(ids, torch.arange(len(ids)), PackedAttention([len(ids)], ids.device, model.exact), trace)
         return model.logits(states[len(prompt_ids) - 1 :]), trace.routes() if trace.chosen_TK else None
 
     return forward

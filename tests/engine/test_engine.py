@@ -336,6 +336,13 @@ def test_one_coroutine_at_a_time(model: Transformer) -> None:
     assert engine.run(asyncio.sleep(0, "again")) == "again"
 
 
+def test_nothing_is_awaited_that_no_run_would_answer(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 3)
+    for never in (engine.generate(request_of("a", 5, 1, 3)), engine.update_weights(model, 1)):
+        with pytest.raises(RuntimeError, match=r"outside engine\.run"):
+            asyncio.run(never)
+
+
 def test_weights_come_from_the_learners_module_alone(
     model: Transformer, tiny_model: MakeModel, request_of: MakeRequest
 ) -> None:

@@ -11,6 +11,7 @@ from nmoe.engine.native.core import EngineCore
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import policy_gradient
 from nmoe.learner.optimizer import OptimizerSettings
+from nmoe.model.logprobs import token_logprobs
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.rl.grading.grade import Grade
@@ -61,3 +62,21 @@ def test_learner_recomputes_the_engines_logprobs(
         assert batch.routes_TYK is not None
         assert result.routing.flips == 0
         assert int(result.routing.load_YE.sum()) == batch.routes_TYK.numel()
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
+@pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
+def test_exact_numerics_agree_to_the_bit(
+    tiny_model: MakeModel, request_of: MakeRequest, full_forward: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    model = tiny_model(**changes).set_numerics("exact")
+    core = EngineCore(model, 5)
+    jobs = [core.add(request_of(n, 1 + 9 * i, 3, 25 - 5 * i)) for i, n in enumerate("abc")]
+    while not core.idle:
+        core.step()
+    for job in jobs:
+        for sample in job.samples:
+            assert sample is not None
+            logits, _ = full_forward(model, job.request.prompt_ids, sample.token_ids)
+            expected, _ = token_logprobs(logits, torch.tensor(sample.token_ids))
+            assert sample.logprobs == expected.tolist()

@@ -41,6 +41,7 @@ def test_statistics_by_hand() -> None:
     statistics.add(trace())
     assert statistics.load_YE.tolist() == [[4, 4, 2, 2], [6, 4, 0, 2]]
     assert statistics.tokens == 6
+    assert statistics.picks == 6 * 2 * 2
     assert statistics.load_max_violation() == pytest.approx([4 / 3 - 1, 6 / 3 - 1])
     assert statistics.dead_experts() == [0, 1]
     first = -sum(p * math.log(p) for p in (0.1, 0.2, 0.3, 0.4))

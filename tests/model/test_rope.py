@@ -15,10 +15,11 @@ def test_table_by_hand() -> None:
 
 
 def test_table_is_exact_far_out() -> None:
-    cos, sin = rope_table(100_001, 2, 10_000.0)
-    # In fp32 the angle itself would be off by up to 4e-3 there.
-    assert cos[100_000].item() == pytest.approx(math.cos(100_000), abs=1e-7)
-    assert sin[99_999].item() == pytest.approx(math.sin(99_999), abs=1e-7)
+    cos, sin = rope_table(100_001, 6, 10_000.0)
+    # An angle of 4641.6 in fp32 would be off by 2e-4.
+    angle = 100_000 * 10_000.0 ** (-2 / 6)
+    assert cos[100_000, 1].item() == pytest.approx(math.cos(angle), abs=1e-7)
+    assert sin[100_000, 1].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
 def test_turns_pairs_half_a_head_apart_as_complex_numbers() -> None:

@@ -1,0 +1,84 @@
+"""Exact numerics: the same values as the fast ones, and the same bits whatever else is in the batch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.model.moe import RouterTrace, experts_by_grouped_mm
+from nmoe.model.numerics import linear, with_full_groups
+from nmoe.model.packed import PackedAttention
+from nmoe.model.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 40])
+def test_padding_a_product_changes_neither_its_values_nor_its_gradients(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    inputs = [torch.randn(rows, 12, generator=generator), torch.randn(5, 12, generator=generator)]
+    upstream = torch.randn(rows, 5, generator=generator)
+    results = []
+    for product in (lambda x, w: linear(x, w, True), F.linear):
+        x, weight = (t.clone().requires_grad_() for t in inputs)
+        out = product(x, weight)
+        out.backward(upstream)
+        results.append((out.detach(), x.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 12, 1, 8], [0, 0, 24, 0, 0], [9, 8, 8, 10, 8], [1] * 5], ids=str)
+def test_padding_groups_changes_neither_values_nor_gradients(counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts_E, rows = torch.tensor(counts), sum(counts)
+    expert_R = torch.repeat_interleave(torch.arange(5), counts_E)
+    inputs = [torch.randn(shape, generator=generator) for shape in [(rows, 8), (5, 8, 24), (5, 12, 8)]]
+    upstream = torch.randn(rows, 8, generator=generator)
+    results = []
+    for padded in (True, False):
+        x, gate_up, down = (t.clone().requires_grad_() for t in inputs)
+
+        def experts(rows_RD: Tensor, counts_E: Tensor, gate_up=gate_up, down=down) -> Tensor:
+            return experts_by_grouped_mm(rows_RD, counts_E, gate_up, down)
+
+        out = with_full_groups(experts, x, expert_R, counts_E) if padded else experts(x, counts_E)
+        out.backward(upstream)
+        results.append((out.detach(), x.grad, gate_up.grad, down.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def logits(model: Transformer, sequences: list[Tensor]) -> list[Tensor]:
+    lengths = [len(ids) for ids in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    attend = PackedAttention(lengths, positions.device, model.exact)
+    with torch.no_grad():
+        return list(model.logits(model(torch.cat(sequences), positions, attend, RouterTrace())).split(lengths))
+
+
+@pytest.mark.parametrize("experts", [6, 0], ids=["moe", "dense"])
+def test_exact_values_are_those_of_the_fast_path(tiny_model: MakeModel, experts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(48, (length,), generator=generator) for length in (3, 17, 1, 30)]
+    model = tiny_model(experts=experts)
+    fast = logits(model, sequences)
+    exact = logits(model.set_numerics("exact"), sequences)
+    assert not all(map(torch.equal, exact, fast))  # the switch does something
+    for ours, theirs in zip(exact, fast, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert all(map(torch.equal, logits(model.set_numerics("fast"), sequences), fast))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
+@pytest.mark.parametrize("experts", [6, 0], ids=["moe", "dense"])
+def test_exact_bits_do_not_depend_on_the_batch(tiny_model: MakeModel, experts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(48, (length,), generator=generator) for length in (3, 17, 1, 30, 5, 9)]
+    model = tiny_model(experts=experts).set_numerics("exact")
+    together = logits(model, sequences)
+    for ids, packed in zip(sequences, together, strict=True):
+        assert torch.equal(logits(model, [ids])[0], packed)
+        assert torch.equal(logits(model, [ids[:1]])[0], packed[:1])  # nor on what follows
