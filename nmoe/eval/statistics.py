@@ -1,4 +1,4 @@
-"""How sure an evaluation is: intervals for rates, means over problems and differences, and unbiased pass@k."""
+"""How sure an evaluation is: intervals for rates, means over problems and differences."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -35,19 +35,6 @@ def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
         raise ValueError(f"{successes} successes of {total} is no rate")
     interval = stats.binomtest(successes, total).proportion_ci(confidence_level=confidence, method="wilson")
     return Interval(float(interval.low), float(interval.high))
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of k samples is correct, given c correct among n.
-
-    1 - C(n-c, k) / C(n, k), as a product, so that no binomial overflows (Chen et al. 2021, "Evaluating Large Language
-    Models Trained on Code", equation 1 and figure 3). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
-    """
-    if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs 0 <= c <= n and 1 <= k <= n, got n = {n}, c = {c}")
-    if n - c < k:  # any k samples hold a correct one
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def clustered_mean(values: Sequence[float], cluster_ids: Sequence[Hashable]) -> Estimate:

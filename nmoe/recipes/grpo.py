@@ -32,11 +32,14 @@ from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings, 
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.runs.checkpoint import save_checkpoint
+from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
 from nmoe.runs.provenance import provenance
 from nmoe.text.tokenizer import Tokenizer
+
+# Before clipping; what lies above is kept with its problems in spikes.jsonl.
+SPIKE_GRAD_NORM = 50.0
 
 
 @dataclass
@@ -131,7 +134,9 @@ class _Grpo:
                 if config.eval.every_steps and (last or step % config.eval.every_steps == 0):
                     self._evaluate(step)
                 if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
-                    save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
+                    saved = save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
+                    if self.run.ledger.is_best(step):
+                        mark_best(saved)
                 if interrupt.requested and not last:
                     progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                     raise KeyboardInterrupt
@@ -234,6 +239,9 @@ class _Grpo:
         ledger.metrics(step, metrics)
         shown = rollouts.groups[0].trajectories
         ledger.samples(step, (t.record(step, self.tokenizer.decode(t.sample.token_ids)) for t in shown))
+        if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:
+            ratios = {name: metrics[name] for name in ("grad_norm", "log_ratio_raw_max", "log_ratio_min", "ratio_max")}
+            ledger.spike({"step": step, **ratios, "problems": [group.problem.id for group in rollouts.kept]})
         for trajectory in rollouts.trajectories:
             if not trajectory.trainable:
                 ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.sample.token_ids)))

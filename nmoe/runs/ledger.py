@@ -51,6 +51,16 @@ class Ledger:
         content = _line({"step": step} | dict(record), f"evaluation of step {step}")
         write_atomically(self._directory / "eval" / f"{step_name(step)}.json", content)
 
+    def is_best(self, step: int) -> bool:
+        """Whether this step was evaluated and its first result is no worse than that of any step before; step 0 is only the
+        baseline."""
+        values = {}
+        for path in (self._directory / "eval").glob("step_*.json"):
+            record = json.loads(path.read_text())
+            if 0 < record["step"] <= step:
+                values[record["step"]] = record["results"][0]["value"]
+        return step in values and values[step] >= max(values.values())
+
     def failure(self, record: Mapping[str, Any]) -> None:
         """Appends to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
         self._append("failures.jsonl", record, required=("step", "failure"))

@@ -61,8 +61,8 @@ async def _answer(engine: NativeEngine, harmony: Harmony, request: Request) -> N
             print(f"[{event.message.channel}] ", end="", flush=True)
         elif event.kind == "message":
             print(event.text, flush=True)
-        else:
-            print(f"\n(not Harmony: {event.text})" if event.kind == "error" else event.text, end="", flush=True)
+        elif event.kind == "content":
+            print(event.text, end="", flush=True)
     completion = parser.completion()
     if completion.error is not None:
-        print(f"\n(unfinished: {completion.error})")
+        print(f"\n(not a whole answer in Harmony: {completion.error})")

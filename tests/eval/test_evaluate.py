@@ -127,7 +127,9 @@ def test_each_source_of_a_mixture_has_its_own_value(tmp_path: Path, tokenizer: T
     }
     assert min(map(len, of.values())) > 1
     assert results == [
-        Evaluation("greedy_pass@1", f"skills{name}", len(rights), sum(rights) / len(rights), *wilson(sum(rights), len(rights)))
+        Evaluation(
+            "greedy_pass@1", f"skills{name}", len(rights), sum(rights) / len(rights), *wilson(sum(rights), len(rights))
+        )
         for name, rights in of.items()
     ]
 

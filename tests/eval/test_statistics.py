@@ -1,7 +1,6 @@
 """Statistics against numbers worked out by hand, brute force, and scipy's own t interval."""
 
 import math
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nmoe.eval.statistics import clustered_mean, paired_difference, pass_at_k, wilson
+from nmoe.eval.statistics import clustered_mean, paired_difference, wilson
 
 
 def wilson_by_hand(successes: int, total: int, z: float) -> tuple[float, float]:
@@ -39,32 +38,6 @@ def test_wilson_in_figures() -> None:
 def test_wilson_refuses_what_is_no_rate(successes: int, total: int) -> None:
     with pytest.raises(ValueError, match="is no rate"):
         wilson(successes, total)
-
-
-def test_pass_at_k_in_figures() -> None:
-    assert pass_at_k(4, 1, 2) == pytest.approx(1 / 2)  # of 6 pairs, 3 hold the correct one
-    assert pass_at_k(5, 2, 3) == pytest.approx(9 / 10)  # of 10 triples, one misses both
-    assert pass_at_k(8, 0, 8) == 0.0
-    assert pass_at_k(8, 1, 8) == 1.0
-    assert pass_at_k(200, 50, 1) == pytest.approx(0.25)
-
-
-@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(case: tuple[int, int, int]) -> None:
-    n, c, k = case
-    subsets = list(combinations([1] * c + [0] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
-
-
-def test_pass_at_k_does_not_overflow() -> None:
-    n, c, k = 10_000, 7, 5_000
-    assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
-def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match="needs 0 <= c <= n and 1 <= k <= n"):
-        pass_at_k(n, c, k)
 
 
 def test_clustered_mean_by_hand() -> None:

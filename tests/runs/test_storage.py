@@ -20,6 +20,7 @@ from nmoe.runs.storage import append_whole, remove_partials, storage_errors, wri
         OSError(errno.EDQUOT, "Disk quota exceeded"),
         OSError(errno.EROFS, "Read-only file system"),
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
     ],
 )

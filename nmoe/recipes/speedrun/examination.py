@@ -45,6 +45,7 @@ class Examination:
     longer_format_ok: float
     response_tokens: float
     transcripts: list[Transcript]
+    outcomes: list[float]  # 1 or 0 for each sampled problem, in their order
 
     def figures(self, who: str) -> dict[str, float | int]:
         """Flat figures for summary.json, such as `trained_correctness` and `greedy_trained_reverse`."""
@@ -112,6 +113,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
         longer_format_ok=_mean(longer_sampled, "format_ok"),
         response_tokens=sum(len(group.trajectories[0].sample.token_ids) for group in sampled) / len(sampled),
         transcripts=_transcripts(sampled, tokenizer),
+        outcomes=[group.trajectories[0].grade.extras["correctness"] for group in sampled],
     )
     for result in [examination.sampled, examination.greedy, examination.pass16, examination.longer]:
         print(f"{run.name}: {result[0]}")

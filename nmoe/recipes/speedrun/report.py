@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.statistics import paired_difference
 from nmoe.recipes.speedrun.examination import Examination
 from nmoe.runs.directory import read_provenance
 from nmoe.runs.plots import plot_curves
@@ -43,6 +44,7 @@ def write_speedrun_report(
         if path is not None:
             pictures.append(f"![{title}]({path.relative_to(out)})\n")
     provenance = read_provenance(out / "rl")
+    gain = paired_difference(before.outcomes, after.outcomes)
     sampled_tokens = sum(row["time_rollout_s"] * row["tokens_per_second"] for row in metrics)
     parts = [
         f"# Speedrun, seed {summary['seed']}\n",
@@ -52,6 +54,8 @@ def write_speedrun_report(
         "questions. Brackets are 95% intervals.\n",
         "## What was learned\n",
         markdown_table(["skill", "mode", "base", "trained"], _rows(before, after)),
+        f"On the same problems, sampled, the trained model is right {100 * gain.value:.1f} points more often "
+        f"[{100 * gain.interval.low:.1f}, {100 * gain.interval.high:.1f}], paired.\n",
         f"In the required format: {before.format_ok:.1%} before, {after.format_ok:.1%} after "
         f"(longer problems: {before.longer_format_ok:.1%}, {after.longer_format_ok:.1%}). "
         f"Response length: {before.response_tokens:.1f} tokens before, {after.response_tokens:.1f} after.\n",

@@ -1,0 +1,25 @@
+"""The printed reference is the committed one, and names every key."""
+
+from pathlib import Path
+
+from nmoe.config.environment import EnvironmentSettings, HubSource
+from nmoe.config.reference import reference
+from nmoe.config.run import ModelShape, RunConfig
+
+PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+
+
+def test_the_page_is_what_the_schema_says() -> None:
+    assert PAGE.read_text() == reference(), "run: python -m nmoe.config.reference > docs/configuration.md"
+
+
+def test_every_key_of_every_section_is_there() -> None:
+    page = reference()
+    for name, field in RunConfig.model_fields.items():
+        if name not in ("environment",):
+            assert f"## `[{name}]`" in page or name == "model", name
+    for section in (ModelShape, HubSource, EnvironmentSettings):
+        for key, field in section.model_fields.items():
+            if field.description and not any(word in key for word in ("pool", "rubric", "curriculum", "budget")):
+                assert f"| `{key}` |" in page, key
+    assert '| `advantage` | `"grpo"`, `"dr_grpo"`, `"rloo"` | `"dr_grpo"` |' in page
