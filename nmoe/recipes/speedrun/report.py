@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def write_speedrun_report(
     ]
     report = out / "report.md"
     write_atomically(report, "\n".join(parts).encode())
-    return report.relative_to(Path.cwd()) if report.is_relative_to(Path.cwd()) else Path(os.path.abspath(report))
+    return report
 
 
 def _rows(before: Examination, after: Examination) -> list[list[str]]:
