@@ -1,17 +1,19 @@
 """What the engine says of its samples is what the learner recomputes from them: the mismatch that every step logs."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from nmoe.engine.api import Request
+from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import policy_gradient
 from nmoe.learner.optimizer import OptimizerSettings
-from nmoe.model.logprobs import token_logprobs
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.rl.grading.grade import Grade
@@ -20,6 +22,11 @@ from nmoe.rl.rollout.trajectory import Trajectory
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]
+
+
+def trajectories_of(answers: Iterable[tuple[Request, Sample | None]]) -> list[Trajectory]:
+    problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
+    return [Trajectory(problem, 0, 0, r.prompt_ids, sample, grade) for r, sample in answers if sample is not None]
 
 
 @pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
@@ -38,13 +45,7 @@ def test_learner_recomputes_the_engines_logprobs(
     jobs = [core.add(request) for request in requests]
     while not core.idle:
         core.step()
-    problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
-    trajectories = [
-        Trajectory(problem, index, 0, job.request.prompt_ids, sample, grade)
-        for job in jobs
-        for index, sample in enumerate(job.samples)
-        if sample is not None
-    ]
+    trajectories = trajectories_of((job.request, sample) for job in jobs for sample in job.samples)
     assert {t.sample.finish_reason for t in trajectories} == {"stop", "length"}
     batch = policy_batch(trajectories, torch.randn(12, generator=torch.Generator().manual_seed(0)), "token", 35)
     assert (batch.kept_TM is not None) == ("top_p" in sampling or "top_k" in sampling)
@@ -65,18 +66,23 @@ def test_learner_recomputes_the_engines_logprobs(
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
-@pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
+@pytest.mark.parametrize("experts", [6, 0], ids=["moe", "dense"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8}], ids=str)
 def test_exact_numerics_agree_to_the_bit(
-    tiny_model: MakeModel, request_of: MakeRequest, full_forward: Callable[..., Any], changes: dict[str, Any]
+    tiny_model: MakeModel, request_of: MakeRequest, experts: int, sampling: dict[str, Any]
 ) -> None:
-    model = tiny_model(**changes).set_numerics("exact")
-    core = EngineCore(model, 5)
-    jobs = [core.add(request_of(n, 1 + 9 * i, 3, 25 - 5 * i)) for i, n in enumerate("abc")]
-    while not core.idle:
-        core.step()
-    for job in jobs:
-        for sample in job.samples:
-            assert sample is not None
-            logits, _ = full_forward(model, job.request.prompt_ids, sample.token_ids)
-            expected, _ = token_logprobs(logits, torch.tensor(sample.token_ids))
-            assert sample.logprobs == expected.tolist()
+    model = tiny_model(experts=experts).set_numerics("exact")
+    # Ragged prompts and limits: batches shrink to a single row at the end, the smallest products there are.
+    requests = [request_of(f"r{i}", 1 + i % 5, 3, 3 + 2 * i, **sampling) for i in range(6)]
+    engine = NativeEngine(model, 8)
+
+    async def everyone() -> list[list[Sample]]:
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    answers = zip(requests, engine.run(everyone()), strict=True)
+    trajectories = trajectories_of((request, sample) for request, samples in answers for sample in samples)
+    batch = policy_batch(trajectories, torch.zeros(len(trajectories)), "token", 35)
+    recomputed = batch_logprobs(model, batch.without_routes(), 100, sampling.get("temperature", 1.0))
+    emitted = torch.tensor([logprob for t in trajectories for logprob in t.sample.logprobs])
+    assert torch.equal(recomputed, emitted)
+    assert emitted.std() > 0.1

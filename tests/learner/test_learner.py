@@ -31,6 +31,12 @@ def learner_of(model: Transformer, tokens_per_microbatch: int = 10_000, temperat
     return Learner(model, OptimizerSettings(1e-2), 10, tokens_per_microbatch, temperature)
 
 
+def quiet(model: Transformer) -> Transformer:
+    """In fp64, and in fp32 (router and logits) with numerics that do not depend on the batch: rounding alone would move an unlucky
+    gradient by more than the 1e-6 asked for here."""
+    return model.double().set_numerics("exact")
+
+
 def near_policy(model: Transformer, batch: Batch) -> Batch:
     """The batch as if sampled by a policy near the model's, of which a reference is near too: ratios on both sides of the clip."""
     logprobs_N, generator = learner_of(model).logprobs(batch).result(), torch.Generator().manual_seed(1)
@@ -51,13 +57,13 @@ def gradient_of(model: Transformer, batch: Batch, objective: Objective, tokens_p
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Equal up to the rounding of fp32 sums taken in another order: 3e-6 of the whole gradient, 1e-5 of any part's largest."""
+    """Equal up to the rounding of sums taken in another order: 1e-6 of the whole gradient, 1e-5 of any part's largest."""
     for name, gradient in theirs.items():
         assert (ours[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
     difference, whole = (
         torch.cat([g.flatten() for g in gs]) for gs in ([ours[n] - g for n, g in theirs.items()], theirs.values())
     )
-    assert difference.norm() <= 3e-6 * whole.norm()
+    assert difference.norm() <= 1e-6 * whole.norm()
 
 
 def logprobs_by_definition(model: Transformer, batch: Batch, temperature: float = 1.0) -> Tensor:
@@ -76,7 +82,7 @@ def logprobs_by_definition(model: Transformer, batch: Batch, temperature: float 
 @pytest.fixture(scope="module")
 def balanced(tiny_model: MakeModel) -> Transformer:
     """A mixture of experts whose auxiliary loss is a large part of the gradient."""
-    return tiny_model(router_aux_loss_coef=0.5)
+    return quiet(tiny_model(router_aux_loss_coef=0.5))
 
 
 @settings(max_examples=25, deadline=None)
@@ -109,7 +115,7 @@ def test_gradient_does_not_depend_on_the_split(
 def test_packed_gradient_is_the_sum_of_one_by_one(
     tiny_model: MakeModel, random_batch: MakeBatch, changes: dict[str, Any]
 ) -> None:
-    model = tiny_model(**changes)
+    model = quiet(tiny_model(**changes))
     batch = near_policy(model, random_batch(LENGTHS))
     packed, of_packed = gradient_of(model, batch, OBJECTIVE, 10_000)
     model.zero_grad()
@@ -134,13 +140,14 @@ def test_gradient_equals_its_definition(tiny_model: MakeModel, random_batch: Mak
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_auxiliary_loss_and_its_gradient_by_definition(balanced: Transformer, random_batch: MakeBatch) -> None:
-    batch, config = random_batch(LENGTHS), balanced.config
-    with_loss, result = gradient_of(balanced, batch, cross_entropy, 20)
-    balanced.zero_grad()
+def test_auxiliary_loss_and_its_gradient_by_definition(tiny_model: MakeModel, random_batch: MakeBatch) -> None:
+    model = tiny_model(router_aux_loss_coef=0.5)
+    batch, config = random_batch(LENGTHS), model.config
+    with_loss, result = gradient_of(model, batch, cross_entropy, 20)
+    model.zero_grad()
     trace = RouterTrace()
     attend = PackedAttention(batch.lengths, batch.inputs_T.device)
-    logits = balanced.logits(balanced(batch.inputs_T, batch.positions(), attend, trace))
+    logits = model.logits(model(batch.inputs_T, batch.positions(), attend, trace))
     per_layer = []
     for chosen, scores in zip(trace.chosen_TK, trace.scores_TE, strict=True):
         picks = torch.tensor([(chosen == e).sum() for e in range(config.experts)])
@@ -152,7 +159,7 @@ def test_auxiliary_loss_and_its_gradient_by_definition(balanced: Transformer, ra
     assert result.loss == pytest.approx(
         -(batch.weights_T * logprobs).sum().item(), abs=1e-5
     )  # without the auxiliary one
-    for name, gradient in gradients(balanced).items():
+    for name, gradient in gradients(model).items():
         torch.testing.assert_close(with_loss[name], gradient, rtol=1e-4, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.moe import RouterTrace, experts_by_grouped_mm
-from nmoe.model.numerics import linear, with_full_groups
+from nmoe.model.numerics import least_rows, linear, with_full_groups
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 
@@ -49,6 +49,28 @@ def test_padding_groups_changes_neither_values_nor_gradients(counts: list[int]) 
         results.append((out.detach(), x.grad, gate_up.grad, down.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
+def test_rows_do_not_depend_on_their_number() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 96, generator=generator), torch.randn(160, 96, generator=generator)
+    whole = linear(x, weight, exact=True)
+    for rows in (1, 2, 5, 7, 8, 9, 31):
+        assert torch.equal(linear(x[:rows], weight, exact=True), whole[:rows])
+
+
+def test_groups_are_padded_and_cut_back() -> None:
+    seen = []
+
+    def experts(rows: Tensor, counts: Tensor) -> Tensor:
+        seen.append(counts.tolist())
+        return torch.cat([part * (10**e) for e, part in enumerate(rows.split(counts.tolist()))])
+
+    rows = torch.arange(1.0, 5.0).unsqueeze(-1)
+    out = with_full_groups(experts, rows, torch.tensor([0, 0, 2, 2]), torch.tensor([2, 0, 2]))
+    assert out.flatten().tolist() == [1.0, 2.0, 300.0, 400.0]
+    assert seen == [[least_rows()] * 3]
 
 
 def logits(model: Transformer, sequences: list[Tensor]) -> list[Tensor]:
