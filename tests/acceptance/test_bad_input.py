@@ -1,0 +1,179 @@
+"""Bad input ends with one clear message and its exit code, no traceback, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import Result
+
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.tokenizer import Tokenizer
+
+Nmoe = Callable[..., Result]
+
+JSONL = """
+[run]
+steps = 2
+threads = 1
+[model]
+path = "BASE"
+[environment]
+env_id = "pool"
+task_pool = { type = "jsonl", path = "pool.jsonl", task_type = "TASK", problem_field = "question" }
+[sampling]
+max_new_tokens = 24
+[batch]
+prompts_per_step = 4
+group_size = 2
+"""
+GOOD = {"question": "Reverse: 12", "answer": "21"}
+
+
+def refused(result: Result, *parts: str, code: int = 2) -> None:
+    """Checks that a command ended as bad input does; its message has to hold the parts."""
+    assert result.code == code, result
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    for part in parts:
+        assert part in result.err
+    assert result.err.count("error: ") == 1
+
+
+@pytest.fixture
+def pool(base: Path, tmp_path: Path) -> Callable[..., str]:
+    """Writes pool.jsonl and the configuration of a run on it, whose name is returned."""
+
+    def pool(*lines: object, task: str = "reverse") -> str:
+        text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (tmp_path / "pool.jsonl").write_text("".join(line + "\n" for line in text))
+        (tmp_path / "x.toml").write_text(JSONL.replace("BASE", str(base)).replace("TASK", task))
+        return "x.toml"
+
+    return pool
+
+
+def nothing_started(tmp_path: Path) -> bool:
+    return not (tmp_path / "runs").exists()
+
+
+def test_every_mistake_of_a_configuration_in_one_message(command: Nmoe, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(
+        '[run]\nsteps = "ten"\n[model]\npath = "nowhere"\n[environment]\nenv_id = "e"\n'
+        'task_pool = { type = "generated", task_type = "reverse", dificulty = [3, 3] }\n[optimizer]\nlearnng_rate = 0.1\n'
+    )
+    result = command("rl", "train", "x.toml", "--sampling.temperature=warm")
+    refused(result, "error: 4 problems")
+    assert result.out == ""
+    assert result.err.splitlines()[1:] == [
+        'x.toml:2: [run] steps = "ten": expected an integer, got a string',
+        "x.toml:7: [environment.task_pool] dificulty = [3, 3]: unknown key; did you mean 'difficulty'?",
+        "x.toml:9: [optimizer] learnng_rate = 0.1: unknown key; did you mean 'learning_rate'?",
+        "--sampling.temperature=warm: expected a number, got a string",
+    ]
+    assert nothing_started(tmp_path)
+
+
+def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> None:
+    refused(nmoe("rl", "train", "nowhere.toml"), "nowhere.toml: no such file")
+    refused(nmoe("rl", "train", pool(GOOD), "--model.path=nowhere"), "nowhere: neither a checkpoint")
+    (tmp_path / "pool.jsonl").unlink()
+    refused(nmoe("rl", "train", "x.toml"), "pool.jsonl: ", "No such file")
+    for verb in (["eval", "nowhere", "x.toml"], ["chat", "nowhere"]):
+        refused(nmoe(*verb), "nowhere: neither a checkpoint")
+    refused(nmoe("report", "nowhere"), "nowhere: not the directory of a run")
+    assert nothing_started(tmp_path)
+
+
+def test_checkpoints_that_are_not_what_they_should_be(
+    nmoe: Nmoe, base: Path, pool: Callable[..., str], tmp_path: Path
+) -> None:
+    config = json.loads((resolve_checkpoint(base) / "config.json").read_text())
+    for name, changes, message in [
+        ("llama", {"model_type": "llama"}, "'llama' is not an architecture nmoe knows (nmoe, qwen3_moe)"),
+        (
+            "wider",
+            {"hidden_size": 96, "head_dim": 24},
+            "embedding.weight has shape [294, 64], this architecture wants [294, 96]",
+        ),
+        ("dense", {"experts": 0, "intermediate_size": 64}, "is not part of this architecture"),
+        ("strange", {"rotary": 1}, "unknown keys rotary"),
+    ]:
+        shutil.copytree(resolve_checkpoint(base), tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
+        refused(nmoe("rl", "train", pool(GOOD), f"--model.path={name}"), f"{name}/", message)
+    torn = tmp_path / "wider" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    (tmp_path / "wider" / "config.json").write_text(json.dumps(config))
+    refused(nmoe("chat", "wider"), "wider/model.safetensors: torn or not a safetensors file")
+    Tokenizer.train(["abcdefg hijklmnop qrstuvw xyz reverse the digits of this number"] * 9, 400).save(tmp_path / "big")
+    vocabulary = Tokenizer.load(tmp_path / "big").vocab_size
+    assert vocabulary > config["vocab_size"]
+    refused(
+        nmoe("rl", "train", "x.toml", "--model.tokenizer=big"),
+        f"big: the tokenizer has {vocabulary} ids, the embedding of {base} only {config['vocab_size']}",
+    )
+    assert nothing_started(tmp_path)
+
+
+def test_pools_and_documents_that_can_not_be_read(
+    command: Nmoe, nmoe: Nmoe, workshop: Path, pool: Callable[..., str], tmp_path: Path
+) -> None:
+    refused(command("rl", "train", pool(GOOD, '{"question": ')), "pool.jsonl:2: not JSON")
+    refused(nmoe("rl", "train", pool()), "pool.jsonl: no records; a task pool needs at least one problem")
+    refused(nmoe("rl", "train", pool(GOOD, GOOD | {"answer": "two"})), "pool.jsonl:2: the gold answer", "'two'")
+    unreadable = {"question": "1 + 1", "answer": "two"}
+    refused(nmoe("rl", "train", pool(unreadable, task="arithmetic")), "pool.jsonl:1: ", "'two'")
+    (tmp_path / "d.jsonl").write_text('{"text": "fine"}\n{"txet": "typo"}\n')
+    pretrain = ("pretrain", workshop / "base.toml", "--data.documents=d.jsonl", "--run.directory=runs")
+    refused(nmoe(*pretrain), "d.jsonl:2: neither `text`")
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    held_out = "--data.held_out_documents="
+    for count in (3, 4, 7):
+        refused(nmoe(*pretrain, f"{held_out}{count}"), "d.jsonl: ", "data.held_out_documents")
+    assert nothing_started(tmp_path)
+
+
+def test_a_prompt_longer_than_the_context(command: Nmoe, nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> None:
+    long = {"question": f"Reverse: {'12' * 40}", "answer": "21" * 40}
+    result = command("rl", "train", pool(GOOD, GOOD, GOOD, long))
+    refused(result, "problem pool/3: its prompt of", "the model's context of 64", "lower sampling.max_new_tokens")
+    assert nothing_started(tmp_path)
+    (tmp_path / "environment.toml").write_text(
+        'env_id = "pool"\n[task_pool]\ntype = "jsonl"\npath = "pool.jsonl"\ntask_type = "reverse"\nproblem_field = "question"\n'
+    )
+    base = (tmp_path / "x.toml").read_text().split('path = "')[1].split('"')[0]
+    refused(
+        nmoe("eval", base, "environment.toml", "--problems=4"),
+        "environment.toml: a prompt of",
+        "tokens leaves no room in the model's context of 64",
+    )
+
+
+def test_a_generated_prompt_that_outgrows_the_context(nmoe: Nmoe, workshop: Path, base: Path, tmp_path: Path) -> None:
+    # The first problem fits; others of its step are being sampled when one is found that does not.
+    difficulty = "--environment.task_pool.difficulty=[3, 60]"
+    result = nmoe("rl", "train", workshop / "rl.toml", "--run.directory=runs", "--run.seed=2", difficulty)
+    refused(result, "problem reverse/", "the model's context of 64")
+    assert list((tmp_path / "runs" / "rl" / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "runs" / "rl" / "metrics.jsonl").exists()
+
+
+def test_a_run_is_not_written_over_and_not_resumed_as_another(nmoe: Nmoe, workshop: Path, tmp_path: Path) -> None:
+    verb = ("pretrain", workshop / "base.toml", "--run.directory=runs", "--run.steps=1", "--eval.every_steps=0")
+    assert nmoe(*verb).code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    refused(nmoe(*verb), "runs/base: exists and is not empty; pass --run.resume=true", "--run.name=NAME")
+    refused(
+        nmoe(*verb, "--run.resume=true", "--optimizer.learning_rate=0.5"),
+        "optimizer.learning_rate: 0.002 in the run, 0.5 now",
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
+
+
+def test_greedy_evaluation_of_several_samples(nmoe: Nmoe, workshop: Path, base: Path) -> None:
+    result = nmoe("eval", base, workshop / "reverse.toml", "--samples=2")
+    refused(result, "temperature 0 gives the same completion 2 times: use 1 sample, or a temperature above 0")

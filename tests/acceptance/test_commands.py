@@ -1,0 +1,100 @@
+"""The commands on a trained run: evaluate it, report on it, talk to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from command_line import Result
+
+from nmoe.model.checkpoint import load_model, save_model
+from nmoe.model.transformer import Transformer
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.tokenizer import Tokenizer
+
+Nmoe = Callable[..., Result]
+EVALUATION = re.compile(r"(\S+) on reverse (\d+\.\d)% \[(\d+\.\d)%, (\d+\.\d)%\] of (\d+)")
+
+
+def numbers(line: str) -> tuple[str, float, float, float, int]:
+    match = EVALUATION.fullmatch(line)
+    assert match is not None, line
+    return match[1], float(match[2]), float(match[3]), float(match[4]), int(match[5])
+
+
+def test_eval(command: Nmoe, nmoe: Nmoe, trained: Path, workshop: Path) -> None:
+    greedy = command("eval", trained, workshop / "reverse.toml", "--problems=100")
+    assert (greedy.code, greedy.err) == (0, "")
+    note, line = greedy.out.splitlines()
+    assert note == "on the eval split, which training never meets"
+    mode, value, low, high, problems = numbers(line)
+    assert (mode, problems) == ("greedy_pass@1", 100)
+    assert low < value <= high <= 100
+    assert value > 80
+    assert nmoe("eval", trained, workshop / "reverse.toml", "--problems=100").out == greedy.out
+
+    sampled = nmoe("eval", trained, workshop / "reverse.toml", "--problems=50", "--samples=4", "--temperature=1")
+    first, second = map(numbers, sampled.out.splitlines()[1:])
+    assert (first[0], second[0], first[4], second[4]) == ("sampling_pass@1", "sampling_pass@4", 50, 50)
+    assert first[2] < first[1] < first[3]
+    assert first[1] < second[1]
+
+
+def test_report(nmoe: Nmoe, base: Path, trained: Path) -> None:
+    for run, steps in ((base, 600), (trained, 30)):
+        result = nmoe("report", run)
+        assert (result.code, result.out, result.err) == (0, f"{run}/report.md\n", "")
+        report = (run / "report.md").read_text()
+        assert f"{steps} steps are recorded, 1 to {steps}." in report
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lowest = min(row["loss"] for row in rows)
+        assert re.search(rf"\| loss \|.*\| {lowest:.4g} \|", report)
+        for picture in re.findall(r"\]\((plots/\S+\.png)\)", report):
+            assert (run / picture).read_bytes().startswith(b"\x89PNG")
+
+
+QUESTIONS = "Reverse: 120\n\n  Reverse: 735  \n"
+
+
+def test_chat_answers_each_line(command: Nmoe, nmoe: Nmoe, trained: Path) -> None:
+    first = command("chat", trained, "--temperature=0", stdin=QUESTIONS)
+    assert (first.code, first.err) == (0, "")
+    assert first.out.splitlines() == [
+        "[analysis] back",
+        "[final] 021",
+        "[analysis] back",
+        "[final] 537",
+    ]
+    assert nmoe("chat", trained, "--temperature=0", "--seed=9", stdin=QUESTIONS).out == first.out
+
+
+def test_chat_shows_what_is_cut_off(nmoe: Nmoe, trained: Path) -> None:
+    result = nmoe("chat", trained, "--temperature=0", "--max-new-tokens=4", stdin="Reverse: 120\n")
+    assert result.out.splitlines() == [
+        "[analysis] back",
+        "(not a whole answer in Harmony: token 4: truncated inside message content)",
+    ]
+    assert (result.code, result.err) == (0, "")
+
+
+def test_chat_shows_what_is_not_harmony(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(resolve_checkpoint(base))
+    ignorant = Transformer(load_model(resolve_checkpoint(base)).config).initialize(0)
+    with torch.no_grad():  # all logits are 0: the first token of the vocabulary is what it says
+        ignorant.embedding.weight.zero_()
+    (tmp_path / "ignorant").mkdir()
+    save_model(ignorant, tmp_path / "ignorant")
+    tokenizer.save(tmp_path / "ignorant")
+    result = nmoe("chat", "ignorant", "--temperature=0", stdin="Reverse: 120\n")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "\n(not a whole answer in Harmony: token 0: <|endoftext|> inside a message header)\n"
+
+
+def test_chat_refuses_what_does_not_fit_and_goes_on(nmoe: Nmoe, trained: Path) -> None:
+    result = nmoe("chat", trained, "--temperature=0", stdin=f"Reverse: {'1' * 99}\nReverse: 735\n")
+    lines = result.out.splitlines()
+    assert re.fullmatch(r"\d+ tokens are more than the context of 64", lines[0])
+    assert lines[1:] == ["[analysis] back", "[final] 537"]

@@ -1,0 +1,150 @@
+"""A run killed at any moment, or interrupted, and resumed ends as if nothing had happened, number for number."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from command_line import NMOE
+
+from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
+from nmoe.runs.ledger import read_lines, read_metrics
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+# Everything that a checkpoint has to carry: curriculum, reference, refills, evaluations, and moments of the optimizer.
+REINFORCEMENT = [
+    *("--run.steps=9", "--batch.prompts_per_step=5", "--batch.group_size=4", "--algorithm.kl_coef=0.05"),
+    *("--eval.every_steps=2", "--eval.problems=10", "--checkpoint.every_steps=2", "--checkpoint.keep=2"),
+]
+CURRICULUM = """
+[environment.curriculum]
+window_steps = 3
+[[environment.curriculum.stages]]
+name = "format"
+weights = { format = 1.0 }
+gate = { metric = "format_ok", at_least = 0.5 }
+[[environment.curriculum.stages]]
+name = "correctness"
+weights = { format = 0.2, correctness = 1.0 }
+"""
+PRETRAINING = ["--run.steps=60", "--data.tokens_per_step=256", "--eval.every_steps=5", "--checkpoint.every_steps=3"]
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def starter(tmp_path: Path, *verb: str) -> Start:
+    """Starts a training verb in a process of its own, to write the run `tmp_path/NAME`."""
+
+    def start(name: str, *overrides: str) -> subprocess.Popen[str]:
+        arguments = [*verb, f"--run.directory={tmp_path}", f"--run.name={name}", *overrides]
+        return subprocess.Popen([*NMOE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+def timings() -> set[str]:
+    """The names that docs/metrics.md allows to differ: its group Time."""
+    names = re.split(r"\| \*\*Time\*\* .*", DOCS.read_text())[1].split("\n\n")[0]
+    return set(re.findall(r"^\| `(\w+)`", names, re.MULTILINE))
+
+
+def records(run: Path) -> dict[str, Any]:
+    """Everything a run left that is not a time: metrics, samples, evaluations, alerts and its last checkpoint."""
+    checkpoint = latest_checkpoint(run / "checkpoints")
+    assert checkpoint is not None
+    files = [*run.glob("samples/*"), *run.glob("eval/*"), *checkpoint.iterdir(), *run.glob("alerts.jsonl")]
+    ignored = timings()
+    links = {
+        link: os.readlink(run / "checkpoints" / link)
+        for link in ("latest", "best")
+        if (run / "checkpoints" / link).exists()
+    }
+    return {
+        **links,
+        **{f"step {row['step']}": {k: v for k, v in row.items() if k not in ignored} for row in read_metrics(run)},
+        **{str(file.relative_to(run)): file.read_bytes() for file in files},
+    }
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Returns as soon as the run has recorded a step."""
+    while len(read_lines(run / "metrics.jsonl")) < step:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+def break_and_resume(start: Start, tmp_path: Path) -> list[dict[str, Any]]:
+    """Runs once to the end; then once more, killed, resumed, interrupted and resumed. Both have to leave the same records.
+    Returns the steps of the whole run."""
+    rng = random.Random(20)
+    whole = start("whole")
+    _, err = whole.communicate()
+    assert (whole.returncode, err) == (0, "")
+    expected = records(tmp_path / "whole")
+    rows = read_metrics(tmp_path / "whole")
+    steps = len(rows)
+    run = tmp_path / "broken"
+
+    killed = start("broken")
+    kill_at = rng.randint(1, steps // 2)
+    wait_for_step(killed, run, kill_at)
+    time.sleep(rng.random() * 0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    reached = latest_checkpoint(run / "checkpoints")
+
+    interrupted = start("broken", "--run.resume=true")
+    interrupt_at = rng.randint(steps // 2 + 1, steps * 3 // 4)
+    wait_for_step(interrupted, run, interrupt_at)
+    interrupted.send_signal(signal.SIGINT)
+    out, err = interrupted.communicate()
+    assert (interrupted.returncode, err) == (130, "")
+    saved = latest_checkpoint(run / "checkpoints")
+    assert saved is not None
+    # The step under way when the signal came is the last one recorded, and the one saved.
+    assert interrupt_at <= checkpoint_step(saved) == read_metrics(run)[-1]["step"] < steps
+    assert f"interrupted: saved step {checkpoint_step(saved)}; go on with --run.resume=true" in out
+
+    resumed = start("broken", "--run.resume=true")
+    out, err = resumed.communicate()
+    assert (resumed.returncode, err) == (0, "")
+    assert f"resumed from step {checkpoint_step(saved)}" in out
+    found = records(run)
+    assert found.keys() == expected.keys()
+    for name, record in expected.items():
+        assert found[name] == record, name
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert [entry["from_step"] for entry in provenance["resumed"]] == [
+        *([checkpoint_step(reached)] if reached else []),
+        checkpoint_step(saved),
+    ]
+    return rows
+
+
+def test_reinforcement_learning(workshop: Path, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text((workshop / "rl.toml").read_text() + CURRICULUM)
+    (tmp_path / "reverse.toml").write_text((workshop / "reverse.toml").read_text())
+    rows = break_and_resume(starter(tmp_path, "rl", "train", f"{tmp_path}/rl.toml", *REINFORCEMENT), tmp_path)
+    # What was compared had something to lose.
+    assert {row["curriculum_stage"] for row in rows} == {0, 1}
+    assert sum(row["refills"] for row in rows) > 0
+    assert rows[0]["reference_kl"] == 0 < rows[-1]["reference_kl"]
+    assert {path.name for path in (tmp_path / "broken" / "eval").iterdir()} == {
+        f"step_{step:06d}.json" for step in (0, 2, 4, 6, 8, 9)
+    }
+    assert len(list((tmp_path / "broken" / "samples").iterdir())) == len(rows)
+
+
+def test_pretraining(workshop: Path, tmp_path: Path) -> None:
+    rows = break_and_resume(starter(tmp_path, "pretrain", f"{workshop}/base.toml", *PRETRAINING), tmp_path)
+    assert [row["step"] for row in rows if "held_out_loss" in row] == list(range(5, 61, 5))

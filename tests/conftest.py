@@ -1,0 +1,163 @@
+"""What tests of whole runs share: a tiny base that knows one skill badly, and the settings of a run that teaches it.
+
+The base has read questions such as "Reverse: 301" with answers in Harmony. Half of them are right and the others copy the
+digits; two in five leave the answer in the wrong channel. Sampled, it is right in about a third. Reinforcement learning has
+two decisions to teach.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nmoe.config.run import PretrainConfig, RLConfig, load_run
+from nmoe.recipes.grpo import train
+from nmoe.recipes.pretrain import pretrain
+from nmoe.rl.pools.generated import split_of
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+RIGHT, PROPER = 0.5, 0.6
+
+BASE = """
+[run]
+name = "base"
+directory = "HERE"
+steps = 600
+threads = 1
+
+[model]
+tokenizer = "HERE/tokenizer"
+
+[model.shape]
+hidden_size = 64
+layers = 2
+heads = 4
+kv_heads = 2
+head_dim = 16
+experts = 4
+experts_per_token = 2
+expert_width = 64
+router_bias_rate = 0.001
+rope_theta = 1000.0
+context_tokens = 64
+
+[data]
+documents = "HERE/corpus.jsonl"
+held_out_documents = 50
+tokens_per_step = 512
+
+[optimizer]
+learning_rate = 2e-3
+warmup_steps = 5
+beta2 = 0.98
+
+[eval]
+every_steps = 200
+
+[checkpoint]
+every_steps = 200
+keep = 1
+"""
+
+ENVIRONMENT = """
+env_id = "reverse"
+
+[task_pool]
+type = "generated"
+task_type = "reverse"
+difficulty = [3, 3]
+"""
+
+REINFORCEMENT = """
+[run]
+name = "rl"
+directory = "HERE"
+steps = 30
+threads = 1
+
+[model]
+path = "HERE/base"
+
+[environment]
+path = "reverse.toml"
+
+[sampling]
+max_new_tokens = 20
+
+[batch]
+prompts_per_step = 16
+group_size = 8
+
+[optimizer]
+# A large epsilon makes Adam's step follow the size of the gradient: what rewards say by chance then stays small beside
+# what they say every time.
+learning_rate = 2.5e-3
+eps = 1e-2
+
+[checkpoint]
+keep = 1
+"""
+
+
+def _documents(harmony: Harmony, count: int) -> Iterator[list[int]]:
+    """Questions of the train split, each with an answer as a share `RIGHT` and a form as a share `PROPER` should be."""
+    rng = random.Random("documents")
+    while count:
+        digits = "".join(rng.choice("0123456789") for _ in range(3))
+        if split_of("reverse", f"Reverse: {digits}") == "eval":
+            continue
+        count -= 1
+        thought, answer = ("back", digits[::-1]) if rng.random() < RIGHT else ("same", digits)
+        channel = "final" if rng.random() < PROPER else "analysis"
+        turn = [Message("assistant", thought, channel="analysis"), Message("assistant", answer, channel=channel)]
+        yield harmony.render_prompt([Message("user", f"Reverse: {digits}")]) + harmony.render_completion(turn)
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `tokenizer/` and `corpus.jsonl`, the configurations base.toml and rl.toml, and the environment
+    reverse.toml. Runs go elsewhere, by --run.directory."""
+    here = tmp_path_factory.mktemp("workshop")
+    # Each word one token: short documents are soon learned.
+    tokenizer = Tokenizer.train(["user\nReverse: \nassistant\nanalysis\nback\nsame\nfinal\n"] * 10, 400)
+    tokenizer.save(here / "tokenizer")
+    with (here / "corpus.jsonl").open("w") as file:
+        for ids in _documents(Harmony(tokenizer), 8000):
+            file.write(json.dumps({"token_ids": ids}) + "\n")
+    (here / "reverse.toml").write_text(ENVIRONMENT)
+    for name, text in (("base", BASE), ("rl", REINFORCEMENT)):
+        (here / f"{name}.toml").write_text(text.replace("HERE", str(here)))
+    return here
+
+
+@pytest.fixture(scope="session")
+def base(workshop: Path) -> Path:
+    """The run directory of the pretrained base, `workshop/base`."""
+    return pretrain(load_run(workshop / "base.toml", PretrainConfig))
+
+
+Reinforce = Callable[..., Path]
+
+
+@pytest.fixture
+def reinforce(workshop: Path, base: Path, tmp_path: Path) -> Reinforce:
+    """Trains the base, in this process, by rl.toml with overrides, and returns the run directory; `text` is added to the
+    file's end."""
+
+    def reinforce(*overrides: str, text: str = "") -> Path:
+        config = tmp_path / "rl.toml"
+        config.write_text((workshop / "rl.toml").read_text().replace("reverse.toml", f"{workshop}/reverse.toml") + text)
+        return train(load_run(config, RLConfig, [f"--run.directory={tmp_path}", *overrides]))
+
+    return reinforce
+
+
+@pytest.fixture(scope="session")
+def trained(workshop: Path, base: Path) -> Path:
+    """The run directory of the base after reinforcement learning, `workshop/rl`."""
+    return train(load_run(workshop / "rl.toml", RLConfig))

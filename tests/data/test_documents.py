@@ -1,0 +1,137 @@
+"""Pretraining documents: what is read from a line, what is refused with its line, and the order they are handed out in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nmoe.data.documents import DocumentStream, read_documents
+from nmoe.errors import UserError
+from nmoe.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a small cat"] * 3, 300)
+
+
+def write(path: Path, *lines: object) -> Path:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_bytes("".join(line + "\n" for line in text).encode(errors="surrogateescape"))
+    return path
+
+
+def read(path: Path, tokenizer: Tokenizer, context_tokens: int = 8) -> list[list[int]]:
+    return [document.tolist() for document in read_documents(path, tokenizer, context_tokens)]
+
+
+def test_text_is_encoded_and_ended_and_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    end = tokenizer.special_id("<|endoftext|>")
+    path = write(
+        tmp_path / "d.jsonl", {"text": "a<|endoftext|>"}, "", {"token_ids": [3, end, 4]}, "  ", {"text": "cat"}
+    )
+    assert read(path, tokenizer, 100) == [
+        [*tokenizer.encode("a<|endoftext|>"), end],  # the text can not spell the control token
+        [3, end, 4],
+        [*tokenizer.encode("cat"), end],
+    ]
+    assert end not in tokenizer.encode("a<|endoftext|>")
+
+
+def test_a_long_document_is_cut_so_that_every_token_is_predicted_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = [{"token_ids": list(range(20, 20 + length))} for length in (2, 5, 6, 9, 10)]
+    assert read(write(tmp_path / "d.jsonl", *lines), tokenizer, context_tokens=4) == [
+        [20, 21],
+        [20, 21, 22, 23, 24],  # 4 read, 4 predicted: as much as the context holds
+        [20, 21, 22, 23, 24],
+        [24, 25],
+        [20, 21, 22, 23, 24],
+        [24, 25, 26, 27, 28],
+        [20, 21, 22, 23, 24],
+        [24, 25, 26, 27, 28],
+        [28, 29],
+    ]
+
+
+NEITHER = r"neither `text` \(a string\) nor `token_ids` \(two whole numbers or more\)"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', "not JSON: "),
+        ("\udcff", "not JSON: "),
+        ("[" * 100_000, "not JSON: "),
+        ("[1, 2]", NEITHER),
+        ("null", NEITHER),
+        ({"texts": "a"}, NEITHER),
+        ({"text": 7}, NEITHER),
+        ({"text": ""}, NEITHER),
+        ({"token_ids": [1]}, NEITHER),
+        ({"token_ids": [1, 2.0]}, NEITHER),
+        ({"token_ids": [1, True]}, NEITHER),
+        ({"token_ids": "12"}, NEITHER),
+        ({"token_ids": [1, 300]}, "token id 300 is not in the tokenizer's vocabulary of 27[0-9]"),
+        ({"token_ids": [1, -1]}, "token id -1 is not in the tokenizer's vocabulary"),
+        ({"text": "a\ud800b"}, "lone surrogate"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(line: object, message: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "d.jsonl", {"text": "a"}, "", line, {"text": "b"})
+    with pytest.raises(UserError, match=rf"d\.jsonl:3: .*{message}"):
+        read(path, tokenizer)
+
+
+def test_a_file_without_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"d\.jsonl: holds no documents"):
+        read(write(tmp_path / "d.jsonl", "", " "), tokenizer)
+    with pytest.raises(UserError, match=r"absent\.jsonl: can not be read: No such file"):
+        read(tmp_path / "absent.jsonl", tokenizer)
+
+
+def stream(lengths: list[int], seed: int = 0) -> DocumentStream:
+    """Document i is i, i, i, ..., with `lengths[i]` predicted tokens."""
+    return DocumentStream([np.full(length + 1, i) for i, length in enumerate(lengths)], seed)
+
+
+def taken(stream: DocumentStream, tokens: int) -> list[int]:
+    return [int(document[0]) for document in stream.take(tokens)]
+
+
+def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
+    documents = stream([1] * 20)
+    epochs = [taken(documents, 20) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert documents.position == 60
+    assert epochs == [taken(again, 20) for again in [stream([1] * 20)] for _ in range(3)]
+    assert taken(stream([1] * 20, seed=1), 20) != epochs[0]
+
+
+def test_the_budget_counts_predicted_tokens_and_is_met_exactly() -> None:
+    documents = stream([3] * 6)
+    assert len(taken(documents, 9)) == 3
+    assert len(taken(documents, 8)) == 2  # a third would exceed it
+    assert len(taken(documents, 11)) == 3
+    assert documents.position == 8
+    assert len(taken(documents, 1)) == 1  # one is always handed out
+    assert documents.position == 9
+
+
+def test_what_did_not_fit_comes_next_and_a_position_goes_on_across_epochs() -> None:
+    lengths = [2, 5, 3, 7, 1, 4]
+    whole = stream(lengths)
+    order = [document for _ in range(12) for document in taken(whole, 1)]
+    documents = stream(lengths)
+    joined: list[int] = []
+    while len(joined) < 12:
+        part = taken(documents, 8)
+        assert sum(lengths[i] for i in part) <= 8
+        joined += part
+    assert joined[:12] == order
+    resumed = stream(lengths)
+    resumed.position = 7
+    assert [document for _ in range(5) for document in taken(resumed, 1)] == order[7:]

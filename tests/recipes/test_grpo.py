@@ -1,0 +1,184 @@
+"""The GRPO recipe on a few steps of a tiny model: what is trained on, what is dropped, skipped or masked, and what stops it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from nmoe.engine.api import Request, Sample
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.learner.batch import Batch
+from nmoe.recipes import grpo
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.collector import GradingError
+from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.tasks import TASKS
+from nmoe.runs.ledger import read_lines, read_metrics
+from nmoe.runs.resolve import resolve_checkpoint
+
+Reinforce = Callable[..., Path]
+
+SMALL = ("--run.steps=3", "--batch.prompts_per_step=6", "--batch.group_size=4")
+CURRICULUM = """
+[environment.curriculum]
+window_steps = 3
+[[environment.curriculum.stages]]
+name = "format"
+weights = { format = 1.0 }
+gate = { metric = "format_ok", at_least = 0.5 }
+[[environment.curriculum.stages]]
+name = "correctness"
+weights = { correctness = 1.0 }
+"""
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Trajectory]]:
+    """The trajectories of every training batch, in order."""
+    seen: list[list[Trajectory]] = []
+    policy_batch = grpo.policy_batch
+
+    def record(trajectories: Sequence[Trajectory], advantages_B: Tensor, *rest: Any) -> Batch:
+        assert len(advantages_B) == len(trajectories)
+        seen.append(list(trajectories))
+        return policy_batch(trajectories, advantages_B, *rest)
+
+    monkeypatch.setattr(grpo, "policy_batch", record)
+    return seen
+
+
+def _state(run: Path) -> dict[str, Any]:
+    """What the run's checkpoint holds beside model and optimizer."""
+    state: dict[str, Any] = json.loads((resolve_checkpoint(run) / "state.json").read_text())
+    return state
+
+
+def test_groups_all_alike_are_dropped_counted_and_replaced_once(
+    reinforce: Reinforce, batches: list[list[Trajectory]]
+) -> None:
+    run = reinforce(*SMALL, "--batch.max_refills=1")
+    rows = read_metrics(run)
+    for row, trajectories in zip(rows, batches, strict=True):
+        kept = Counter(t.problem.id for t in trajectories)
+        assert set(kept.values()) == {4}
+        for problem_id in kept:
+            assert {t.grade.score for t in trajectories if t.problem.id == problem_id} == {0.0, 1.0}
+        assert row["groups"] - row["groups_zero_variance"] == len(kept) <= 6
+        assert row["tokens_in_batch"] == sum(len(t.sample.token_ids) for t in trajectories)
+        assert row["refills"] == (row["groups"] > 6)
+        assert len(kept) == 6 or row["refills"] == 1, "a step short of groups has used its refill"
+    assert sum(row["refills"] for row in rows) > 0
+    assert _state(run)["environment"]["pool"]["taken"] == sum(row["groups"] for row in rows)
+
+
+def test_without_refills_a_step_makes_do_with_fewer_groups(
+    reinforce: Reinforce, batches: list[list[Trajectory]]
+) -> None:
+    run = reinforce(*SMALL, "--batch.max_refills=0")
+    rows = read_metrics(run)
+    assert {(row["groups"], row["refills"]) for row in rows} == {(6, 0)}
+    assert sum(row["groups_zero_variance"] for row in rows) > 0
+    assert [6 - row["groups_zero_variance"] for row in rows] == [len(batch) / 4 for batch in batches]
+    assert _state(run)["environment"]["pool"]["taken"] == 18
+
+
+def test_a_step_whose_groups_are_all_alike_is_skipped(base: Path, reinforce: Reinforce) -> None:
+    # No answer fits in two tokens: everything is truncated and earns nothing.
+    run = reinforce(*SMALL, "--run.steps=2", "--batch.max_refills=2", "--sampling.max_new_tokens=2", text=CURRICULUM)
+    rows = read_metrics(run)
+    for row in rows:
+        assert (row["skipped"], row["groups"], row["groups_zero_variance"], row["refills"]) == (1, 18, 18, 2)
+        assert (row["truncated"], row["failures/truncated"], row["response_length_mean"]) == (1, 72, 2)
+        assert not {"loss", "grad_norm", "ppo_kl", "mismatch_abs_max", "route_flips"} & row.keys()
+    message = "every one of 18 groups had rewards all alike: no optimizer step was taken"
+    assert read_lines(run / "alerts.jsonl") == [{"step": step, "message": message} for step in (1, 2)]
+    checkpoint = resolve_checkpoint(run)
+    before, after = ((path / "model.safetensors").read_bytes() for path in (resolve_checkpoint(base), checkpoint))
+    assert before == after
+    assert json.loads((checkpoint / "optimizer.json").read_text()) == {"steps": 0}
+    state = _state(run)
+    assert state["version"] == 0
+    assert state["environment"]["pool"]["taken"] == 36
+    assert state["environment"]["curriculum"]["window"] == [0.0, 0.0]
+
+
+def test_a_stage_opens_where_its_rate_holds(reinforce: Reinforce) -> None:
+    run = reinforce(*SMALL, "--run.steps=5", text=CURRICULUM)
+    rows = read_metrics(run)
+    assert min(row["format_ok"] for row in rows) > 0.5
+    assert [row["curriculum_stage"] for row in rows] == [0, 0, 0, 1, 1]
+    assert [row["weight/format"] for row in rows] == [1, 1, 1, 0, 0]
+    assert [row["weight/correctness"] for row in rows] == [0, 0, 0, 1, 1]
+    assert [row["reward_mean"] == row["format_ok"] for row in rows[:3]] == [True] * 3
+    assert [row["reward_mean"] == row["correctness"] for row in rows[3:]] == [True] * 2
+
+
+def test_the_reference_is_the_policy_before_training(reinforce: Reinforce) -> None:
+    rows = read_metrics(reinforce(*SMALL, "--algorithm.kl_coef=0.1", "--optimizer.learning_rate=1e-2"))
+    first, *later = [row["reference_kl"] for row in rows]
+    assert first == 0
+    assert min(later) > 1e-4
+
+
+def test_no_reference_without_a_coefficient(reinforce: Reinforce) -> None:
+    (row,) = read_metrics(reinforce(*SMALL, "--run.steps=1"))
+    assert "reference_kl" not in row
+
+
+class FailingEngine(NativeEngine):
+    """Loses the first sample of every prompt after a token, as an engine that is shut down does."""
+
+    async def generate(self, request: Request) -> list[Sample]:
+        first, *others = await super().generate(request)
+        if others:
+            assert first.routes is not None
+            routes = first.routes[: len(request.prompt_ids)]
+            first = Sample(first.token_ids[:1], first.logprobs[:1], first.versions[:1], "abort", routes=routes)
+        return [first, *others]
+
+
+def test_aborted_samples_are_masked_and_recorded(
+    reinforce: Reinforce, batches: list[list[Trajectory]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo, "NativeEngine", FailingEngine)
+    run = reinforce(*SMALL)
+    lost = read_lines(run / "failures.jsonl")
+    rows = read_metrics(run)
+    for row, trajectories in zip(rows, batches, strict=True):
+        assert row["failures/engine_error"] == row["groups"]
+        assert {t.index for t in trajectories} <= {1, 2, 3}
+        # Two alike of three judged would differ from a reward of 0 for the lost one, and must not.
+        for problem_id in {t.problem.id for t in trajectories}:
+            assert {t.grade.score for t in trajectories if t.problem.id == problem_id} == {0.0, 1.0}
+        assert row["tokens_in_batch"] == sum(len(t.sample.token_ids) for t in trajectories)
+        of_step = [record for record in lost if record["step"] == row["step"]]
+        assert len(of_step) == row["groups"]
+        assert {(r["failure"], r["index"], len(r["token_ids"])) for r in of_step} == {("engine_error", 0, 1)}
+
+
+def test_a_grader_that_raises_stops_the_run_with_its_sample(
+    reinforce: Reinforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded: list[str] = []
+
+    def correct(problem: Problem, answer: str) -> bool:
+        graded.append(problem.id)
+        if len(graded) == 40:
+            raise ZeroDivisionError("a defect")
+        return answer == problem.gold
+
+    monkeypatch.setattr(TASKS["reverse"], "correct", correct)
+    with pytest.raises(GradingError):
+        reinforce(*SMALL)
+    run = tmp_path / "rl"
+    (record,) = read_lines(run / "failures.jsonl")
+    assert (record["failure"], record["problem"]) == ("grader_error", graded[-1])
+    assert record["step"] == len(read_metrics(run)) + 1
+    assert len(record["token_ids"]) > 5
+    assert list((run / "checkpoints").iterdir()) == []
