@@ -124,6 +124,14 @@ def test_kept_sets_by_hand(probabilities: list[float], top_p: float, top_k: int,
     assert mask[0].nonzero().flatten().tolist() == kept
 
 
+def test_equal_logits_are_kept_in_order_of_id() -> None:
+    logits = torch.zeros(2, 5000)
+    mask = kept_mask(logits, torch.tensor([1.0, 0.01]), torch.tensor([7, 0]))
+    assert mask[0].nonzero().flatten().tolist() == list(range(7))
+    assert mask[1].nonzero().flatten().tolist() == list(range(int(mask[1].sum())))
+    assert int(mask[1].sum()) == pytest.approx(50, abs=1)
+
+
 @pytest.mark.parametrize("lost", [-INF, -1000.0])
 def test_draws_at_the_very_ends_meet_no_token_without_mass(lost: float) -> None:
     logits = torch.tensor([[lost, lost, 0.0, 1.0, lost], [0.0, lost, lost, lost, lost], [lost, lost, lost, lost, 2.0]])
