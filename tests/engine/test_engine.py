@@ -262,6 +262,16 @@ def test_an_error_of_the_model_reaches_every_waiter(
         assert sample.token_ids == expected.token_ids
 
 
+def test_an_error_of_the_model_ends_a_stream(
+    model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NativeEngine(model, 3)
+    # A stream that is cancelled still waits for its request to end, which no step will ever tell it.
+    break_after(monkeypatch, 3)
+    with pytest.raises(BrokenModelError, match="no more"):
+        engine.run(heard(engine, request_of("a", 5, 1, 30)))
+
+
 def test_what_is_asked_for_while_ending_does_not_wait_for_ever(
     model: Transformer, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,15 +255,18 @@ def test_a_dense_model_has_no_routing(tiny_model: MakeModel, random_batch: MakeB
 
 
 def test_a_step_moves_biases_by_all_the_load_since_the_last(tiny_model: MakeModel, random_batch: MakeBatch) -> None:
-    learner = learner_of(tiny_model(router_bias_rate=0.01), 20)
+    learner = learner_of(tiny_model(router_bias_rate=0.01), 10)  # a micro-batch per sequence
     biases = [moe.router.bias for moe in learner.model.moe_layers()]
     for seeds in ((0, 1), (2,)):  # two passes before the first step, one before the second
         before = [bias.clone() for bias in biases]
         load_YE = torch.zeros(2, 6)
         for seed in seeds:
-            result = learner.forward_backward(random_batch([9, 4], seed), cross_entropy).result()
+            batch = random_batch([9, 9, 4], seed)
+            last = learner.forward_backward(batch.select([2])[0], cross_entropy).result().routing
+            result = learner.forward_backward(batch.select([0, 1])[0], cross_entropy).result()
+            assert last is not None
             assert result.routing is not None
-            load_YE += result.routing.load_YE
+            load_YE += last.load_YE + result.routing.load_YE
         learner.optim_step()
         for bias, was, load_E in zip(biases, before, load_YE, strict=True):
             expected = was + 0.01 * torch.sign(load_E.mean() - load_E)
