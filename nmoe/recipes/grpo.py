@@ -128,6 +128,9 @@ class _Grpo:
             else:
                 progress.note(f"resumed from step {first}")
                 self.learner.publish(self.engine).result()
+                # The kill may have come between the checkpoint and its mark.
+                if self.run.resumed_from is not None and self.run.ledger.is_best(first):
+                    mark_best(self.run.resumed_from)
             for step in range(first + 1, config.run.steps + 1):
                 self._step(step)
                 last = step == config.run.steps

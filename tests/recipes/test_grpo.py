@@ -182,3 +182,12 @@ def test_a_grader_that_raises_stops_the_run_with_its_sample(
     assert record["step"] == len(read_metrics(run)) + 1
     assert len(record["token_ids"]) > 5
     assert list((run / "checkpoints").iterdir()) == []
+
+
+def test_the_best_checkpoint_is_marked_also_where_a_kill_came_before_its_mark(reinforce: Reinforce) -> None:
+    evaluated = (*SMALL, "--eval.every_steps=3", "--eval.problems=10")
+    best = reinforce(*evaluated) / "checkpoints" / "best"
+    assert best.readlink() == Path("step_000003")
+    best.unlink()
+    reinforce(*evaluated, "--run.resume=true")
+    assert best.readlink() == Path("step_000003")
