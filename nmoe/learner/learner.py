@@ -89,7 +89,7 @@ class Learner:
         loss = auxiliary = 0.0
         columns: dict[str, list[Tensor]] = {}
         places: list[Tensor] = []
-        routing = RoutingStatistics.empty(config.layers, config.experts) if config.experts else None
+        routing = RoutingStatistics.empty(len(config.moe_layers), config.experts) if config.experts else None
         for micro, rows_T in split(batch, self.model, self.tokens_per_microbatch):
             trace = RouterTrace(replay=micro.routes_TYK)
             outputs = score(self.model, micro, trace, self.temperature)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +88,9 @@ def _config(raw: dict[str, Any], path: Path) -> ModelConfig:
         known = ", ".join(sorted([MODEL_TYPE, *_FAMILIES]))
         raise UserError(f"{path}: model_type = {model_type!r} is not an architecture nmoe knows ({known})")
     try:
-        return _own_config(raw) if model_type == MODEL_TYPE else _FAMILIES[model_type].config_from_hf(raw)
+        return ModelConfig.from_dict(raw) if model_type == MODEL_TYPE else _FAMILIES[model_type].config_from_hf(raw)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def _own_config(raw: dict[str, Any]) -> ModelConfig:
-    known = {f.name for f in fields(ModelConfig)}
-    if unknown := sorted(set(raw) - known):
-        raise UserError(f"unknown keys {', '.join(unknown)}: written by another version?")
-    if missing := [f.name for f in fields(ModelConfig) if f.default is MISSING and f.name not in raw]:
-        raise UserError(f"missing keys {', '.join(missing)}")
-    return ModelConfig(**raw)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
+from nmoe.model.linear import Linear
 from nmoe.model.numerics import linear, with_full_groups
 
 
@@ -38,19 +39,23 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden_size))
+        self.linear_bias = nn.Parameter(torch.zeros(config.experts)) if config.router_linear_bias else None
         self.register_buffer("bias", torch.zeros(config.experts))
         self.bias: Tensor
         self.experts_per_token = config.experts_per_token
         self.sigmoid = config.router_scores == "sigmoid"
-        self.renormalize = config.renormalize
+        self.renormalize, self.scale = config.renormalize, config.router_scale
+        self.groups, self.groups_kept = config.router_groups, config.router_groups_kept
         self.exact = False
 
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> tuple[Tensor, Tensor]:
         """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
-        logits_TE = linear(x_TD.float(), self.weight.float(), self.exact)
+        bias_E = None if self.linear_bias is None else self.linear_bias.float()
+        logits_TE = linear(x_TD.float(), self.weight.float(), self.exact, bias_E)
         scores_TE = logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
         layer = len(trace.chosen_TK)
-        own_TK = (scores_TE.detach() + self.bias).topk(self.experts_per_token, dim=-1).indices
+        choice_TE = self._limit_groups(scores_TE.detach() + self.bias)
+        own_TK = choice_TE.topk(self.experts_per_token, dim=-1).indices
         trace.chosen_TK.append(own_TK)
         trace.scores_TE.append(scores_TE)
         trace.biases_E.append(self.bias)
@@ -58,26 +63,62 @@ class Router(nn.Module):
         weights_TK = scores_TE.gather(-1, chosen_TK)
         if self.renormalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return weights_TK, chosen_TK
+        return weights_TK if self.scale == 1 else weights_TK * self.scale, chosen_TK
+
+    def _limit_groups(self, choice_TE: Tensor) -> Tensor:
+        """Takes experts outside the best groups out of the choice (arXiv:2412.19437, section 2.1.2)."""
+        if self.groups == 1:
+            return choice_TE
+        grouped_TGe = choice_TE.unflatten(-1, (self.groups, -1))
+        best_TG = grouped_TGe.topk(2, dim=-1).values.sum(-1)
+        kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+        kept_TG.scatter_(-1, best_TG.topk(self.groups_kept, dim=-1).indices, True)
+        return grouped_TGe.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def swiglu(gate_up_NF: Tensor) -> Tensor:
-    """silu(gate) * up, the two halves of the last axis (Shazeer 2020, arXiv:2002.05202)."""
+def swiglu(gate_up_NF: Tensor, limit: float = 0.0) -> Tensor:
+    """silu(gate) * up, the two halves of the last axis (Shazeer 2020, arXiv:2002.05202). With a limit, gpt-oss's clamped form:
+    gate at most and up within the limit, then `gate * sigmoid(1.702 gate) * (up + 1)`."""
     gate, up = gate_up_NF.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if limit == 0:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def experts_by_loop(x_RD: Tensor, counts_E: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is that of `swiglu`."""
+
+    gate_up_EDF: Tensor
+    down_EFD: Tensor
+    gate_up_bias_EF: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+    limit: float = 0.0
+
+
+def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
     """The experts one after another, each over its own rows. Rows are sorted by expert; `counts_E` says how many each has."""
-    parts = x_RD.split(counts_E.tolist())
-    return torch.cat([swiglu(part @ gate_up_EDF[e]) @ down_EFD[e] for e, part in enumerate(parts)])
+    parts = []
+    for e, part_RD in enumerate(x_RD.split(counts_E.tolist())):
+        hidden_RF = part_RD @ weights.gate_up_EDF[e]
+        if weights.gate_up_bias_EF is not None:
+            hidden_RF = hidden_RF + weights.gate_up_bias_EF[e]
+        out_RD = swiglu(hidden_RF, weights.limit) @ weights.down_EFD[e]
+        parts.append(out_RD if weights.down_bias_ED is None else out_RD + weights.down_bias_ED[e])
+    return torch.cat(parts)
 
 
-def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
     """The same as one grouped matrix product per projection."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-    hidden_RF = swiglu(F.grouped_mm(x_RD, gate_up_EDF, offs=offsets_E))
-    return F.grouped_mm(hidden_RF, down_EFD, offs=offsets_E)
+    hidden_RF = F.grouped_mm(x_RD, weights.gate_up_EDF, offs=offsets_E)
+    if weights.gate_up_bias_EF is not None:
+        hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
+    out_RD = F.grouped_mm(swiglu(hidden_RF, weights.limit), weights.down_EFD, offs=offsets_E)
+    if weights.down_bias_ED is not None:
+        out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
+    return out_RD
 
 
 def grouped_mm_fits(x_RD: Tensor, expert_width: int) -> bool:
@@ -92,9 +133,13 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.exact = False
+        self.limit = config.swiglu_limit
         self.router = Router(config)
-        self.gate_up = nn.Parameter(torch.empty(config.experts, config.hidden_size, 2 * config.expert_width))
-        self.down = nn.Parameter(torch.empty(config.experts, config.expert_width, config.hidden_size))
+        experts, width, expert_width = config.experts, config.hidden_size, config.expert_width
+        self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * expert_width))
+        self.down = nn.Parameter(torch.empty(experts, expert_width, width))
+        self.gate_up_bias = nn.Parameter(torch.zeros(experts, 2 * expert_width)) if config.expert_bias else None
+        self.down_bias = nn.Parameter(torch.zeros(experts, width)) if config.expert_bias else None
         self.shared = (
             SwiGLU(config.hidden_size, config.shared_experts * config.expert_width) if config.shared_experts else None
         )
@@ -107,10 +152,10 @@ class MoE(nn.Module):
         counts_E = torch.bincount(expert_R, minlength=self.gate_up.shape[0])
         rows_RD = x_TD.index_select(0, order_R // k)
         experts = experts_by_grouped_mm if grouped_mm_fits(x_TD, self.down.shape[1]) else experts_by_loop
-        gate_up_EDF, down_EFD = self.gate_up.to(x_TD.dtype), self.down.to(x_TD.dtype)
+        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit)
 
         def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-            return experts(rows_RD, counts_E, gate_up_EDF, down_EFD)
+            return experts(rows_RD, counts_E, weights)
 
         exact = self.exact
         out_RD = with_full_groups(run, rows_RD, expert_R[order_R], counts_E) if exact else run(rows_RD, counts_E)
@@ -126,10 +171,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, intermediate: int) -> None:
         super().__init__()
-        self.exact = False
-        self.gate_up_proj = nn.Linear(width, 2 * intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, width, bias=False)
+        self.gate_up_proj = Linear(width, 2 * intermediate)
+        self.down_proj = Linear(intermediate, width)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        hidden_TF = swiglu(linear(x_TD, self.gate_up_proj.weight, self.exact))
-        return linear(hidden_TF, self.down_proj.weight, self.exact)
+        out_TD: Tensor = self.down_proj(swiglu(self.gate_up_proj(x_TD)))
+        return out_TD

@@ -27,12 +27,12 @@ def least_rows() -> int:
     return _ROWS_PER_THREAD * torch.get_num_threads()
 
 
-def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool) -> Tensor:
-    """`x @ weight.T`; with `exact`, in no fewer rows than `least_rows`."""
+def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool, bias_F: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`; with `exact`, in no fewer rows than `least_rows`."""
     rows = x_ND.shape[0]
     if not exact or rows >= least_rows():
-        return F.linear(x_ND, weight_FD)
-    return F.linear(F.pad(x_ND, (0, 0, 0, least_rows() - rows)), weight_FD)[:rows]
+        return F.linear(x_ND, weight_FD, bias_F)
+    return F.linear(F.pad(x_ND, (0, 0, 0, least_rows() - rows)), weight_FD, bias_F)[:rows]
 
 
 def with_full_groups(

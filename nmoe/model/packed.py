@@ -5,7 +5,8 @@ length buckets, each padded to its longest member at the end, where a causal ker
 looks at padding.
 """
 
-# Shapes: T packed tokens, N heads, C head width; a bucket has B sequences of length at most L.
+# Shapes: T packed tokens, N heads, H query heads, J key-value heads, C head width, U value width; a bucket has B sequences of
+# length at most L.
 
 from __future__ import annotations
 
@@ -16,9 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nmoe.model.attention import AttentionLayer
+
 # A bucket ends where a sequence is shorter than this share of the bucket's longest: lower wastes arithmetic on padding,
 # higher launches more kernels.
 _BUCKET_SHARE = 0.8
+
+# Kernels want head widths that are multiples of this.
+_WIDTH_STEP = 8
 
 
 @dataclass
@@ -69,18 +75,49 @@ class PackedAttention:
         for bucket in self.buckets:
             bucket.rows_T = None if bucket.rows_T is None else bucket.rows_T.to(device)
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TJC: Tensor, v_TJC: Tensor) -> Tensor:
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         if self.gather_T is not None:
-            q_THC, k_TJC, v_TJC = (x.index_select(0, self.gather_T) for x in (q_THC, k_TJC, v_TJC))
+            q_THC, k_TJC, v_TJU = (x.index_select(0, self.gather_T) for x in (q_THC, k_TJC, v_TJU))
         dtype = q_THC.dtype
         if self.exact:
-            q_THC, k_TJC, v_TJC = q_THC.double(), k_TJC.double(), v_TJC.double()
-        gqa = q_THC.shape[1] != k_TJC.shape[1]
+            q_THC, k_TJC, v_TJU = q_THC.double(), k_TJC.double(), v_TJU.double()
         parts = []
         for bucket in self.buckets:
-            q_BHLC, k_BJLC, v_BJLC = bucket.block(q_THC), bucket.block(k_TJC), bucket.block(v_TJC)
-            o_BHLC = F.scaled_dot_product_attention(q_BHLC, k_BJLC, v_BJLC, is_causal=True, enable_gqa=gqa)
-            o_THC = o_BHLC.transpose(1, 2).reshape(-1, *q_THC.shape[1:])
-            parts.append(o_THC if bucket.rows_T is None else o_THC.index_select(0, bucket.rows_T))
-        out_THC = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
-        return out_THC if self.gather_T is None else out_THC.index_select(0, self.back_T)
+            o_BHLU = causal_attention(layer, bucket.block(q_THC), bucket.block(k_TJC), bucket.block(v_TJU))
+            o_THU = o_BHLU.transpose(1, 2).reshape(-1, o_BHLU.shape[1], o_BHLU.shape[3])
+            parts.append(o_THU if bucket.rows_T is None else o_THU.index_select(0, bucket.rows_T))
+        out_THU = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+        return out_THU if self.gather_T is None else out_THU.index_select(0, self.back_T)
+
+
+def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJLC: Tensor, v_BJLU: Tensor) -> Tensor:
+    """Causal attention of whole sequences, `[B, H, L, U]`, with the layer's window and sinks.
+
+    A sink is one more key before the others, which only its logit makes different from zeros: the query's extra column holds
+    the logit, the key's a one, and its value is zero. So any kernel computes it, with its gradient.
+    """
+    width, value_width, length = q_BHLC.shape[-1], v_BJLU.shape[-1], q_BHLC.shape[-2]
+    sinks_H, extra = layer.sinks_H, 0
+    if sinks_H is not None:
+        extra = 1
+        column_H11 = (sinks_H.to(q_BHLC.dtype) / layer.scale).view(-1, 1, 1)
+        q_BHLC = torch.cat([q_BHLC, column_H11.expand(*q_BHLC.shape[:-1], 1)], -1)
+        q_BHLC = F.pad(q_BHLC, (0, _WIDTH_STEP - 1, 1, 0))
+        k_BJLC = F.pad(k_BJLC, (0, _WIDTH_STEP, 1, 0))
+        first = torch.zeros(length + 1, width + _WIDTH_STEP, device=k_BJLC.device, dtype=k_BJLC.dtype)
+        first[0, width] = 1
+        k_BJLC = k_BJLC + first
+        v_BJLU = F.pad(v_BJLU, (0, 0, 1, 0))
+    # The fast kernels take values as wide as the keys.
+    if (missing := q_BHLC.shape[-1] - value_width) > 0:
+        v_BJLU = F.pad(v_BJLU, (0, missing))
+    mask_LL = None
+    if 0 < layer.window < length:
+        at_L = torch.arange(-extra, length, device=q_BHLC.device)
+        distance_LL = at_L.unsqueeze(1) - at_L
+        mask_LL = (distance_LL >= 0) & ((distance_LL < layer.window) | (at_L < 0))
+    gqa = q_BHLC.shape[1] != k_BJLC.shape[1]
+    o_BHLU = F.scaled_dot_product_attention(
+        q_BHLC, k_BJLC, v_BJLU, mask_LL, is_causal=mask_LL is None, scale=layer.scale, enable_gqa=gqa
+    )
+    return o_BHLU[:, :, extra:, :value_width]

@@ -1,21 +1,58 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split layout of Llama and Qwen."""
 
-# Shapes: T tokens, N heads turned (query and key heads together), C head width.
+# Shapes: T tokens, N heads turned (query and key heads together), C dimensions turned, c = C / 2 pairs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nmoe.model.config import RopeScaling
 
-def rope_table(context_tokens: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[context_tokens, head_dim / 2]`, computed in fp64 and kept in fp32: a table in bf16 is a known
+
+def rope_frequencies(dimensions: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Radians per token of each pair, `[dimensions / 2]`, in fp64."""
+    frequencies_c = theta ** (-torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions)
+    if scaling is None:
+        return frequencies_c
+    if scaling.kind == "linear":
+        return frequencies_c / scaling.factor
+    if scaling.kind == "llama3":
+        turns_c = scaling.original_context_tokens * frequencies_c / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept_c = ((turns_c - low) / (high - low)).clamp(0, 1)
+    else:
+        kept_c = 1 - _yarn_ramp(dimensions, theta, scaling)
+    return frequencies_c * kept_c + frequencies_c / scaling.factor * (1 - kept_c)
+
+
+def _yarn_ramp(dimensions: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """0 for the pairs that turn more than `beta_fast` times in the original context, 1 below `beta_slow`, linear between them
+    (arXiv:2309.00071, section 3.2, over pairs as in its reference code)."""
+
+    def pair_of(turns: float) -> float:
+        return dimensions * math.log(scaling.original_context_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dimensions - 1)
+    pairs_c = torch.arange(dimensions // 2, dtype=torch.float64)
+    return ((pairs_c - low) / max(high - low, 0.001)).clamp(0, 1)
+
+
+def rope_table(
+    context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[context_tokens, dimensions / 2]`, computed in fp64 and kept in fp32: a table in bf16 is a known
     source of sampler/learner mismatch."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
+    frequencies_c = rope_frequencies(dimensions, theta, scaling)
+    angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), frequencies_c)
+    factor = scaling.attention_factor if scaling is not None and scaling.kind == "yarn" else 1.0
+    return (angles.cos() * factor).float(), (angles.sin() * factor).float()
 
 
 def _rotate(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
@@ -28,7 +65,7 @@ def _rotate(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation; its gradient is the rotation back."""
+    """A rotation, scaled where the table is; its gradient is the transposed map, the rotation back."""
 
     @staticmethod
     def forward(ctx: Any, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:

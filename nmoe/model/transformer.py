@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmoe.model.attention import Attend, Attention
+from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig
+from nmoe.model.linear import Linear
 from nmoe.model.moe import MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.norm import RMSNorm
 from nmoe.model.numerics import Numerics, linear
@@ -28,9 +29,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config, layer) if config.latent is None else LatentAttentionBlock(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.ffn = MoE(config) if config.experts else SwiGLU(config.hidden_size, config.intermediate_size)
+        self.ffn = MoE(config) if layer in config.moe_layers else SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_T1c, sin_T1c, attend)
@@ -48,13 +49,13 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.reset_tables()
 
     def reset_tables(self) -> None:
         """Computes the rotary tables, which are no part of a checkpoint, on the weights' device."""
         config = self.config
-        cos, sin = rope_table(config.context_tokens, config.head_dim, config.rope_theta)
+        cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling)
         device = self.embedding.weight.device
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
@@ -79,7 +80,7 @@ class Transformer(nn.Module):
     def set_numerics(self, numerics: Numerics) -> Transformer:
         """Chooses between speed and results that do not depend on the batch (`nmoe.model.numerics`)."""
         for module in self.modules():
-            if isinstance(module, Transformer | Attention | Router | MoE | SwiGLU):
+            if isinstance(module, Transformer | Linear | Router | MoE):
                 module.exact = numerics == "exact"
         return self
 
@@ -93,6 +94,9 @@ class Transformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         residual = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.zero_()
+                continue
             if parameter.dim() == 1:
                 parameter.fill_(1.0)  # norms
                 continue

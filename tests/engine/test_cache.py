@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nmoe.engine.native.cache import DecodeAttention, KVCache, PrefillAttention
+from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def test_prefill_keeps_what_it_attended_over() -> None:
     attend = PrefillAttention([2, 3], CPU, exact=False)
     given = [(torch.randn(5, 4, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)) for _ in range(2)]
     for layer, (q, k, v) in enumerate(given):
-        attend(layer, q, k, v)
+        attend(AttentionLayer(layer, 0.5), q, k, v)
         assert attend.keys[layer] is k
         assert attend.values[layer] is v
 
@@ -107,7 +108,7 @@ def test_decode_attends_over_the_positions_that_are_there() -> None:
     cache.keys[:, :, :, 5], cache.values[:, :, :, 5] = 1e4, 1e4  # what lies beyond must not count
     positions = torch.tensor([0, 3])
     q, k, v = (torch.randn(2, heads, 4, generator=generator) for heads in (4, 2, 2))
-    out = DecodeAttention(cache, positions, 6)(1, q, k, v)
+    out = DecodeAttention(cache, positions, 6)(AttentionLayer(1, 0.5), q, k, v)
     for row, position in enumerate(positions.tolist()):
         for head in range(4):
             keys = torch.cat([cache.keys[1, row, head // 2, :position], k[row, head // 2].unsqueeze(0)])

@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.moe import MoE, Router, RouterTrace, experts_by_grouped_mm, experts_by_loop, grouped_mm_fits
+from nmoe.model.moe import (
+    ExpertWeights,
+    MoE,
+    Router,
+    RouterTrace,
+    experts_by_grouped_mm,
+    experts_by_loop,
+    grouped_mm_fits,
+)
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -59,6 +67,40 @@ def test_router_by_hand(logits: list[float], scores: str, renormalize: bool, wei
     assert trace.routes().tolist() == [[[2, 1]]]
 
 
+def test_groups_limit_the_choice_and_a_factor_scales_the_weights() -> None:
+    router = Router(
+        config(
+            experts=6,
+            experts_per_token=2,
+            router_scores="sigmoid",
+            router_groups=3,
+            router_groups_kept=1,
+            router_scale=2.5,
+        )
+    )
+    scores = torch.tensor([0.9, 0.1, 0.6, 0.5, 0.2, 0.8])  # pairs sum to 1.0, 1.1, 1.0: the best expert's group loses
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[:, 0] = torch.logit(scores)
+    x = torch.zeros(1, router.weight.shape[1])
+    x[0, 0] = 1
+    weights_TK, chosen_TK = router(x, RouterTrace())
+    assert chosen_TK.tolist() == [[2, 3]]
+    assert weights_TK[0].tolist() == pytest.approx([2.5 * 6 / 11, 2.5 * 5 / 11], abs=1e-6)
+    router.bias[0] = 0.3  # now 1.3 for the first pair, and within it the biased first
+    weights_TK, chosen_TK = router(x, RouterTrace())
+    assert chosen_TK.tolist() == [[0, 1]]
+    assert weights_TK[0].tolist() == pytest.approx([2.25, 0.25], abs=1e-6)
+
+
+def test_a_linear_bias_is_part_of_the_score() -> None:
+    router, x = router_of(SOFTMAX, router_linear_bias=True)
+    assert router.linear_bias is not None
+    with torch.no_grad():
+        router.linear_bias.copy_(torch.tensor([5.0, 1.0, 1.0]).log())  # scores 1 : 2 : 5 become 5 : 2 : 5
+    assert [round(w, 4) for w in router(x, RouterTrace())[0][0].tolist()] == [0.5, 0.5]
+
+
 def test_bias_moves_the_choice_and_never_the_weights() -> None:
     router, x = router_of(SOFTMAX)
     router.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
@@ -93,30 +135,41 @@ def test_router_works_in_fp32_whatever_the_tokens_are_in() -> None:
     assert torch.equal(low[1], full[1])
 
 
-@pytest.mark.parametrize(
-    "counts", [[3, 0, 4, 1, 2], [0, 0, 10, 0, 0], [10, 0, 0, 0, 0], [0, 0, 0, 0, 10], [2] * 5], ids=str
-)
-def test_grouped_experts_equal_the_loop_in_values_and_gradients(counts: list[int]) -> None:
+COUNTS = [[3, 0, 4, 1, 2], [0, 0, 10, 0, 0], [10, 0, 0, 0, 0], [0, 0, 0, 0, 10], [2] * 5]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("biases", "limit"), [(False, 0.0), (True, 1.5)])
+def test_grouped_experts_equal_the_loop_in_values_and_gradients(counts: list[int], biases: bool, limit: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(shape, generator=generator) for shape in [(10, 8), (5, 8, 24), (5, 12, 8)]]
+    shapes = [(10, 8), (5, 8, 24), (5, 12, 8), *([(5, 24), (5, 8)] if biases else [])]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     upstream = torch.randn(10, 8, generator=generator)
     results = []
     for experts in (experts_by_grouped_mm, experts_by_loop):
-        x, gate_up, down = (t.clone().requires_grad_() for t in inputs)
-        out = experts(x, torch.tensor(counts), gate_up, down)
+        tensors = [t.clone().requires_grad_() for t in inputs]
+        out = experts(tensors[0], torch.tensor(counts), ExpertWeights(*tensors[1:], limit=limit))
         out.backward(upstream)
-        results.append((out.detach(), x.grad, gate_up.grad, down.grad))
+        results.append((out.detach(), *(t.grad for t in tensors)))
     for grouped, loop in zip(*results, strict=True):
         torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
     # By hand for the first row that has an expert, so that the two are not wrong alike.
-    x, gate_up, down = inputs
+    x, gate_up, down = inputs[:3]
     first = next(e for e, count in enumerate(counts) if count)
-    hidden = x[0] @ gate_up[first]
-    by_hand = (hidden[:12] * torch.sigmoid(hidden[:12]) * hidden[12:]) @ down[first]
+    hidden = x[0] @ gate_up[first] + (inputs[3][first] if biases else 0)
+    gate, up = hidden[:12], hidden[12:]
+    if limit:
+        assert max(gate.max(), up.abs().max()) > limit
+        gate = torch.where(gate > limit, torch.full_like(gate, limit), gate)
+        up = torch.where(up.abs() > limit, limit * up.sign(), up)
+        active = gate / (1 + (-1.702 * gate).exp()) * (1 + up)
+    else:
+        active = gate / (1 + (-gate).exp()) * up
+    by_hand = active @ down[first] + (inputs[4][first] if biases else 0)
     torch.testing.assert_close(results[0][0][0], by_hand, rtol=1e-5, atol=1e-5)
     unused = [e for e, count in enumerate(counts) if not count]
-    assert (results[0][2][unused] == 0).all()
-    assert (results[0][3][unused] == 0).all()
+    for gradient in results[0][2:]:
+        assert (gradient[unused] == 0).all()
 
 
 def test_grouped_product_is_taken_where_its_strides_fit() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.moe import RouterTrace, experts_by_grouped_mm
+from nmoe.model.moe import ExpertWeights, RouterTrace, experts_by_grouped_mm
 from nmoe.model.numerics import least_rows, linear, with_full_groups
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
@@ -42,7 +42,7 @@ def test_padding_groups_changes_neither_values_nor_gradients(counts: list[int]) 
         x, gate_up, down = (t.clone().requires_grad_() for t in inputs)
 
         def experts(rows_RD: Tensor, counts_E: Tensor, gate_up=gate_up, down=down) -> Tensor:
-            return experts_by_grouped_mm(rows_RD, counts_E, gate_up, down)
+            return experts_by_grouped_mm(rows_RD, counts_E, ExpertWeights(gate_up, down))
 
         out = with_full_groups(experts, x, expert_R, counts_E) if padded else experts(x, counts_E)
         out.backward(upstream)

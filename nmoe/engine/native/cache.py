@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 from nmoe.model.packed import PackedAttention
 
@@ -27,14 +28,14 @@ class KVCache:
         shape = (config.layers, rows, config.kv_heads, self.positions, config.head_dim)
         # Zeros, not empty: a masked position has weight 0, and 0 times a stray NaN would be NaN.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros((*shape[:-1], config.value_dim), device=device, dtype=dtype)
         self.routes: Tensor | None = None
         if config.experts:
             self.routes = torch.zeros(
-                rows, self.positions, config.layers, config.experts_per_token, dtype=torch.int16, device=device
+                rows, self.positions, len(config.moe_layers), config.experts_per_token, dtype=torch.int16, device=device
             )
         self._flat_keys = self.keys.view(config.layers, -1, config.head_dim)
-        self._flat_values = self.values.view(config.layers, -1, config.head_dim)
+        self._flat_values = self.values.view(config.layers, -1, config.value_dim)
         self._first_row_SJ = (
             torch.arange(rows * config.kv_heads, device=device).view(rows, config.kv_heads) * self.positions
         )
@@ -44,9 +45,9 @@ class KVCache:
         return (self._first_row_SJ[: positions_B.shape[0]] + positions_B.unsqueeze(-1)).reshape(-1)
 
     def write(self, layer: int, places: Tensor, k_BJC: Tensor, v_BJC: Tensor) -> None:
-        dtype, width = self.keys.dtype, k_BJC.shape[-1]
-        self._flat_keys[layer].index_copy_(0, places, k_BJC.reshape(-1, width).to(dtype))
-        self._flat_values[layer].index_copy_(0, places, v_BJC.reshape(-1, width).to(dtype))
+        dtype = self.keys.dtype
+        self._flat_keys[layer].index_copy_(0, places, k_BJC.reshape(-1, k_BJC.shape[-1]).to(dtype))
+        self._flat_values[layer].index_copy_(0, places, v_BJC.reshape(-1, v_BJC.shape[-1]).to(dtype))
 
     def write_routes(self, positions_B: Tensor, routes_BYK: Tensor) -> None:
         if self.routes is not None:
@@ -77,7 +78,7 @@ class PrefillAttention:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, q_THC: Tensor, k_TJC: Tensor, v_TJC: Tensor) -> Tensor:
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJC: Tensor) -> Tensor:
         self.keys.append(k_TJC)
         self.values.append(v_TJC)
         return self.packed(layer, q_THC, k_TJC, v_TJC)
@@ -93,15 +94,23 @@ class DecodeAttention:
         allowed_BL = torch.arange(longest, device=positions_B.device) <= positions_B.unsqueeze(-1)
         mask_BL = torch.zeros(allowed_BL.shape, device=positions_B.device, dtype=cache.keys.dtype)
         self.mask_BL = mask_BL.masked_fill_(~allowed_BL, float("-inf"))
+        self.age_BL = positions_B.unsqueeze(-1) - torch.arange(longest, device=positions_B.device)
 
-    def __call__(self, layer: int, q_BHC: Tensor, k_BJC: Tensor, v_BJC: Tensor) -> Tensor:
-        self.cache.write(layer, self.places, k_BJC, v_BJC)
+    def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJC: Tensor) -> Tensor:
+        self.cache.write(layer.index, self.places, k_BJC, v_BJC)
         b, heads, width = q_BHC.shape
         kv_heads = k_BJC.shape[1]
         # Running rows come first, so these are views: batch and head collapse to one axis without a copy.
-        k_NLC = self.cache.keys[layer, :b, :, : self.longest].reshape(b * kv_heads, self.longest, width)
-        v_NLC = self.cache.values[layer, :b, :, : self.longest].reshape(b * kv_heads, self.longest, width)
+        k_NLC = self.cache.keys[layer.index, :b, :, : self.longest].reshape(b * kv_heads, self.longest, -1)
+        v_NLC = self.cache.values[layer.index, :b, :, : self.longest].reshape(b * kv_heads, self.longest, -1)
         q_NGC = q_BHC.reshape(b * kv_heads, heads // kv_heads, width).to(k_NLC.dtype)
-        scores_NGL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(width**-0.5)
-        scores_NGL.view(b, -1, self.longest).add_(self.mask_BL.unsqueeze(1))
-        return torch.bmm(scores_NGL.softmax(-1), v_NLC).view(b, heads, width).to(q_BHC.dtype)
+        scores_NGL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(layer.scale)
+        scores_BHL = scores_NGL.view(b, heads, self.longest).add_(self.mask_BL.unsqueeze(1))
+        if layer.window:
+            scores_BHL.masked_fill_((self.age_BL >= layer.window).unsqueeze(1), float("-inf"))
+        if layer.sinks_H is None:
+            weights_BHL = scores_BHL.softmax(-1)
+        else:
+            sinks_BH1 = layer.sinks_H.to(scores_BHL.dtype).view(1, -1, 1).expand(b, -1, -1)
+            weights_BHL = torch.cat([scores_BHL, sinks_BH1], -1).softmax(-1)[..., :-1]
+        return torch.bmm(weights_BHL.reshape(scores_NGL.shape), v_NLC).view(b, heads, -1).to(q_BHC.dtype)
