@@ -3,27 +3,27 @@
 A step is 64 completions generated (8 prompts of 16 tokens, 8 completions each), graded and turned into advantages, one
 loss, one backward pass and one AdamW update. Run it with benchmarks/grpo_vs_trl.sh, which makes its environment.
 
-First both sides are held against a hand-written loss on one and the same batch. Then steps alternate (nmoe, TRL, nmoe,
-TRL ...), so that whatever else the machine does falls on both, and medians are compared. Every line states the mismatch
-of the nmoe step it timed: the difference between the logprobs that sampling emitted and those that the learner
-recomputed. The last line printed is one JSON object.
+First both sides are held against a hand-written loss on one and the same batch. Then each runs in a process of its own, and
+steps alternate (nmoe, TRL, nmoe, TRL ...), so that whatever else the machine does falls on both, and medians are compared.
+Every line states the mismatch of the nmoe step it timed: the difference between the logprobs that sampling emitted and those
+that the learner recomputed. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-from importlib.metadata import version
-from pathlib import Path
 
+import nmoe_grpo
 import torch
+import trl_grpo
 from grpo_parity import check_batch, check_gradients, check_loss, clipped, reference_gradients, total_norm
 from grpo_workload import CASES, Case
-from nmoe_grpo import NmoeGrpo
-from trl_grpo import TrlGrpo
+from machine import machine, versions
+from nmoe_grpo import NmoeGrpo, NmoeStep
+from side import Side
+from trl_grpo import TrlGrpo, TrlStep
 
 PACKAGES = ("nmoe", "trl", "transformers", "accelerate", "torch")
 
@@ -45,28 +45,27 @@ def prove_parity(case: Case) -> None:
 
 def time_case(case: Case, warmup: int, steps: int) -> dict[str, object]:
     """Alternate steps of both sides from the same initial weights; medians over the steps after the warm-up."""
-    nmoe, trl = NmoeGrpo(), TrlGrpo()
     nmoe_s, trl_s, trl_generation_s, mean_mismatches, max_mismatches = [], [], [], [], []
-    for step in range(warmup + steps):
-        lengths = case.lengths(step)
-        nmoe_seconds = nmoe.step(lengths)
-        trl_seconds = trl.step(lengths)
-        check_batch("nmoe", nmoe.last_batch(), lengths)
-        check_batch("trl", trl.last_batch(), lengths)
-        mismatch_mean, mismatch_max = nmoe.mismatch()
-        print(
-            f"{case.name} step {step}{' (warm-up)' if step < warmup else ''}: "
-            f"nmoe {nmoe_seconds:.3f} s (mismatch mean {mismatch_mean:.1e}, max {mismatch_max:.1e}), "
-            f"trl {trl_seconds:.3f} s (generation {trl.generation_seconds:.3f} s)",
-            flush=True,
-        )
-        if step < warmup:
-            continue
-        nmoe_s.append(nmoe_seconds)
-        trl_s.append(trl_seconds)
-        trl_generation_s.append(trl.generation_seconds)
-        mean_mismatches.append(mismatch_mean)
-        max_mismatches.append(mismatch_max)
+    with Side(nmoe_grpo.serve) as nmoe, Side(trl_grpo.serve) as trl:
+        for number in range(warmup + steps):
+            lengths = case.lengths(number)
+            ours: NmoeStep = nmoe.ask(lengths)
+            theirs: TrlStep = trl.ask(lengths)
+            check_batch("nmoe", ours.batch, lengths)
+            check_batch("trl", theirs.batch, lengths)
+            print(
+                f"{case.name} step {number}{' (warm-up)' if number < warmup else ''}: "
+                f"nmoe {ours.seconds:.3f} s (mismatch mean {ours.mismatch_mean:.1e}, max {ours.mismatch_max:.1e}), "
+                f"trl {theirs.seconds:.3f} s (generation {theirs.generation_seconds:.3f} s)",
+                flush=True,
+            )
+            if number < warmup:
+                continue
+            nmoe_s.append(ours.seconds)
+            trl_s.append(theirs.seconds)
+            trl_generation_s.append(theirs.generation_seconds)
+            mean_mismatches.append(ours.mismatch_mean)
+            max_mismatches.append(ours.mismatch_max)
     result: dict[str, object] = {
         "name": case.name,
         "nmoe_s": round(statistics.median(nmoe_s), 4),
@@ -87,16 +86,6 @@ def time_case(case: Case, warmup: int, steps: int) -> dict[str, object]:
     return result
 
 
-def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform()}
-
-
 def main() -> None:
     """Parity, then timing of every case, then the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,7 +94,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 2 or arguments.warmup < 0:
         parser.error("--steps must be at least 2 (quartiles need two values) and --warmup at least 0")
-    about = {"machine": machine(), "versions": {name: version(name) for name in PACKAGES}}
+    about = {"machine": machine(), "versions": versions(*PACKAGES)}
     print(f"{about['machine']}, both sides with {torch.get_num_threads()} threads; {about['versions']}", flush=True)
     for case in CASES:
         print(f"parity on one batch of {case.name}:", flush=True)

@@ -10,7 +10,8 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from grpo_workload import (
     make_prompts,
     reward,
 )
+from side import answer
 
 from nmoe.engine.api import Request, Sample, Sampling
 from nmoe.engine.native.engine import NativeEngine
@@ -38,6 +40,7 @@ from nmoe.learner.objectives import policy_gradient
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.policy_batch import policy_batch
+from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
@@ -46,9 +49,11 @@ TOKENS_PER_MICROBATCH = 16384
 
 
 class NmoeGrpo:
-    """One learner and one engine over the same weights; every `step` is a whole GRPO step."""
+    """One learner and one engine over the same weights, in a process set up as every recipe does it; every `step` is a whole
+    GRPO step."""
 
     def __init__(self) -> None:
+        keep_freed_memory()
         with tempfile.TemporaryDirectory() as directory:
             make_model().save_pretrained(directory)
             model = load_model(Path(directory))
@@ -125,3 +130,23 @@ class NmoeGrpo:
             for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
         ]
         return policy_batch(trajectories, advantages_B, "token", MAX_NEW_TOKENS)
+
+
+@dataclass(frozen=True)
+class NmoeStep:
+    """What nmoe's process says of one step."""
+
+    seconds: float
+    batch: GradedBatch
+    mismatch_mean: float
+    mismatch_max: float
+
+
+def serve(connection: Connection) -> None:
+    """Takes a step with the completion lengths asked for, and answers with what it took and trained on."""
+    side = NmoeGrpo()
+
+    def step(lengths: list[int]) -> NmoeStep:
+        return NmoeStep(side.step(lengths), side.last_batch(), *side.mismatch())
+
+    answer(connection, step)

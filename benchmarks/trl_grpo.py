@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from grpo_workload import (
     make_prompts,
     reward,
 )
+from side import answer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -194,3 +197,22 @@ class TrlGrpo:
             completion_ids=[ids[:n] for ids, n in zip(batch["completion_ids"].tolist(), lengths, strict=True)],
             advantages=batch["advantages"].tolist(),
         )
+
+
+@dataclass(frozen=True)
+class TrlStep:
+    """What TRL's process says of one step."""
+
+    seconds: float
+    batch: GradedBatch
+    generation_seconds: float
+
+
+def serve(connection: Connection) -> None:
+    """Takes a step with the completion lengths asked for, and answers with what it took and trained on."""
+    side = TrlGrpo()
+
+    def step(lengths: list[int]) -> TrlStep:
+        return TrlStep(side.step(lengths), side.last_batch(), side.generation_seconds)
+
+    answer(connection, step)

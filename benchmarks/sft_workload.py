@@ -1,0 +1,66 @@
+"""The fine-tuning workload that all sides run: the models, the tokens, the optimizer's settings.
+
+Everything that could favour one side lives here, once, so that no side can differ in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+PAD_ID = 0
+EOS_ID = 1
+FIRST_ID = 2  # sequences hold neither padding nor the end token
+
+LEARNING_RATE = 1e-4
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
+WEIGHT_DECAY = 0.0
+MAX_GRAD_NORM = 1.0
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting that is timed: a model, and how many sequences of how many tokens make a step."""
+
+    name: str
+    config_file: Path
+    sequences: int
+    length: int
+
+    def make_model(self) -> PreTrainedModel:
+        """The model with its random initial weights, fp32; every call gives the same weights."""
+        torch.manual_seed(SEED)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.config_file)).float()
+
+    def rows(self, step: int) -> list[list[int]]:
+        """Token ids of the step's sequences, all of the same length. Every token but a sequence's first is predicted."""
+        vocabulary = AutoConfig.from_pretrained(self.config_file).vocab_size
+        generator = np.random.default_rng((SEED, step))
+        return generator.integers(FIRST_ID, vocabulary, size=(self.sequences, self.length)).tolist()
+
+    @property
+    def predicted(self) -> int:
+        return self.sequences * (self.length - 1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a side says of one step. Loss and gradient norm (before clipping) are those of the weights before the update."""
+
+    seconds: float
+    loss: float
+    gradient_norm: float
+
+
+HERE = Path(__file__).parent
+CASES = (
+    Case("moe_1.9m_32x64", HERE / "qwen3_moe_tiny.json", 32, 64),
+    Case("dense_5.0m_8x512", HERE / "qwen3_dense_5m.json", 8, 512),
+)
