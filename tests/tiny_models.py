@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.logprobs import token_logprobs
+from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
@@ -48,8 +48,8 @@ def tiny_model() -> Callable[..., Transformer]:
             ids = torch.randint(model.config.vocab_size, (32,), generator=generator)
             attend = PackedAttention([32], ids.device)
             for _ in range(100):
-                logits = model.logits(model(ids, torch.arange(32), attend, RouterTrace()))
-                if token_logprobs(logits, ids)[1].mean() <= 0.5 * math.log(model.config.vocab_size):
+                states = model(ids, torch.arange(32), attend, RouterTrace())
+                if head_logprobs(states, model.head_weight, ids)[1].mean() <= 0.5 * math.log(model.config.vocab_size):
                     return model
                 head.weight.mul_(1.1)
         raise AssertionError("scaling the head did not make the output peaked")

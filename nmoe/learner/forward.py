@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Outputs
-from nmoe.model.logprobs import restrict_to_kept, token_logprobs
+from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
@@ -34,10 +34,10 @@ def hidden_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tenso
 
 def score(model: Transformer, micro: Batch, trace: RouterTrace, temperature: float) -> Outputs:
     """Log-probabilities and entropies of the scored tokens, under the support that they were sampled from."""
-    logits_NV = model.logits(hidden_states(model, micro, trace)[micro.scored_T])
-    if micro.kept_TM is not None:
-        logits_NV = restrict_to_kept(logits_NV, micro.kept_TM[micro.scored_T])
-    return Outputs(*token_logprobs(logits_NV, micro.targets_T[micro.scored_T], temperature))
+    states_ND = hidden_states(model, micro, trace)[micro.scored_T]
+    kept_NM = None if micro.kept_TM is None else micro.kept_TM[micro.scored_T]
+    targets_N = micro.targets_T[micro.scored_T]
+    return Outputs(*head_logprobs(states_ND, model.head_weight, targets_N, temperature, kept_NM, model.exact))
 
 
 @torch.no_grad()

@@ -1,6 +1,12 @@
-"""Log-probabilities and entropies of given tokens under a row of logits, in one pass and with a closed-form backward."""
+"""Log-probabilities and entropies of given tokens from hidden states, without a whole `[N, V]` of logits.
 
-# Shapes: N rows, V vocabulary, M the largest kept set.
+Rows go through the head piece by piece: product, softmax, statistics, while the piece is in the cache. A piece has 2^20 logits
+(4 MB in fp32). What the backward pass needs of the vocabulary, `exp(logits - max)`, is kept where it is small, at most 2^24 values
+(64 MB) in one call; beyond that it is computed again piece by piece. So a call holds at most 64 MB + 3 pieces over its inputs
+and gradients, whatever N and V; a vocabulary beyond 2^20 makes the piece one row.
+"""
+
+# Shapes: N rows, n the rows of a piece, D width, V vocabulary, M the largest kept set.
 
 from __future__ import annotations
 
@@ -10,52 +16,114 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A pass over the vocabulary is split into pieces of this many logits (2 MB in fp32), which stay in a core's cache from the
-# maximum to the entropy: 12 ms against 16 for 2048 x 4096 on one Zen 5 core.
-_CHUNK_LOGITS = 2**19
+from nmoe.model.numerics import linear
+
+_PIECE_LOGITS = 2**20
+_KEPT_LOGITS = 2**24
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """d logp[target] / d logits = onehot(target) - softmax(logits). The entropy is a statistic and carries no gradient."""
+class _HeadLogprobs(torch.autograd.Function):
+    """With p = softmax(x W^T / t): d logp[target] / d logits = (onehot(target) - p) / t, from which dx and dW are two products.
+    The entropy is a statistic and carries no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        probs_NV = torch.empty_like(logits_NV)
-        logprobs_N, entropy_N = logits_NV.new_empty(len(logits_NV)), logits_NV.new_empty(len(logits_NV))
-        for rows in _chunks(logits_NV):
-            logits_nV, probs_nV = logits_NV[rows], probs_NV[rows]
-            shifted_nV = logits_nV - logits_nV.amax(-1, keepdim=True)
-            torch.exp(shifted_nV, out=probs_nV)
-            total_n1 = probs_nV.sum(-1, keepdim=True)
-            probs_nV.div_(total_n1)
-            log_total_n = total_n1.squeeze(-1).log()
-            logprobs_N[rows] = shifted_nV.gather(-1, targets_N[rows].unsqueeze(-1)).squeeze(-1) - log_total_n
-            # Where a token is cut out its logit is -inf, and 0 * -inf counts as 0.
-            entropy_N[rows] = log_total_n - torch.linalg.vecdot(probs_nV, shifted_nV.clamp_(min=-1e30))
-        ctx.save_for_backward(probs_NV, targets_N)
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        kept_NM: Tensor | None,
+        exact: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
+        ctx.temperature, ctx.exact = temperature, exact
+        dtype = torch.promote_types(x_ND.dtype, torch.float32)
+        logprobs_N = torch.empty(rows, dtype=dtype, device=x_ND.device)
+        entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        exps_NV = torch.empty(rows, vocabulary, dtype=dtype, device=x_ND.device) if keep else None
+        for piece in _pieces(rows, vocabulary):
+            shifted_nV = _shifted_logits(x_ND, weight_VD, temperature, kept_NM, exact, piece)
+            exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[piece])
+            total_n = torch.sum(exps_nV, -1, out=total_N[piece])
+            log_total_n = total_n.log()
+            target_n = shifted_nV.gather(-1, targets_N[piece].unsqueeze(-1)).squeeze(-1)
+            torch.sub(target_n, log_total_n, out=logprobs_N[piece])
+            if kept_NM is not None:
+                shifted_nV.clamp_(min=-1e30)  # a token that is cut out has a logit of -inf, and 0 * -inf counts as 0
+            mean_n = torch.linalg.vecdot(exps_nV, shifted_nV).div_(total_n)
+            torch.sub(log_total_n, mean_n, out=entropy_N[piece])
+        ctx.save_for_backward(x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N)
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        probs_NV, targets_N = ctx.saved_tensors
-        grad_N1 = grads[0].unsqueeze(-1)
-        grad_NV = probs_NV * -grad_N1
-        return grad_NV.scatter_add_(-1, targets_N.unsqueeze(-1), grad_N1), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N = ctx.saved_tensors
+        grad_N = grads[0] / ctx.temperature
+        scale_N = -grad_N / total_N
+        grad_x_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
+        for piece in _pieces(x_ND.shape[0], weight_VD.shape[0]):
+            if exps_NV is None:
+                logits_nV = _shifted_logits(x_ND, weight_VD, ctx.temperature, kept_NM, ctx.exact, piece)
+                grad_nV = logits_nV.exp_().mul_(scale_N[piece].unsqueeze(-1))
+            else:
+                grad_nV = exps_NV[piece] * scale_N[piece].unsqueeze(-1)
+            grad_nV.scatter_add_(-1, targets_N[piece].unsqueeze(-1), grad_N[piece].unsqueeze(-1))
+            grad_nV = grad_nV.to(weight_VD.dtype)
+            if grad_x_ND is not None:
+                torch.mm(grad_nV, weight_VD, out=grad_x_ND[piece])
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_nV.t(), x_ND[piece])
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_x_ND, grad_weight_VD, None, None, None, None, None
 
 
-def _chunks(logits_NV: Tensor) -> Iterator[slice]:
-    rows, vocabulary = logits_NV.shape
-    step = max(1, _CHUNK_LOGITS // vocabulary)
+def _shifted_logits(
+    x_ND: Tensor, weight_VD: Tensor, temperature: float, kept_NM: Tensor | None, exact: bool, piece: slice
+) -> Tensor:
+    """The piece's logits in fp32 (fp64 for fp64 inputs) less the largest of each row."""
+    logits_nV = linear(x_ND[piece], weight_VD, exact)
+    logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    if temperature != 1.0:
+        logits_nV.div_(temperature)
+    if kept_NM is not None:
+        logits_nV = restrict_to_kept(logits_nV, kept_NM[piece])
+    return logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
+
+
+def _add_product(sum_VD: Tensor, a_Vn: Tensor, b_nD: Tensor) -> None:
+    """`sum += a @ b`; a sum of more precision than the factors is added to after the product."""
+    if sum_VD.dtype == a_Vn.dtype:
+        sum_VD.addmm_(a_Vn, b_nD)
+    else:
+        sum_VD.add_(a_Vn @ b_nD)
+
+
+def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
+    step = max(1, _PIECE_LOGITS // vocabulary)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
-def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`log softmax(logits / temperature)[target]` and the entropy in nats of that distribution, both `[N]`, fp32."""
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, targets_N)
+def head_logprobs(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature: float = 1.0,
+    kept_NM: Tensor | None = None,
+    exact: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32.
+
+    `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `nmoe.model.numerics`.
+    """
+    needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    keep = needs_grad and x_ND.shape[0] * weight_VD.shape[0] <= _KEPT_LOGITS
+    logprobs_N, entropy_N = _HeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, kept_NM, exact, keep)
     return logprobs_N, entropy_N
 
 

@@ -74,8 +74,12 @@ class Transformer(nn.Module):
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Logits `[N, V]` in fp32 for the rows that are wanted."""
-        weight_VD = self.embedding.weight if self.head is None else self.head.weight
-        return linear(x_ND, weight_VD, self.exact).float()
+        return linear(x_ND, self.head_weight, self.exact).float()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """`[V, D]`, the embedding's own where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def set_numerics(self, numerics: Numerics) -> Transformer:
         """Chooses between speed and results that do not depend on the batch (`nmoe.model.numerics`)."""

@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample
-from nmoe.model.logprobs import restrict_to_kept, token_logprobs
+from nmoe.model.logprobs import head_logprobs, restrict_to_kept
 
 LARGEST = 1 - 2**-24  # the largest draw below 1
 INF = float("inf")
@@ -160,13 +160,15 @@ def test_whatever_is_drawn_has_mass_and_the_learners_logprob(
     tokens, logprobs, kept = sample(row, columns(1, temperature, top_p, top_k), torch.tensor([draw]))
     token = int(tokens)
     assert math.exp((row[0, token] - row.max()).double() / temperature) > 0
-    restricted = row
+    restricted, ids = row, None
     if kept is not None:
         assert kept[0, token]
-        restricted = restrict_to_kept(row, kept[0].nonzero().T)
+        ids = kept[0].nonzero().T
+        restricted = restrict_to_kept(row, ids)
     else:
         assert (top_p, top_k) == (1.0, 0)
-    scored, _ = token_logprobs(restricted, tokens, temperature)
+    # The learner has finite logits, here as hidden states under a head that is the identity.
+    scored, _ = head_logprobs(row.clamp(min=-1e30), torch.eye(len(logits)), tokens, temperature, ids)
     assert logprobs.item() == pytest.approx(scored.item(), abs=1e-5, rel=1e-6)
     # It is the token whose share of the cumulated mass the draw falls into.
     mass = (restricted.double() / temperature).softmax(-1)[0].cumsum(0)

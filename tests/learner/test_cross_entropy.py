@@ -5,14 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from nmoe.learner.objectives import Outputs, Scored, cross_entropy
-from nmoe.model.logprobs import token_logprobs
+from nmoe.model.logprobs import head_logprobs
 
 
 def test_equals_torch_under_a_token_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, targets = 3 * torch.randn(6, 11, generator=generator), torch.randint(11, (6,), generator=generator)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss, statistics = cross_entropy(Outputs(*token_logprobs(ours, targets)), Scored(torch.full((6,), 1 / 6)))
+    loss, statistics = cross_entropy(
+        Outputs(*head_logprobs(ours, torch.eye(11), targets)), Scored(torch.full((6,), 1 / 6))
+    )
     reference = F.cross_entropy(theirs, targets)
     assert loss.item() == pytest.approx(reference.item(), abs=1e-6)
     assert statistics == {}

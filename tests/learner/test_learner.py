@@ -39,7 +39,7 @@ def quiet(model: Transformer) -> Transformer:
 
 def near_policy(model: Transformer, batch: Batch) -> Batch:
     """The batch as if sampled by a policy near the model's, of which a reference is near too: ratios on both sides of the clip."""
-    logprobs_N, generator = learner_of(model).logprobs(batch).result(), torch.Generator().manual_seed(1)
+    logprobs_N, generator = learner_of(model).logprobs(batch).result().float(), torch.Generator().manual_seed(1)
     behaviour_N, reference_N = logprobs_N + 0.3 * torch.randn(2, len(logprobs_N), generator=generator)
     behaviour_T = torch.zeros_like(batch.weights_T).masked_scatter(batch.scored_T, behaviour_N)
     return replace(batch, behaviour_logprobs_T=behaviour_T).with_reference(reference_N)

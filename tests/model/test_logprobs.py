@@ -1,4 +1,4 @@
-"""Token log-probabilities and entropies: values by hand, closed-form gradients, cut-out tokens."""
+"""Token log-probabilities and entropies from hidden states: values by hand, gradients, cut-out tokens, bounded memory."""
 
 import math
 
@@ -6,15 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nmoe.model.logprobs import restrict_to_kept, token_logprobs
+from nmoe.model import logprobs
+from nmoe.model.logprobs import head_logprobs, restrict_to_kept
 
 INF = float("inf")
 
 
+def of_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Hidden states that are the logits, under a head that is the identity."""
+    return head_logprobs(logits, torch.eye(logits.shape[-1], dtype=logits.dtype), targets, temperature)
+
+
 def test_values_by_hand() -> None:
     logits = torch.tensor([[1.0, 2.0, 5.0], [1.0, 1.0, 1.0]], dtype=torch.float64).log() + 7
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 0]))
+    logprobs, entropy = of_logits(logits, torch.tensor([1, 0]))
     assert logprobs.tolist() == pytest.approx([math.log(2 / 8), math.log(1 / 3)], rel=1e-12)
     by_hand = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
     assert entropy.tolist() == pytest.approx([by_hand, math.log(3)], rel=1e-12)
@@ -22,53 +29,137 @@ def test_values_by_hand() -> None:
 
 def test_temperature_divides_the_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 5.0]], dtype=torch.float64).log()
-    logprobs, entropy = token_logprobs(logits, torch.tensor([2]), temperature=0.5)  # probabilities squared
+    logprobs, entropy = of_logits(logits, torch.tensor([2]), temperature=0.5)  # probabilities squared
     assert logprobs.item() == pytest.approx(math.log(25 / 30))
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (1 / 30, 4 / 30, 25 / 30)))
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logprobs, entropy = token_logprobs(torch.tensor([[1e4, 1e4 - 1, -1e4]]), torch.tensor([1]))
+    logprobs, entropy = of_logits(torch.tensor([[1e4, 1e4 - 1, -1e4]]), torch.tensor([1]))
     assert logprobs.item() == pytest.approx(-1 - math.log1p(math.exp(-1)), abs=1e-6)
     assert entropy.item() == pytest.approx(math.log1p(math.exp(-1)) + math.exp(-1) / (1 + math.exp(-1)), abs=1e-6)
 
 
+def small_pieces(monkeypatch: pytest.MonkeyPatch, kept_logits: int) -> None:
+    """Two rows of seven logits to a piece; `kept_logits = 0` computes everything again in the backward pass."""
+    monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 20)
+    monkeypatch.setattr(logprobs, "_KEPT_LOGITS", kept_logits)
+
+
+@pytest.mark.parametrize("kept_logits", [0, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_by_finite_differences_and_none_for_the_entropy(temperature: float) -> None:
+@pytest.mark.parametrize("restricted", [False, True])
+def test_gradient_by_finite_differences_and_none_for_the_entropy(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, kept_logits: int, restricted: bool
+) -> None:
+    small_pieces(monkeypatch, kept_logits)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 7, generator=generator, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([0, 6, 3, 3])
+    states = torch.randn(5, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(7, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    kept = torch.tensor([[0, 2, 5], [6, -1, -1], [-1, -1, -1], [3, 1, -1], [1, 0, 6]]) if restricted else None
 
-    def call(logits: Tensor) -> Tensor:
-        return token_logprobs(logits, targets, temperature)[0]
+    def call(states: Tensor, head: Tensor) -> Tensor:
+        return head_logprobs(states, head, targets, temperature, kept)[0]
 
-    assert torch.autograd.gradcheck(call, (logits,))
-    assert not token_logprobs(logits, targets, temperature)[1].requires_grad
+    assert torch.autograd.gradcheck(call, (states, head))
+    assert torch.autograd.gradcheck(lambda states: call(states, head.detach()), (states,))
+    assert torch.autograd.gradcheck(lambda head: call(states.detach(), head), (head,))
+    assert not head_logprobs(states, head, targets, temperature, kept)[1].requires_grad
 
 
-def test_agrees_with_torch_over_a_real_vocabulary() -> None:
+@pytest.mark.parametrize("kept_logits", [0, 2**24])
+def test_agrees_with_torch_over_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch, kept_logits: int) -> None:
+    monkeypatch.setattr(logprobs, "_KEPT_LOGITS", kept_logits)
     generator = torch.Generator().manual_seed(1)
     rows = 250  # of 5000 logits: more than is taken in one piece
-    logits = 4 * torch.randn(rows, 5000, generator=generator)
+    states, head = torch.randn(rows, 16, generator=generator), torch.randn(5000, 16, generator=generator)
     targets, upstream = torch.randint(5000, (rows,), generator=generator), torch.randn(rows, generator=generator)
-    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    logprobs, entropy = token_logprobs(ours, targets)
-    reference = F.log_softmax(theirs, -1)
-    torch.testing.assert_close(logprobs, reference[torch.arange(rows), targets], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(-1), rtol=1e-5, atol=1e-5)
-    logprobs.backward(upstream)
+    ours = [states.clone().requires_grad_(), head.clone().requires_grad_()]
+    theirs = [states.clone().requires_grad_(), head.clone().requires_grad_()]
+    logprobs_N, entropy = head_logprobs(ours[0], ours[1], targets)
+    reference = F.log_softmax(theirs[0] @ theirs[1].T, -1)
+    torch.testing.assert_close(logprobs_N, reference[torch.arange(rows), targets], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(-1), rtol=1e-4, atol=1e-5)
+    logprobs_N.backward(upstream)
     reference[torch.arange(rows), targets].backward(upstream)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_of_low_precision_products_everything_else_is_fp32() -> None:
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
+    head = torch.randn(300, 16, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(300, (40,), generator=generator)
+    logprobs_N, entropy = head_logprobs(states, head, targets)
+    assert (logprobs_N.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    logits = F.linear(states, head).float()
+    reference = logits.log_softmax(-1)
+    torch.testing.assert_close(logprobs_N, reference[torch.arange(40), targets], rtol=1e-6, atol=1e-5)
+    logprobs_N.sum().backward()
+    d_logits = F.one_hot(targets, 300).float() - logits.softmax(-1)
+    assert states.grad is not None
+    assert head.grad is not None
+    assert states.grad.dtype == head.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(states.grad.float(), d_logits @ head.float(), rtol=0.02, atol=0.05)
+    torch.testing.assert_close(head.grad.float(), d_logits.T @ states.float(), rtol=0.02, atol=0.05)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        return out
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_no_tensor_holds_the_logits_of_all_rows(monkeypatch: pytest.MonkeyPatch, restricted: bool) -> None:
+    rows, vocabulary, width = 4000, 500, 4
+    monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 50 * vocabulary)
+    monkeypatch.setattr(logprobs, "_KEPT_LOGITS", 0)
+    states = torch.randn(rows, width, requires_grad=True)
+    head = torch.randn(vocabulary, width, requires_grad=True)
+    kept = torch.zeros(rows, 1, dtype=torch.int64) if restricted else None
+    with Largest() as largest:
+        head_logprobs(states, head, torch.zeros(rows, dtype=torch.int64), kept_NM=kept)[0].sum().backward()
+    assert head.grad is not None
+    assert 16_000 <= largest.elements <= 50 * vocabulary
+
+
+def test_what_is_kept_for_the_backward_pass_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, head = torch.randn(30, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
+    targets = torch.zeros(30, dtype=torch.int64)
+    for bound, expected in ((3000, 3000), (2999, 400)):
+        monkeypatch.setattr(logprobs, "_KEPT_LOGITS", bound)
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t):
+            head_logprobs(states, head, targets)
+        assert max(saved) == expected
+    with torch.no_grad(), Largest() as largest:
+        monkeypatch.setattr(logprobs, "_KEPT_LOGITS", 3000)
+        monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 200)
+        head_logprobs(states, head, targets)
+    assert largest.elements < 1000  # without a gradient there is nothing to keep
 
 
 def test_no_rows_have_no_logprobs() -> None:
-    logprobs, entropy = token_logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
+    logprobs, entropy = of_logits(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
     assert (logprobs.tolist(), entropy.tolist()) == ([], [])
 
 
 def test_tokens_cut_out_count_for_nothing() -> None:
-    logits = torch.tensor([[1.0, 2.0, 5.0, 1.0]]).log().index_fill(1, torch.tensor([2]), -INF).requires_grad_()
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
+    logits = torch.tensor([[1.0, 2.0, 5.0, 1.0]]).log().requires_grad_()
+    kept = torch.tensor([[3, 0, 1]])
+    logprobs, entropy = head_logprobs(logits, torch.eye(4), torch.tensor([1]), kept_NM=kept)
     assert logprobs.item() == pytest.approx(math.log(2 / 4))
     assert entropy.item() == pytest.approx(1.5 * math.log(2))
     logprobs.sum().backward()
@@ -77,21 +168,14 @@ def test_tokens_cut_out_count_for_nothing() -> None:
 
 
 def test_restriction_keeps_each_row_its_own_set() -> None:
-    logits = torch.arange(16, dtype=torch.float32).view(4, 4).requires_grad_()
+    logits = torch.arange(16, dtype=torch.float32).view(4, 4)
     kept = torch.tensor([[2, 0, -1], [1, -1, -1], [-1, -1, -1], [3, 2, 1]])
-    restricted = restrict_to_kept(logits, kept)
-    assert restricted.tolist() == [
+    assert restrict_to_kept(logits, kept).tolist() == [
         [0.0, -INF, 2.0, -INF],
         [-INF, 5.0, -INF, -INF],
         [8.0, 9.0, 10.0, 11.0],
         [-INF, 13.0, 14.0, 15.0],
     ]
-    logprobs, _ = token_logprobs(restricted, torch.tensor([2, 1, 3, 1]))
+    logprobs, _ = head_logprobs(logits, torch.eye(4), torch.tensor([2, 1, 3, 1]), kept_NM=kept)
     assert logprobs[0].item() == pytest.approx(-math.log1p(math.exp(-2)))
     assert logprobs[1].item() == 0.0
-    logprobs.sum().backward()
-    assert logits.grad is not None
-    # What was cut out has no gradient, and each row's adds up to nothing.
-    assert (logits.grad[restricted == -INF] == 0).all()
-    assert logits.grad.sum(-1).tolist() == pytest.approx([0] * 4, abs=1e-6)
-    assert logits.grad[0, 2].item() == pytest.approx(1 - 1 / (1 + math.exp(-2)))
