@@ -1,4 +1,8 @@
-"""Model checkpoints: `config.json` and `model.safetensors`, in nmoe's own layout or that of a known Hugging Face family."""
+"""Model checkpoints: a directory with `config.json` and safetensors, in nmoe's own layout or a known Hugging Face family's.
+
+Loading streams: each stored tensor is read, converted into its place in the model, and let go, so that the peak is the model
+and little more.
+"""
 
 from __future__ import annotations
 
@@ -7,68 +11,110 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import qwen3_moe
+from nmoe.model.families import FAMILIES, differences, family_of, native
+from nmoe.model.families.base import Family, fill, tensors_of
+from nmoe.model.shards import Shards, write_shards
 from nmoe.model.transformer import Transformer
 
-MODEL_TYPE = "nmoe"
-_FAMILIES = {qwen3_moe.MODEL_TYPE: qwen3_moe}
+# As large as the shards that transformers writes.
+SHARD_BYTES = 5 * 10**9
+
+# Where generation ends is a matter of the checkpoint: old ones say it in config.json.
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def save_model(model: Transformer, directory: Path) -> None:
-    """Writes the weights, balancing biases included, and the configuration into an existing directory."""
-    config = {"model_type": MODEL_TYPE, **model.config.to_dict()}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(
-        {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, directory / "model.safetensors"
-    )
+def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model a checkpoint directory holds, its parameters in `dtype`; buffers stay fp32.
 
-
-def load_model(directory: Path) -> Transformer:
-    """The model a checkpoint directory holds.
-
-    Raises UserError for a missing or torn file, an architecture this package does not know, and weights that do not fit
-    the configuration.
+    Raises UserError, naming file and tensor, for a missing or torn file, an architecture this package does not know, and
+    weights that do not fit the configuration or are not finite. Peak memory is the model, one stored tensor and 64 MiB.
     """
-    config = _config(_read_config(directory), directory / "config.json")
+    family, config = read_config(directory)
     with torch.device("meta"):
         model = Transformer(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     model = model.to_empty(device="cpu")
     model.reset_tables()
-    load_weights(model, directory)
+    model.generation = _read_generation(directory)
+    fill(model.state_dict(), family, config, Shards(directory))
     return model
 
 
 def load_weights(model: Transformer, directory: Path) -> None:
-    """Copies a checkpoint's weights into a model of the same configuration."""
-    model_type = _read_config(directory).get("model_type")
-    tensors = _read_tensors(directory / "model.safetensors")
-    if model_type in _FAMILIES:
-        try:
-            tensors = _FAMILIES[model_type].weights_from_hf(tensors, model.config)
-        except UserError as error:
-            raise UserError(f"{directory / 'model.safetensors'}: {error}") from None
-    wanted = model.state_dict()
-    problems = [f"{name} is missing" for name in wanted if name not in tensors]
-    problems += [f"{name} is not part of this architecture" for name in tensors if name not in wanted]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, this architecture wants {list(t.shape)}"
-        for name, t in wanted.items()
-        if name in tensors and tensors[name].shape != t.shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise UserError(f"{directory / 'model.safetensors'}: not a checkpoint of this architecture: {shown}")
-    model.load_state_dict(tensors)
+    """Copies a checkpoint's weights into a model of the same configuration, converting to its dtype. Raises UserError as
+    `load_model` does; after one for weights that are not finite the model must not be used."""
+    family, config = read_config(directory)
+    if other := differences(config, model.config):
+        shown = ", ".join(
+            f"{name} = {value!r} where the model has {getattr(model.config, name)!r}" for name, value in other.items()
+        )
+        raise UserError(f"{directory / 'config.json'}: of another model than the one to load into: {shown}")
+    fill(model.state_dict(), family, config, Shards(directory))
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes weights, balancing biases included, and configuration into an existing directory, in nmoe's own layout."""
+    _write(model, directory, native, shard_bytes)
+
+
+def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a checkpoint that transformers loads into an existing, empty directory, in the dtype of the parameters.
+
+    The family is the one whose features the model has: the one that it was loaded from, if from any. Raises UserError where
+    no family has them all.
+    """
+    family = family_of(model.config)
+    filled = {entry.ours for entry in family.entries(model.config)}
+    for name, tensor in model.state_dict().items():
+        if name not in filled and tensor.any():
+            raise UserError(
+                f"{name} is not zero, and {family.MODEL_TYPE} has no place for it: routers of this family choose by score "
+                "alone. Train with router_aux_loss_coef in place of router_bias_rate where export is wanted"
+            )
+    _write(model, directory, family, shard_bytes)
+
+
+def read_config(directory: Path) -> tuple[Family, ModelConfig]:
+    """The family and the decoder that a checkpoint's `config.json` describes. Raises UserError."""
     path = directory / "config.json"
+    if not path.exists() and (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory}: an adapter, not a model; load the base that adapter_config.json names, with it")
+    raw = _read_object(path)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UserError(f"{path}: model_type = {model_type!r} is not a family nmoe knows; it knows {known}")
+    family = FAMILIES[model_type]
+    try:
+        return family, family.config_from_hf(raw)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _write(model: Transformer, directory: Path, family: Family, shard_bytes: int) -> None:
+    config = family.config_to_hf(model.config)
+    if family is not native:
+        config |= {name: model.generation.get(name) for name in _TOKEN_IDS}
+        config["torch_dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if model.generation:
+        (directory / "generation_config.json").write_text(json.dumps(model.generation, indent=2) + "\n")
+    write_shards(directory, tensors_of(model.state_dict(), family, model.config), shard_bytes)
+
+
+def _read_generation(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    if path.exists():
+        return _read_object(path)
+    raw = _read_object(directory / "config.json")
+    return {name: raw[name] for name in _TOKEN_IDS if raw.get(name) is not None}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
@@ -76,27 +122,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{path}: no such file; a checkpoint is a directory with config.json and model.safetensors"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can not be read as a model configuration: {error}") from None
+        raise UserError(f"{path}: can not be read: {error}") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: a model configuration is a JSON object")
+        raise UserError(f"{path}: not a JSON object")
     return raw
-
-
-def _config(raw: dict[str, Any], path: Path) -> ModelConfig:
-    model_type = raw.pop("model_type", None)
-    if model_type != MODEL_TYPE and model_type not in _FAMILIES:
-        known = ", ".join(sorted([MODEL_TYPE, *_FAMILIES]))
-        raise UserError(f"{path}: model_type = {model_type!r} is not an architecture nmoe knows ({known})")
-    try:
-        return ModelConfig.from_dict(raw) if model_type == MODEL_TYPE else _FAMILIES[model_type].config_from_hf(raw)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: torn or not a safetensors file: {error}") from None

@@ -9,6 +9,7 @@ that is handed in; the head is a separate call so that only the rows that matter
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.exact = False
+        # generation_config.json of the checkpoint that the weights came from: not ours to read, handed on when saved.
+        self.generation: dict[str, Any] = {}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

@@ -84,10 +84,10 @@ COMMON = [
     (remove("model.safetensors"), r"model\.safetensors: no such file"),
     (write("config.json", b"{"), r"config\.json: can not be read"),
     (write("config.json", b"\xff\xfe"), r"config\.json: can not be read"),
-    (write("config.json", b"[]"), r"config\.json: a model configuration is a JSON object"),
+    (write("config.json", b"[]"), r"config\.json: not a JSON object"),
     (
-        edit_config(model_type="llama"),
-        r"config\.json: model_type = 'llama' is not an architecture nmoe knows \(nmoe, qwen3_moe\)",
+        edit_config(model_type="bert"),
+        r"config\.json: model_type = 'bert' is not a family nmoe knows; it knows .*llama, nmoe, qwen3, qwen3_moe",
     ),
     (edit_config(model_type=None), r"config\.json: model_type = None"),
     (cut("model.safetensors"), r"model\.safetensors: torn or not a safetensors file"),
@@ -100,7 +100,7 @@ OWN = [
     (edit_config(heads="4"), r"config\.json: heads = '4'"),
     (
         edit_tensors(lambda t: t.pop("blocks.1.ffn.down")),
-        r"model\.safetensors: not a checkpoint of this architecture: blocks\.1\.ffn\.down is missing$",
+        r"model\.safetensors: not a checkpoint of the architecture in its config\.json: blocks\.1\.ffn\.down is missing$",
     ),
     (
         edit_tensors(lambda t: t.update({"blocks.9.wing": NARROW})),
@@ -108,7 +108,7 @@ OWN = [
     ),
     (
         edit_tensors(lambda t: t.update({"embedding.weight": NARROW})),
-        r"model\.safetensors: .*: embedding\.weight has shape \[32\], this architecture wants \[48, 32\]$",
+        r"model\.safetensors: .*: embedding\.weight has shape \[32\], config\.json asks for \[48, 32\]$",
     ),
     (edit_config(layers=5), r"model\.safetensors: .* is missing; .*; and \d+ more$"),
     (edit_config(tie_embeddings=True), r"model\.safetensors: .*: head\.weight is not part of this architecture$"),
@@ -176,15 +176,18 @@ QWEN3_MOE = [
     (edit_config(num_experts=None, hidden_size=None), r"config\.json: missing keys hidden_size, num_experts$"),
     (edit_config(rope_theta="big"), r"config\.json: rope_theta = 'big'"),
     (edit_config(num_key_value_heads=0), r"config\.json: kv_heads = 0"),
-    (edit_config(mlp_only_layers=[1]), r"config\.json: qwen3_moe: mlp_only_layers"),
-    (edit_config(decoder_sparse_step=2), r"config\.json: .*decoder_sparse_step"),
-    (edit_config(rope_scaling={"rope_type": "yarn"}), r"config\.json: qwen3_moe: rope"),
+    (edit_config(mlp_only_layers=7), r"config\.json: mlp_only_layers = 7 is not a list of whole numbers"),
+    (edit_config(mlp_only_layers=[1]), r"config\.json: intermediate_size must be positive"),
+    (edit_config(decoder_sparse_step=0), r"config\.json: decoder_sparse_step = 0"),
+    (edit_config(rope_scaling={"rope_type": "yarn"}), r"config\.json: missing keys factor"),
+    (edit_config(rope_scaling=3), r"config\.json: rope_scaling = 3 is not a table"),
     (
-        edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}),
-        r"config\.json: qwen3_moe: rope type 'yarn'",
+        edit_config(rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
+        r"config\.json: qwen3_moe: rope type 'longrope' is not supported",
     ),
-    (edit_config(attention_bias=True), r"config\.json: qwen3_moe: attention_bias"),
-    (edit_config(use_sliding_window=True), r"config\.json: qwen3_moe: .*sliding_window"),
+    (edit_config(attention_bias=True), r"model\.safetensors: .* model\.layers\.0\.self_attn\.q_proj\.bias is missing"),
+    (edit_config(attention_bias="yes"), r"config\.json: attention_bias = 'yes' is neither true nor false"),
+    (edit_config(quantization_config={"quant_method": "awq"}), r"config\.json: qwen3_moe: quantization_config.* 'awq'"),
     (edit_config(hidden_act="gelu"), r"config\.json: qwen3_moe: hidden_act = 'gelu'"),
     (
         edit_tensors(lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
@@ -196,11 +199,11 @@ QWEN3_MOE = [
     ),
     (
         edit_config(num_hidden_layers=1),
-        r"model\.safetensors: .* nothing in it reads model\.layers\.1\.input_layernorm\.weight, ",
+        r"model\.safetensors: .* model\.layers\.1\.input_layernorm\.weight is not part of this architecture; ",
     ),
     (
         edit_config(num_experts=2),
-        r"model\.safetensors: .* model\.layers\.0\.mlp\.gate\.weight has shape \[3, 8\], .* \[2, 8\]$",
+        r"model\.safetensors: .* model\.layers\.0\.mlp\.gate\.weight has shape \[3, 8\], config\.json asks for \[2, 8\]; ",
     ),
 ]
 

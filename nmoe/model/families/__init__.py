@@ -1,1 +1,40 @@
-"""One file per checkpoint family: its configuration and weight names, mapped to nmoe's."""
+"""One file per checkpoint family: its configuration and weight names, mapped to nmoe's, in both directions."""
+
+from __future__ import annotations
+
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig
+from nmoe.model.families import llama, native, qwen3, qwen3_moe
+from nmoe.model.families.base import Family
+
+HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe)
+FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (native, *HF_FAMILIES)}
+
+# How training goes on, which no family's checkpoint says.
+_OF_TRAINING = {"router_bias_rate", "router_aux_loss_coef"}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The Hugging Face family that has every feature of this decoder. Raises UserError with what the nearest one lacks."""
+    lacking = [(family, _lacks(family, config)) for family in HF_FAMILIES]
+    family, lacks = min(lacking, key=lambda pair: len(pair[1]))
+    if lacks:
+        raise UserError(
+            f"no Hugging Face family that nmoe knows has this model's features; {family.MODEL_TYPE}, the nearest, lacks "
+            + ", ".join(f"{name} = {value!r}" for name, value in lacks.items())
+        )
+    return family
+
+
+def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
+    """The settings of ours, with their values, that theirs has otherwise; how training goes on is not among them."""
+    others = theirs.to_dict()
+    return {name: value for name, value in ours.to_dict().items() if others[name] != value and name not in _OF_TRAINING}
+
+
+def _lacks(family: Family, config: ModelConfig) -> dict[str, object]:
+    """The settings that do not survive being written as this family's, with their values."""
+    try:
+        return differences(config, family.config_from_hf(family.config_to_hf(config)))
+    except UserError:  # such as experts = 0 in a family of mixtures
+        return config.to_dict()

@@ -1,0 +1,164 @@
+"""What a family is, and the walk over its entries that copies a checkpoint's tensors into a model's or makes them from these.
+
+A family file maps names and settings and nothing else. Entries are walked in the order they come; each stored tensor is
+read once, copied into its part of ours, and let go.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig
+from nmoe.model.shards import Shards
+
+# Problems listed in one message before the rest are only counted.
+_SHOWN = 5
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def transpose(x: Tensor) -> Tensor:
+    """The last two axes exchanged, as a view: stored experts are `[out, in]`, ours `[in, out]`."""
+    return x.transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of theirs and the part of ours that it fills: `ours[index] = read(theirs)`, and back
+    `theirs = write(ours[index])`.
+
+    Example, the gate of one expert: `Entry("model.layers.0.mlp.experts.3.gate_proj.weight", "blocks.0.ffn.gate_up", (F, D),
+    (3, slice(None), slice(0, F)), transpose, transpose)`.
+    """
+
+    theirs: str
+    ours: str  # a name in Transformer.state_dict()
+    shape: tuple[int, ...]  # of theirs
+    index: tuple[slice | int, ...] = ()
+    read: Callable[[Tensor], Tensor] = identity  # gives a view where it can
+    write: Callable[[Tensor], Tensor] = identity
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Quantised storage: where all of `theirs + suffix` are stored, `unpack(*them)` in this order is the tensor that an entry
+    calls `theirs`. Only reading knows of it; what is written is never packed."""
+
+    suffixes: tuple[str, ...]
+    unpack: Callable[..., Tensor]
+
+
+class Family(Protocol):
+    """A module of this package, one per `model_type`."""
+
+    MODEL_TYPE: str
+    PACKINGS: tuple[Packing, ...]
+
+    def config_from_hf(self, raw: dict[str, Any], /) -> ModelConfig:
+        """The decoder that a `config.json` describes. Raises UserError for a missing key, and naming key and value for what
+        is not supported."""
+
+    def config_to_hf(self, config: ModelConfig, /) -> dict[str, Any]:
+        """A `config.json` that transformers loads, with `model_type` and `architectures`. Total: what the family can not
+        express it leaves out, and whoever needs all of it compares `config_from_hf(config_to_hf(config))`."""
+
+    def entries(self, config: ModelConfig, /) -> Iterator[Entry]:
+        """Every tensor of the checkpoint; together they fill every parameter exactly once."""
+
+    def ignores(self, name: str, config: ModelConfig, /) -> bool:
+        """Whether a stored tensor that no entry names may be there all the same."""
+
+
+def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: Shards) -> None:
+    """Copies a checkpoint into a model's state, converting to its dtypes. Buffers that no entry fills become 0.
+
+    Names, shapes and dtypes are all compared before anything is copied; that values are finite is seen while copying.
+    Raises UserError naming file and tensor.
+    """
+    entries = list(family.entries(config))
+    stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
+    _compare(entries, stored, family, config, shards)
+    for name in state.keys() - {entry.ours for entry in entries}:
+        state[name].zero_()
+    for entry in entries:
+        names, unpack = stored[entry.theirs]
+        tensor = unpack(*(shards.read(name) for name in names))
+        file = shards.files[names[0]]
+        if tensor.shape != entry.shape:
+            raise UserError(f"{file}: {_wrong_shape(entry, tuple(tensor.shape))}")
+        part = state[entry.ours][entry.index]
+        part.copy_(entry.read(tensor))
+        # One pass and no memory, where isfinite would make a mask of every element.
+        if part.numel() and not all(bound.isfinite() for bound in torch.aminmax(part.detach())):
+            overflow = f" once converted to {part.dtype}" if tensor.float().isfinite().all() else ""
+            raise UserError(f"{file}: {entry.theirs} holds NaN or infinite values{overflow}")
+        del tensor
+
+
+def tensors_of(
+    state: dict[str, Tensor], family: Family, config: ModelConfig
+) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
+    """A model's state as the family's tensors: name, size in bytes, and a call that makes the tensor, contiguous on the CPU."""
+    for entry in family.entries(config):
+        part = state[entry.ours][entry.index]
+
+        def make(part: Tensor = part, entry: Entry = entry) -> Tensor:
+            tensor = entry.write(part.detach()).cpu().contiguous()
+            assert tensor.shape == entry.shape, f"{entry.theirs}: {tuple(tensor.shape)} is not {entry.shape}"
+            return tensor
+
+        yield entry.theirs, part.numel() * part.element_size(), make
+
+
+def _stored_names(theirs: str, family: Family, shards: Shards) -> tuple[tuple[str, ...], Callable[..., Tensor]]:
+    for packing in family.PACKINGS:
+        names = tuple(theirs + suffix for suffix in packing.suffixes)
+        if all(name in shards.files for name in names):
+            return names, packing.unpack
+    return (theirs,), identity
+
+
+def _compare(
+    entries: list[Entry],
+    stored: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]],
+    family: Family,
+    config: ModelConfig,
+    shards: Shards,
+) -> None:
+    """Raises UserError with what is missing, of a wrong shape or dtype, or of no use to this architecture, by file."""
+    problems: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        names, _ = stored[entry.theirs]
+        if names != (entry.theirs,):
+            continue  # packed: its shape shows when it is unpacked
+        if entry.theirs not in shards.files:
+            problems[str(shards.listing)].append(f"{entry.theirs} is missing")
+        elif shards.shapes[entry.theirs] != entry.shape:
+            found = shards.shapes[entry.theirs]
+            problems[str(shards.files[entry.theirs])].append(_wrong_shape(entry, found))
+        elif (dtype := shards.dtype(entry.theirs)) is None or not dtype.is_floating_point or dtype.itemsize < 2:
+            problems[str(shards.files[entry.theirs])].append(
+                f"{entry.theirs} is stored as {shards.dtype_name(entry.theirs)}, which is not a float this family is stored in"
+            )
+    read = {name for names, _ in stored.values() for name in names}
+    for name in sorted(shards.files.keys() - read):
+        if not family.ignores(name, config):
+            problems[str(shards.files[name])].append(f"{name} is not part of this architecture")
+    if problems:
+        file, first = next(iter(problems.items()))
+        more = sum(map(len, problems.values())) - len(first[:_SHOWN])
+        shown = "; ".join(first[:_SHOWN]) + (f"; and {more} more" if more else "")
+        raise UserError(f"{file}: not a checkpoint of the architecture in its config.json: {shown}")
+
+
+def _wrong_shape(entry: Entry, found: tuple[int, ...]) -> str:
+    return f"{entry.theirs} has shape {list(found)}, config.json asks for {list(entry.shape)}"

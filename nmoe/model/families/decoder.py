@@ -1,0 +1,141 @@
+"""The entries and settings that families share: embeddings, norms, grouped-query attention, SwiGLU blocks, experts saved one
+by one, all by the names that Llama gave them."""
+
+# Shapes: V vocabulary, D width, H query heads, J key-value heads, C head width, F intermediate width, E experts.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nmoe.model.config import ModelConfig
+from nmoe.model.families.base import Entry, transpose
+from nmoe.model.families.settings import Settings, rope_to_hf
+
+SHAPE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+def decoder_settings(settings: Settings) -> dict[str, Any]:
+    """What every family's ModelConfig takes from the same keys. Query, key, value and output projections have biases together,
+    as transformers' `attention_bias` means it."""
+    settings.only("hidden_act", "silu")
+    settings.refuse_quantised()
+    heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
+    rope_theta, rope_scaling = settings.rope()
+    biases = settings.flag("attention_bias")
+    return {
+        "vocab_size": settings.whole("vocab_size"),
+        "hidden_size": width,
+        "layers": settings.whole("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": settings.whole("num_key_value_heads", heads),
+        "head_dim": settings.whole("head_dim", width // max(heads, 1)),
+        "context_tokens": settings.whole("max_position_embeddings"),
+        "tie_embeddings": settings.flag("tie_word_embeddings"),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "norm_eps": settings.real("rms_norm_eps"),
+        "qkv_bias": biases,
+        "output_bias": biases,
+    }
+
+
+def decoder_to_hf(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """The keys of `decoder_settings`."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_tokens,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": config.qkv_bias,
+        "hidden_act": "silu",
+        **rope_to_hf(config),
+    }
+
+
+def ends(config: ModelConfig) -> Iterator[Entry]:
+    """Embedding, last norm and, unless tied, the head."""
+    table = (config.vocab_size, config.hidden_size)
+    yield Entry("model.embed_tokens.weight", "embedding.weight", table)
+    yield Entry("model.norm.weight", "norm.weight", (config.hidden_size,))
+    if not config.tie_embeddings:
+        yield Entry("lm_head.weight", "head.weight", table)
+
+
+def norms(config: ModelConfig, layer: int) -> Iterator[Entry]:
+    """The two norms of a layer."""
+    for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm")):
+        yield Entry(f"model.layers.{layer}.{theirs}.weight", f"blocks.{layer}.{ours}.weight", (config.hidden_size,))
+
+
+def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
+    """Grouped-query attention with what biases and head norms the configuration has."""
+    theirs, ours = f"model.layers.{layer}.self_attn.", f"blocks.{layer}.attention."
+    width, head_dim = config.hidden_size, config.head_dim
+    first = 0
+    for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        rows = slice(first, first + heads * head_dim)
+        first = rows.stop
+        yield Entry(f"{theirs}{name}_proj.weight", f"{ours}qkv_proj.weight", (heads * head_dim, width), (rows,))
+        if config.qkv_bias:
+            yield Entry(f"{theirs}{name}_proj.bias", f"{ours}qkv_proj.bias", (heads * head_dim,), (rows,))
+    yield Entry(f"{theirs}o_proj.weight", f"{ours}o_proj.weight", (width, config.heads * head_dim))
+    if config.output_bias:
+        yield Entry(f"{theirs}o_proj.bias", f"{ours}o_proj.bias", (width,))
+    if config.qk_norm:
+        for name in ("q_norm.weight", "k_norm.weight"):
+            yield Entry(theirs + name, ours + name, (head_dim,))
+
+
+def swiglu(theirs: str, ours: str, width: int, intermediate: int) -> Iterator[Entry]:
+    """A dense SwiGLU block; the names are prefixes such as `model.layers.0.mlp.` and `blocks.0.ffn.`."""
+    for name, first in (("gate", 0), ("up", intermediate)):
+        rows = slice(first, first + intermediate)
+        yield Entry(f"{theirs}{name}_proj.weight", f"{ours}gate_up_proj.weight", (intermediate, width), (rows,))
+    yield Entry(f"{theirs}down_proj.weight", f"{ours}down_proj.weight", (width, intermediate))
+
+
+def dense(config: ModelConfig) -> Iterator[Entry]:
+    """All of a dense decoder."""
+    yield from ends(config)
+    for layer in range(config.layers):
+        yield from norms(config, layer)
+        yield from attention(config, layer)
+        mlp, ffn = f"model.layers.{layer}.mlp.", f"blocks.{layer}.ffn."
+        yield from swiglu(mlp, ffn, config.hidden_size, config.intermediate_size)
+
+
+def experts_one_by_one(theirs: str, ours: str, config: ModelConfig) -> Iterator[Entry]:
+    """Experts each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on."""
+    width, intermediate = config.hidden_size, config.expert_width
+    for e in range(config.experts):
+        for name, first in (("gate", 0), ("up", intermediate)):
+            columns = slice(first, first + intermediate)
+            yield Entry(
+                f"{theirs}{e}.{name}_proj.weight",
+                f"{ours}gate_up",
+                (intermediate, width),
+                (e, slice(None), columns),
+                transpose,
+                transpose,
+            )
+        yield Entry(f"{theirs}{e}.down_proj.weight", f"{ours}down", (width, intermediate), (e,), transpose, transpose)
+
+
+def ignored_always(name: str, config: ModelConfig) -> bool:
+    """What may lie in any checkpoint and says nothing: a tied head saved all the same, and tables of old versions."""
+    return (config.tie_embeddings and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")

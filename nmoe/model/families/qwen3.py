@@ -1,0 +1,56 @@
+"""Qwen3, dense: grouped-query attention with QK-norm, SwiGLU blocks, full and sliding windows by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig
+from nmoe.model.families import decoder
+from nmoe.model.families.base import Packing
+from nmoe.model.families.settings import Settings
+
+MODEL_TYPE = "qwen3"
+PACKINGS: tuple[Packing, ...] = ()
+entries = decoder.dense
+ignores = decoder.ignored_always
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    settings = Settings(raw, MODEL_TYPE)
+    settings.require(*decoder.SHAPE_KEYS, "num_key_value_heads", "intermediate_size")
+    shared = {"head_dim": 128} | raw  # the family's default where the key is left out, not hidden_size / heads
+    return ModelConfig(
+        **decoder.decoder_settings(Settings(shared, MODEL_TYPE)),
+        intermediate_size=settings.whole("intermediate_size"),
+        windows=_windows(settings),
+    )
+
+
+def _windows(settings: Settings) -> tuple[int, ...]:
+    layers = settings.whole("num_hidden_layers")
+    window = settings.whole("sliding_window", 0) if settings.flag("use_sliding_window") else 0
+    full = settings.whole("max_window_layers", layers)
+    default = [_SLIDING if window and layer >= full else _FULL for layer in range(layers)]
+    kinds = settings.raw.get("layer_types", default)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+        raise UserError(f"layer_types = {kinds!r} is not a list of {_FULL} and {_SLIDING}, one for each layer")
+    if _SLIDING not in kinds:
+        return ()
+    if window == 0:
+        raise UserError(f"layer_types asks for {_SLIDING}, and use_sliding_window and sliding_window set no window")
+    return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    window = max(config.windows, default=0)
+    return {
+        **decoder.decoder_to_hf(config, MODEL_TYPE, "Qwen3ForCausalLM"),
+        "intermediate_size": config.intermediate_size,
+        "use_sliding_window": window > 0,
+        "sliding_window": window or None,
+        "max_window_layers": config.layers,
+        "layer_types": [_SLIDING if config.window(layer) else _FULL for layer in range(config.layers)],
+    }

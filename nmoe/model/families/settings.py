@@ -1,0 +1,137 @@
+"""A family's `config.json`, read key by key: what is missing, of a wrong type or not supported is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig, RopeScaling
+
+_MISSING: Any = object()
+
+
+class Settings:
+    """The keys of a `config.json`. A key that is null counts as absent, as transformers treats it."""
+
+    def __init__(self, raw: dict[str, Any], model_type: str) -> None:
+        self.raw = {key: value for key, value in raw.items() if value is not None}
+        self.model_type = model_type
+
+    def require(self, *keys: str) -> None:
+        """Raises UserError with all of the keys that are missing."""
+        if missing := [key for key in keys if key not in self.raw]:
+            raise UserError(f"missing keys {', '.join(missing)}")
+
+    def whole(self, key: str, default: int = _MISSING) -> int:
+        value = self._get(key, default)
+        if type(value) is not int or value < 0:
+            raise UserError(f"{key} = {value!r} is not a whole number")
+        return value
+
+    def real(self, key: str, default: float = _MISSING) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(f"{key} = {value!r} is not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise UserError(f"{key} = {value!r} is neither true nor false")
+        return value
+
+    def wholes(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, empty where the key is absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
+            raise UserError(f"{key} = {value!r} is not a list of whole numbers")
+        return tuple(value)
+
+    def only(self, key: str, *values: Any) -> None:
+        """Raises UserError where the key is there with another value than these."""
+        if key in self.raw and self.raw[key] not in values:
+            known = " or ".join(repr(value) for value in values)
+            raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported, only {known}")
+
+    def refuse_quantised(self) -> None:
+        if "quantization_config" in self.raw:
+            found = self.raw["quantization_config"]
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise UserError(f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported")
+
+    def rope(self, default_theta: float = 10_000.0) -> tuple[float, RopeScaling | None]:
+        """The base of the rotary frequencies and their scaling, from `rope_parameters` as transformers 5 writes it or from
+        `rope_theta` and `rope_scaling` as released checkpoints have it."""
+        rope: dict[str, Any] = {"rope_theta": self.real("rope_theta", default_theta)}
+        for key in ("rope_scaling", "rope_parameters"):
+            found = self._get(key, {})
+            if not isinstance(found, dict):
+                raise UserError(f"{key} = {found!r} is not a table")
+            rope |= {name: value for name, value in found.items() if value is not None}
+        settings = Settings(rope, self.model_type)
+        settings.only("partial_rotary_factor", 1, 1.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        theta = settings.real("rope_theta")
+        if kind == "default":
+            return theta, None
+        if kind not in ("llama3", "yarn", "linear"):
+            raise UserError(
+                f"{self.model_type}: rope type {kind!r} is not supported, only default, linear, llama3 and yarn"
+            )
+        settings.require("factor")
+        factor = settings.real("factor")
+        if kind == "linear":
+            return theta, RopeScaling("linear", factor)
+        original = settings.whole("original_max_position_embeddings", self.whole("max_position_embeddings"))
+        if kind == "llama3":
+            settings.require("low_freq_factor", "high_freq_factor")
+            low, high = settings.real("low_freq_factor"), settings.real("high_freq_factor")
+            return theta, RopeScaling("llama3", factor, original, low, high)
+        scaling = RopeScaling(
+            "yarn",
+            factor,
+            original,
+            beta_fast=settings.real("beta_fast", 32.0),
+            beta_slow=settings.real("beta_slow", 1.0),
+            attention_factor=settings.real("attention_factor", _yarn_attention_factor(settings, factor)),
+            truncate=settings.flag("truncate", True),
+        )
+        return theta, scaling
+
+    def _get(self, key: str, default: Any) -> Any:
+        if key not in self.raw and default is _MISSING:
+            raise UserError(f"missing keys {key}")
+        return self.raw.get(key, default)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much YaRN sharpens attention over a context stretched by `factor` (arXiv:2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(settings: Settings, factor: float) -> float:
+    mscale, all_dim = settings.real("mscale", 0.0), settings.real("mscale_all_dim", 0.0)
+    if mscale and all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, the form that transformers of every age, and servers, read."""
+    scaling = config.rope_scaling
+    rope: dict[str, Any] | None = None
+    if scaling is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            rope["original_max_position_embeddings"] = scaling.original_context_tokens
+        if scaling.kind == "llama3":
+            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        if scaling.kind == "yarn":
+            rope |= {
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "attention_factor": scaling.attention_factor,
+                "truncate": scaling.truncate,
+            }
+    return {"rope_theta": config.rope_theta, "rope_scaling": rope}

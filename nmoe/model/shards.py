@@ -1,0 +1,142 @@
+"""The tensors of a checkpoint directory, in one safetensors file or in shards under an index, read and written one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nmoe.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# Reading maps the file, and pages once touched stay in memory until the mapping goes: so a file is opened anew after this.
+_MAPPED_BYTES = 64 * 2**20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Shards:
+    """What `model.safetensors`, or else `model.safetensors.index.json` and its shards, hold: names, shapes and dtypes at once,
+    data when asked for. No more than 64 MiB and one tensor are held in memory.
+
+    Raises UserError, naming file and tensor, for what is missing, torn, not where the index says, or outside the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if (directory / SINGLE).exists() or not (directory / INDEX).exists():
+            self.listing = directory / SINGLE
+            files: dict[Path, list[str] | None] = {self.listing: None}
+        else:
+            self.listing = directory / INDEX
+            files = dict(_read_index(self.listing))
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._codes: dict[str, str] = {}
+        self._opened: tuple[Path, Any] | None = None
+        self._mapped = 0
+        for path, listed in files.items():
+            opened = self._open(path)
+            present = set(opened.keys())
+            for name in sorted(present) if listed is None else listed:
+                if name not in present:
+                    raise UserError(f"{self.listing}: {name} should be in {path.name}, which has no such tensor")
+                part = opened.get_slice(name)
+                self.files[name] = path
+                self.shapes[name] = tuple(part.get_shape())
+                self._codes[name] = part.get_dtype()
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype a tensor is stored in; None: one that torch is not read with here."""
+        return _DTYPES.get(self._codes[name])
+
+    def dtype_name(self, name: str) -> str:
+        """The dtype as safetensors writes it, such as BF16."""
+        return self._codes[name]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as stored. It must be let go before the next is read, or the bound on memory does not hold."""
+        path = self.files[name]
+        if self._opened is None or self._opened[0] != path or self._mapped > _MAPPED_BYTES:
+            self._opened = None  # the old mapping goes before a new one comes
+            self._opened, self._mapped = (path, self._open(path)), 0
+        try:
+            tensor: Tensor = self._opened[1].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {name} can not be read: {error}") from None
+        self._mapped += tensor.nbytes
+        return tensor
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            listed = f", though {self.listing.name} names it" if path != self.listing else ""
+            raise UserError(f"{path}: no such file{listed}") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: torn or not a safetensors file: {error}") from None
+
+
+def _read_index(path: Path) -> dict[Path, list[str]]:
+    """The tensors of each shard that an index names. Shards lie beside it: a path to elsewhere is refused."""
+    try:
+        raw = json.loads(path.read_bytes())
+        weight_map = raw["weight_map"]
+        pairs = [(str(name), str(file)) for name, file in weight_map.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: can not be read as an index of shards: {error!r}") from None
+    shards: dict[Path, list[str]] = {}
+    for name, file in pairs:
+        if file != Path(file).name or "\\" in file or file in ("", ".", ".."):
+            raise UserError(f"{path}: {name} lies in {file!r}, which is not a file of this directory")
+        shards.setdefault(path.parent / file, []).append(name)
+    return shards
+
+
+def write_shards(directory: Path, tensors: Iterable[tuple[str, int, Callable[[], Tensor]]], shard_bytes: int) -> None:
+    """Writes tensors, given by name, size in bytes and a call that makes them, into an existing directory: one file where they
+    fit into `shard_bytes`, else several and their index. One shard is held in memory at a time."""
+    shards: list[dict[str, Callable[[], Tensor]]] = [{}]
+    total = filled = 0
+    weight_map: dict[str, int] = {}
+    for name, size, make in tensors:
+        if filled and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = make
+        weight_map[name] = len(shards)
+        filled += size
+        total += size
+
+    def file_name(number: int) -> str:
+        return f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+
+    for number, shard in enumerate(shards, 1):
+        held = {name: make() for name, make in shard.items()}
+        save_file(held, directory / file_name(number), metadata={"format": "pt"})
+        del held
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file_name(number) for name, number in weight_map.items()},
+        }
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
