@@ -4,7 +4,8 @@ A sequence of tokens `x[0..n]` has n predicting positions: position t reads `x[t
 never read, so it is never run through the model.
 """
 
-# Shapes: T predicting positions over all sequences, B sequences, N scored positions, M largest kept set, Y layers, K experts.
+# Shapes: T predicting positions over all sequences, S those that run, B sequences, N scored positions, M largest kept set, Y
+# layers, K experts.
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,10 @@ class Batch:
 
     `weights_T` holds mask, reduction and global denominator in one: an objective returns a weighted sum, so that a batch
     splits into micro-batches or ranks without changing its gradient.
+
+    `prefixes` may say which sequences begin alike, as the samples of one prompt do: `((0, 2), (0, 2), (1, 3))` says that the
+    first two share their first two inputs. Such rows go through the model once, and give all their sequences the same
+    values and gradients as if each had run them.
     """
 
     lengths: tuple[int, ...]
@@ -35,6 +41,7 @@ class Batch:
     reference_logprobs_T: Tensor | None = None
     routes_TYK: Tensor | None = None
     kept_TM: Tensor | None = None
+    prefixes: tuple[tuple[int, int], ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -45,6 +52,25 @@ class Batch:
         lengths_B = torch.tensor(self.lengths, dtype=torch.int64)
         starts_T = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B)
         return torch.arange(self.tokens) - starts_T
+
+    def shared_rows(self) -> tuple[Tensor, Tensor] | None:
+        """The rows that have to run, `[S]`, and for every row of the batch where its values stand among them, `[T]`. None where no
+        two sequences share a prefix."""
+        if self.prefixes is None or len({group for group, _ in self.prefixes}) == len(self.prefixes):
+            return None
+        first_place: dict[int, int] = {}
+        rows, places = [], []
+        start = run = 0
+        for length, (group, shared) in zip(self.lengths, self.prefixes, strict=True):
+            skipped = shared if group in first_place else 0
+            if skipped:
+                places.append(np.arange(first_place[group], first_place[group] + skipped))
+            first_place.setdefault(group, run)
+            rows.append(np.arange(start + skipped, start + length))
+            places.append(np.arange(run, run + length - skipped))
+            start, run = start + length, run + length - skipped
+        device = self.inputs_T.device
+        return torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(places)).to(device)
 
     def without_routes(self) -> Batch:
         """The batch for a model that picks its own experts: recorded routes belong to the policy that sampled."""
@@ -72,17 +98,25 @@ class Batch:
         rows_T = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in sequences])
         columns = {name: values_T[rows_T] for name, values_T in self._columns()}
         lengths = tuple(self.lengths[i] for i in sequences)
-        return replace(self, lengths=lengths, **columns), rows_T
+        prefixes = None if self.prefixes is None else tuple(self.prefixes[i] for i in sequences)
+        return replace(self, lengths=lengths, prefixes=prefixes, **columns), rows_T
 
 
-def micro_batches(lengths: Sequence[int], tokens_per_microbatch: int) -> Iterator[list[int]]:
-    """Sequence indices, longest first, cut where the next would exceed the token budget; a longer one stands alone.
+def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int]]:
+    """Sequence indices, longest first, cut where the next would exceed the token budget; a longer one stands alone. Sequences
+    that share a prefix follow the longest of them.
 
     Sorting puts sequences of similar length together, which is what the length buckets of attention want.
     """
+    lengths = batch.lengths
+    groups = range(len(lengths)) if batch.prefixes is None else [group for group, _ in batch.prefixes]
+    longest: dict[int, int] = {}
+    for group, length in zip(groups, lengths, strict=True):
+        longest[group] = max(length, longest.get(group, 0))
+    order = sorted(range(len(lengths)), key=lambda i: (-longest[groups[i]], groups[i], -lengths[i]))
     chosen: list[int] = []
     tokens = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in order:
         if chosen and tokens + lengths[i] > tokens_per_microbatch:
             yield chosen
             chosen, tokens = [], 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs, hidden_states, score, split
+from nmoe.learner.forward import batch_logprobs, score, scored_states, split
 from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, OptimizerSettings
@@ -118,7 +118,7 @@ class Learner:
         load_YE = self._no_load()
         for micro, _ in split(batch, self.model, self.tokens_per_microbatch):
             trace = RouterTrace(replay=micro.routes_TYK)
-            hidden_states(self.model, micro, trace)
+            scored_states(self.model, micro, trace)
             load_YE += count_load(trace, self.model.config.experts)
         return load_YE / load_YE.sum(-1, keepdim=True)
 

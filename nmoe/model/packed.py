@@ -5,8 +5,8 @@ length buckets, each padded to its longest member at the end, where a causal ker
 looks at padding.
 """
 
-# Shapes: T packed tokens, N heads, H query heads, J key-value heads, C head width, U value width; a bucket has B sequences of
-# length at most L.
+# Shapes: T packed tokens, S distinct ones among them, N heads, H query heads, J key-value heads, C head width, U value width; a
+# bucket has B sequences of length at most L.
 
 from __future__ import annotations
 
@@ -54,16 +54,30 @@ class _Bucket:
 
 
 class PackedAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends in fp64."""
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends in fp64.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, exact: bool = False) -> None:
+    Sequences may share rows, such as a common prompt: then `shared` says which of all T rows it is called with (`[S]`) and where
+    each of the T stands among these (`[T]`).
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        exact: bool = False,
+        shared: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self.exact = exact
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.gather_T: Tensor | None = None
         if order != list(range(len(lengths))):
             starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
             self.gather_T = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order]).to(device)
-            self.back_T = self.gather_T.argsort()
+            self.back_S = self.gather_T.argsort()
+        if shared is not None:
+            rows_S, place_T = shared
+            self.back_S = rows_S if self.gather_T is None else self.back_S[rows_S]
+            self.gather_T = place_T if self.gather_T is None else place_T[self.gather_T]
         self.buckets: list[_Bucket] = []
         run: list[int] = []
         for length in [lengths[i] for i in order if lengths[i]] + [0]:
@@ -87,7 +101,7 @@ class PackedAttention:
             o_THU = o_BHLU.transpose(1, 2).reshape(-1, o_BHLU.shape[1], o_BHLU.shape[3])
             parts.append(o_THU if bucket.rows_T is None else o_THU.index_select(0, bucket.rows_T))
         out_THU = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
-        return out_THU if self.gather_T is None else out_THU.index_select(0, self.back_T)
+        return out_THU if self.gather_T is None else out_THU.index_select(0, self.back_S)
 
 
 def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJLC: Tensor, v_BJLU: Tensor) -> Tensor:

@@ -37,6 +37,16 @@ def policy_batch(
         behaviour_logprobs_T=torch.from_numpy(behaviour_T).float(),
         routes_TYK=_routes(trajectories),
         kept_TM=_kept(trajectories, first),
+        prefixes=_prefixes(trajectories),
+    )
+
+
+def _prefixes(trajectories: Sequence[Trajectory]) -> tuple[tuple[int, int], ...]:
+    """The samples of one prompt share all of it; one that has no token has not even read its prompt's last."""
+    first_of: dict[tuple[int, ...], int] = {}
+    return tuple(
+        (first_of.setdefault(t.prompt_ids, i), len(t.prompt_ids)) if t.sample.token_ids else (i, 0)
+        for i, t in enumerate(trajectories)
     )
 
 

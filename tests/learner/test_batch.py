@@ -24,6 +24,11 @@ def small() -> Batch:
     )
 
 
+def of_lengths(lengths: list[int], prefixes: tuple[tuple[int, int], ...] | None = None) -> Batch:
+    zeros = torch.zeros(sum(lengths), dtype=torch.int64)
+    return Batch(tuple(lengths), zeros, zeros, zeros.bool(), zeros.float(), prefixes=prefixes)
+
+
 def test_positions_count_within_each_sequence() -> None:
     assert small().tokens == 5
     assert small().positions().tolist() == [0, 1, 2, 0, 1]
@@ -61,18 +66,18 @@ def test_to_moves_every_column() -> None:
 
 def test_micro_batches_by_hand() -> None:
     # Longest first: 7 alone exceeds nothing of a budget of 8; 5 + 3 fill it; 3 + 2 + 2 stay below it.
-    assert list(micro_batches([3, 7, 2, 5, 3, 2], 8)) == [[1], [3, 0], [4, 2, 5]]
+    assert list(micro_batches(of_lengths([3, 7, 2, 5, 3, 2]), 8)) == [[1], [3, 0], [4, 2, 5]]
 
 
 def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
-    assert list(micro_batches([1, 20, 1], 4)) == [[1], [0, 2]]
-    assert list(micro_batches([], 4)) == []
+    assert list(micro_batches(of_lengths([1, 20, 1]), 4)) == [[1], [0, 2]]
+    assert list(micro_batches(of_lengths([]), 4)) == []
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
 def test_micro_batches_part_the_sequences_within_the_budget(lengths: list[int], budget: int) -> None:
-    parts = list(micro_batches(lengths, budget))
+    parts = list(micro_batches(of_lengths(lengths), budget))
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     assert all(len(part) == 1 or sum(lengths[i] for i in part) <= budget for part in parts)
     taken = [lengths[i] for part in parts for i in part]
@@ -80,3 +85,23 @@ def test_micro_batches_part_the_sequences_within_the_budget(lengths: list[int], 
     # None is cut before it has to be.
     for part, following in itertools.pairwise(parts):
         assert sum(lengths[i] for i in part) + lengths[following[0]] > budget
+
+
+def test_micro_batches_keep_those_together_that_share_a_prefix() -> None:
+    prefixes = ((0, 2), (1, 2), (0, 2), (3, 2), (1, 2))
+    # The first group's longest has 9 rows, the second's 8: the group's short ones come before other sequences.
+    assert list(micro_batches(of_lengths([3, 8, 9, 5, 4], prefixes), 13)) == [[2, 0], [1, 4], [3]]
+
+
+def test_shared_rows_by_hand() -> None:
+    batch = of_lengths([4, 3, 2, 3], ((0, 2), (1, 1), (0, 2), (0, 2)))
+    rows, place = batch.shared_rows() or (None, None)
+    assert rows is not None
+    assert place is not None
+    # Of the third sequence nothing is its own; of the fourth, its last row.
+    assert rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 11]
+    assert place.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 0, 1, 7]
+    part, _ = batch.select([3, 1])
+    assert part.prefixes == ((0, 2), (1, 1))
+    assert part.shared_rows() is None  # alone of its group, and nothing else shares
+    assert of_lengths([4, 3]).shared_rows() is None

@@ -204,6 +204,58 @@ def test_scores_only_over_the_kept_support(tiny_model: MakeModel, random_batch: 
     torch.testing.assert_close(result.tokens["logprobs"], torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
+def grouped(make: MakeBatch, seed: int = 0) -> Batch:
+    """Two groups of sequences that begin alike, of unlike lengths, one of them all prefix, and one sequence that stands alone."""
+    batch = make([7, 12, 7, 5, 20, 9, 6], seed)
+    prefixes = ((0, 5), (1, 6), (0, 5), (0, 5), (4, 3), (1, 6), (1, 6))
+    inputs_T, starts = batch.inputs_T.clone(), torch.tensor([0, *batch.lengths]).cumsum(0).tolist()
+    for start, (group, shared) in zip(starts, prefixes, strict=False):
+        inputs_T[start : start + shared] = inputs_T[starts[group] : starts[group] + shared]
+    return replace(batch, inputs_T=inputs_T, prefixes=prefixes)
+
+
+@pytest.mark.parametrize("changes", [{"router_aux_loss_coef": 0.5}, {"experts": 0}], ids=["moe", "dense"])
+@pytest.mark.parametrize("tokens_per_microbatch", [15, 30, 10_000])
+def test_shared_prefixes_run_once_and_change_nothing(
+    tiny_model: MakeModel, random_batch: MakeBatch, tokens_per_microbatch: int, changes: dict[str, Any]
+) -> None:
+    model = quiet(tiny_model(**changes))
+    shared = near_policy(model, grouped(random_batch))
+    apart, of_apart = gradient_of(model, replace(shared, prefixes=None), OBJECTIVE, 10_000)
+    rows = []
+    model.norm.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
+    together, of_together = gradient_of(model, shared, OBJECTIVE, tokens_per_microbatch)
+    assert_same(together, apart)
+    assert of_together.loss == pytest.approx(of_apart.loss, abs=1e-6)
+    assert of_together.auxiliary_loss == pytest.approx(of_apart.auxiliary_loss, abs=1e-6)
+    for name, values in of_apart.tokens.items():
+        torch.testing.assert_close(of_together.tokens[name], values, rtol=1e-5, atol=1e-5)
+    assert (of_together.routing is None) == (of_apart.routing is None)
+    if of_together.routing is not None and of_apart.routing is not None:
+        # Every token counts, those that ran once for several sequences too.
+        assert torch.equal(of_together.routing.load_YE, of_apart.routing.load_YE)
+        assert of_together.routing.router_entropy() == pytest.approx(of_apart.routing.router_entropy(), abs=1e-6)
+    if tokens_per_microbatch == 10_000:
+        assert set(rows) == {shared.tokens - 2 * 5 - 2 * 6}
+
+
+def test_of_shared_rows_the_first_sequences_routes_are_replayed(tiny_model: MakeModel, random_batch: MakeBatch) -> None:
+    model, batch = tiny_model(), grouped(random_batch)
+    routes_TYK, _ = own_routes(model, batch)
+    apart = gradient_of(model, replace(batch, routes_TYK=routes_TYK, prefixes=None), cross_entropy, 10_000)[1]
+    together = gradient_of(model, replace(batch, routes_TYK=routes_TYK), cross_entropy, 10_000)[1]
+    torch.testing.assert_close(together.tokens["logprobs"], apart.tokens["logprobs"], rtol=1e-4, atol=1e-5)
+    assert together.routing is not None
+    assert together.routing.flips == 0
+    other_TYK = routes_TYK.clone()
+    place = 7 + 12 + 2  # a shared row of the third sequence, whose group the first leads
+    other_TYK[place, 0, 0] = next(e for e in range(6) if e not in routes_TYK[place, 0].tolist())
+    changed = gradient_of(model, replace(batch, routes_TYK=other_TYK), cross_entropy, 10_000)[1]
+    assert torch.equal(changed.tokens["logprobs"], together.tokens["logprobs"])
+    assert changed.routing is not None
+    assert changed.routing.flips == 1  # and it is seen
+
+
 def own_routes(model: Transformer, batch: Batch) -> tuple[Tensor, RouterTrace]:
     trace = RouterTrace()
     with torch.no_grad():

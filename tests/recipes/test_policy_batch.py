@@ -71,3 +71,19 @@ def test_routes_stand_where_their_token_is_read() -> None:
     assert batch.routes_TYK.tolist() == [*routes.tolist(), [[77, 77], [77, 77]]]
     trajectories[1].sample.routes = None  # a part can not be replayed
     assert policy_batch(trajectories, ADVANTAGES_B, "token", 4).routes_TYK is None
+
+
+def test_samples_of_one_prompt_share_it() -> None:
+    prompts = [(5, 6), (9,), (5, 6), (5, 6), (9,)]
+    tokens = [[7, 2], [8], [], [4], [3]]
+    trajectories = [
+        trajectory(prompt, Sample(ids, [-1.0] * len(ids), [0] * len(ids), "length"))
+        for prompt, ids in zip(prompts, tokens, strict=True)
+    ]
+    batch = policy_batch(trajectories, torch.zeros(5), "token", 4)
+    assert batch.prefixes == ((0, 2), (1, 1), (2, 0), (0, 2), (1, 1))
+    rows, place = batch.shared_rows() or (None, None)
+    assert rows is not None
+    assert place is not None
+    assert batch.inputs_T[rows][place].tolist() == batch.inputs_T.tolist()
+    assert len(rows) == batch.tokens - 3
