@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nmoe.model.numerics import linear
+from nmoe.model.products import input_gradient, weight_gradient
 
 _PIECE_LOGITS = 2**20
 _KEPT_LOGITS = 2**24
@@ -65,18 +66,20 @@ class _HeadLogprobs(torch.autograd.Function):
         scale_N = -grad_N / total_N
         grad_x_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
-        for piece in _pieces(x_ND.shape[0], weight_VD.shape[0]):
+        rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
+        # Where all is kept, the products that follow take it whole.
+        for piece in _pieces(rows, vocabulary) if exps_NV is None else [slice(0, rows)]:
             if exps_NV is None:
                 logits_nV = _shifted_logits(x_ND, weight_VD, ctx.temperature, kept_NM, ctx.exact, piece)
                 grad_nV = logits_nV.exp_().mul_(scale_N[piece].unsqueeze(-1))
             else:
-                grad_nV = exps_NV[piece] * scale_N[piece].unsqueeze(-1)
+                grad_nV = exps_NV * scale_N.unsqueeze(-1)
             grad_nV.scatter_add_(-1, targets_N[piece].unsqueeze(-1), grad_N[piece].unsqueeze(-1))
             grad_nV = grad_nV.to(weight_VD.dtype)
             if grad_x_ND is not None:
-                torch.mm(grad_nV, weight_VD, out=grad_x_ND[piece])
+                grad_x_ND[piece] = input_gradient(grad_nV, weight_VD)
             if grad_weight_VD is not None:
-                _add_product(grad_weight_VD, grad_nV.t(), x_ND[piece])
+                grad_weight_VD.add_(weight_gradient(x_ND[piece], grad_nV))
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_x_ND, grad_weight_VD, None, None, None, None, None
@@ -93,14 +96,6 @@ def _shifted_logits(
     if kept_NM is not None:
         logits_nV = restrict_to_kept(logits_nV, kept_NM[piece])
     return logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
-
-
-def _add_product(sum_VD: Tensor, a_Vn: Tensor, b_nD: Tensor) -> None:
-    """`sum += a @ b`; a sum of more precision than the factors is added to after the product."""
-    if sum_VD.dtype == a_Vn.dtype:
-        sum_VD.addmm_(a_Vn, b_nD)
-    else:
-        sum_VD.add_(a_Vn @ b_nD)
 
 
 def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:

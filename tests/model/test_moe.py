@@ -16,6 +16,7 @@ from nmoe.model.moe import (
     RouterTrace,
     experts_by_grouped_mm,
     experts_by_loop,
+    experts_by_padding,
     grouped_mm_fits,
 )
 
@@ -140,19 +141,20 @@ COUNTS = [[3, 0, 4, 1, 2], [0, 0, 10, 0, 0], [10, 0, 0, 0, 0], [0, 0, 0, 0, 10],
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("biases", "limit"), [(False, 0.0), (True, 1.5)])
-def test_grouped_experts_equal_the_loop_in_values_and_gradients(counts: list[int], biases: bool, limit: float) -> None:
+def test_the_ways_of_experts_are_equal_in_values_and_gradients(counts: list[int], biases: bool, limit: float) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(10, 8), (5, 8, 24), (5, 12, 8), *([(5, 24), (5, 8)] if biases else [])]
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     upstream = torch.randn(10, 8, generator=generator)
     results = []
-    for experts in (experts_by_grouped_mm, experts_by_loop):
+    for experts in (experts_by_grouped_mm, experts_by_loop, experts_by_padding):
         tensors = [t.clone().requires_grad_() for t in inputs]
         out = experts(tensors[0], torch.tensor(counts), ExpertWeights(*tensors[1:], limit=limit))
         out.backward(upstream)
         results.append((out.detach(), *(t.grad for t in tensors)))
-    for grouped, loop in zip(*results, strict=True):
+    for grouped, loop, padded in zip(*results, strict=True):
         torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(padded, loop, rtol=1e-5, atol=1e-5)
     # By hand for the first row that has an expert, so that the two are not wrong alike.
     x, gate_up, down = inputs[:3]
     first = next(e for e, count in enumerate(counts) if count)

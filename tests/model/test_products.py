@@ -1,0 +1,65 @@
+"""Products by oneDNN against torch's own, in values and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.model import products
+
+pytestmark = pytest.mark.skipif(not products.by_onednn(torch.zeros(1)), reason="this torch has no oneDNN")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 3, 5), (2, 8, 4), (37, 16, 100), (64, 100, 7), (0, 4, 4)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_values_and_gradients(rows: int, inputs: int, outputs: int, with_bias: bool) -> None:
+    tensors = [draw(rows, inputs), draw(outputs, inputs), *([draw(outputs)] if with_bias else [])]
+    upstream = draw(rows, outputs, seed=1)
+    ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    for function, inputs_ in ((products.linear, ours), (F.linear, theirs)):
+        function(*inputs_).backward(upstream)
+    torch.testing.assert_close(products.linear(*tensors), F.linear(*tensors), rtol=1e-5, atol=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    x, weight = draw(4, 6), draw(5, 6).requires_grad_()
+    products.linear(x, weight).sum().backward()
+    assert x.grad is None
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(5, 6))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [1, 5, 1]], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(6, 10), (10, 6)])
+def test_groups(counts: list[int], inputs: int, outputs: int) -> None:
+    x, weight, upstream = draw(7, inputs), draw(3, inputs, outputs), draw(7, outputs, seed=1)
+    mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    other = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    out = products.linear_by_group(*mine, counts)
+    expected = torch.cat([part @ other[1][e] for e, part in enumerate(other[0].split(counts))])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    out.backward(upstream)
+    expected.backward(upstream.double())
+    for one, two in zip(mine, other, strict=True):
+        torch.testing.assert_close(one.grad.double(), two.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_other_tensors_take_torchs_own_way() -> None:
+    x, weight = draw(3, 4).double(), draw(5, 4).double()
+    assert not products.by_onednn(x)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    assert not products.by_onednn(draw(3, 4).bfloat16())
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 160), (128, 4096), (1024, 256), (100, 130), (36, 48)])
+def test_a_rows_bits_do_not_depend_on_the_others(inputs: int, outputs: int) -> None:
+    x, weight = draw(300, inputs), draw(outputs, inputs)
+    whole = products.linear(x, weight)
+    for rows in (2, 3, 5, 7, 8, 9, 31, 64, 65, 129, 256, 299):
+        assert torch.equal(products.linear(x[:rows], weight), whole[:rows]), rows
+        assert torch.equal(products.linear(x[rows - 2 : rows], weight), whole[rows - 2 : rows]), rows
