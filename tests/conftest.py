@@ -8,11 +8,15 @@ two decisions to teach.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Triton's kernels run on CPU in its interpreter, which has to be chosen before anything imports triton: torch does.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nmoe.config.run import PretrainConfig, RLConfig, load_run
 from nmoe.recipes.grpo import train

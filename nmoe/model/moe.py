@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
+from nmoe.model.kernels.combine import combine, dispatch
+from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.numerics import linear, with_full_groups
 from nmoe.model.products import by_onednn, linear_by_group
@@ -78,16 +80,6 @@ class Router(nn.Module):
         return grouped_TGe.masked_fill(~kept_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def swiglu(gate_up_NF: Tensor, limit: float = 0.0) -> Tensor:
-    """silu(gate) * up, the two halves of the last axis (Shazeer 2020, arXiv:2002.05202). With a limit, gpt-oss's clamped form:
-    gate at most and up within the limit, then `gate * sigmoid(1.702 gate) * (up + 1)`."""
-    gate, up = gate_up_NF.chunk(2, dim=-1)
-    if limit == 0:
-        return F.silu(gate) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
 @dataclass(frozen=True)
 class ExpertWeights:
     """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is that of `swiglu`."""
@@ -115,7 +107,8 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
 
 
 def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """The same as one grouped matrix product per projection."""
+    """The same as one grouped matrix product per projection. In bf16 on CUDA nothing in it or in its backward waits for the
+    device, and a group may have any number of rows: only the bytes of a row have to be aligned."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     hidden_RF = F.grouped_mm(x_RD, weights.gate_up_EDF, offs=offsets_E)
     if weights.gate_up_bias_EF is not None:
@@ -192,10 +185,13 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TD, trace)
         tokens, k = chosen_TK.shape
-        expert_R = chosen_TK.reshape(-1)
-        order_R = expert_R.argsort(stable=True)
-        counts_E = torch.bincount(expert_R, minlength=self.gate_up.shape[0])
-        rows_RD = x_TD.index_select(0, order_R // k)
+        expert_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
+        # Not by bincount, which on CUDA waits for the device to learn how long its answer is.
+        ends_E = torch.searchsorted(expert_R, torch.arange(self.gate_up.shape[0], device=expert_R.device), right=True)
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
+        row_TK = row_R.view(tokens, k)
+        rows_RD = dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
         weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit)
         exact = self.exact
         experts = experts_way(rows_RD, counts_E, weights, exact)
@@ -203,11 +199,8 @@ class MoE(nn.Module):
         def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
             return experts(rows_RD, counts_E, weights)
 
-        out_RD = with_full_groups(run, rows_RD, expert_R[order_R], counts_E) if exact else run(rows_RD, counts_E)
-        # Back to token order, then each token adds its own K rows: no token's sum depends on another's place.
-        back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
-        out_TKD = out_RD.index_select(0, back_R).view(tokens, k, -1)
-        out_TD = torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).squeeze(1)
+        out_RD = with_full_groups(run, rows_RD, expert_R, counts_E) if exact else run(rows_RD, counts_E)
+        out_TD = combine(out_RD, weights_TK, row_TK)
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 
 

@@ -1,7 +1,7 @@
 """RMSNorm with a backward written out.
 
 torch's own `rms_norm` differentiates through its parts on CPU: 6.3 ms forward and backward for 6144 x 128 in fp32, where
-the closed form below takes a third of that (one Zen 5 core, torch 2.13).
+the closed form below takes a third of that (one Zen 5 core, torch 2.13). On CUDA torch has one kernel for it, each way.
 """
 
 # Shapes: N any number of rows, D width.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -46,5 +47,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_ND: Tensor) -> Tensor:
+        if x_ND.is_cuda:
+            return F.rms_norm(x_ND, self.weight.shape, self.weight, self.eps)
         out: Tensor = _RMSNorm.apply(x_ND, self.weight, self.eps)
         return out

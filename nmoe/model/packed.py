@@ -1,8 +1,8 @@
 """Causal attention within packed sequences, on any device, with no mask that is quadratic in the pack.
 
-torch has no variable-length attention with a backward on CPU. Sequences are therefore taken longest first and cut into
-length buckets, each padded to its longest member at the end, where a causal kernel needs no mask: a real token never
-looks at padding.
+On CUDA in bf16 and fp16, layers without sinks take torch's variable-length kernel (`nmoe.model.varlen`). It has no CPU side, no
+fp32 and no sinks, and elsewhere sequences are taken longest first and cut into length buckets, each padded to its longest
+member at the end, where a causal kernel needs no mask: a real token never looks at padding.
 """
 
 # Shapes: T packed tokens, S distinct ones among them, N heads, H query heads, J key-value heads, C head width, U value width; a
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.attention import AttentionLayer
+from nmoe.model.varlen import VarlenAttention
 
 # A bucket ends where a sequence is shorter than this share of the bucket's longest: lower wastes arithmetic on padding,
 # higher launches more kernels.
@@ -25,6 +27,9 @@ _BUCKET_SHARE = 0.8
 
 # Kernels want head widths that are multiples of this.
 _WIDTH_STEP = 8
+
+# Where there is a variable-length kernel.
+_VARLEN_DEVICES = ("cuda",)
 
 
 @dataclass
@@ -66,6 +71,26 @@ class PackedAttention:
         device: torch.device,
         exact: bool = False,
         shared: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.lengths, self.device, self.exact, self.shared = lengths, device, exact, shared
+        self.varlen = VarlenAttention(lengths, device, shared) if device.type in _VARLEN_DEVICES and not exact else None
+
+    @cached_property
+    def bucketed(self) -> _BucketedAttention:
+        """Made only where a layer needs it."""
+        return _BucketedAttention(self.lengths, self.device, self.exact, self.shared)
+
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        if self.varlen is not None and self.varlen.takes(layer, q_THC):
+            return self.varlen(layer, q_THC, k_TJC, v_TJU)
+        return self.bucketed(layer, q_THC, k_TJC, v_TJU)
+
+
+class _BucketedAttention:
+    """An `Attend` bucket by bucket."""
+
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, exact: bool, shared: tuple[Tensor, Tensor] | None
     ) -> None:
         self.exact = exact
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -56,6 +56,10 @@ def rope_table(
 
 
 def _rotate(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
+    if x_TNC.is_cuda and x_TNC.dtype != torch.float64:
+        from nmoe.model.kernels.rotary_triton import rotate_triton
+
+        return rotate_triton(x_TNC, cos_T1c, sin_T1c)
     half = x_TNC.shape[-1] // 2
     first, second = x_TNC[..., :half], x_TNC[..., half:]
     out_TNC = torch.empty_like(x_TNC, memory_format=torch.contiguous_format)

@@ -1,5 +1,6 @@
 """Packed attention against softmax attention written out, over one sequence at a time."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import varlen
 
+from nmoe.model import packed
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.packed import PackedAttention
 
@@ -95,7 +98,7 @@ def test_any_lengths_in_any_order(lengths: list[int]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_padding_stays_below_a_quarter(lengths: list[int]) -> None:
-    buckets = PackedAttention(lengths, CPU).buckets
+    buckets = PackedAttention(lengths, CPU).bucketed.buckets
     assert sorted(n for bucket in buckets for n in bucket.lengths) == sorted(lengths)
     padded = sum(len(bucket.lengths) * bucket.longest for bucket in buckets)
     assert padded <= 1.25 * sum(lengths)
@@ -110,3 +113,120 @@ def test_sequences_do_not_see_one_another() -> None:
     assert torch.equal(before[:4], after[:4])
     assert torch.equal(before[10:], after[10:])
     assert not torch.equal(before[4:10], after[4:10])
+
+
+def fake_varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch documents of `varlen_attn`, a query at a time: key j is seen from query i where i - left <= j <= i + right, and
+    a bound of -1 is none."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    bounds = cu_seq_q.tolist()
+    assert bounds == cu_seq_k.tolist()
+    assert bounds[-1] == q.shape[0]
+    assert max_q == max_k == max(b - a for a, b in pairwise(bounds))
+    left, right = window_size
+    rows = []
+    for start, stop in pairwise(bounds):
+        assert start < stop
+        for i in range(start, stop):
+            seen = slice(max(start, i - left) if left >= 0 else start, min(stop, i + right + 1) if right >= 0 else stop)
+            for h in range(q.shape[1]):
+                j = h * k.shape[1] // q.shape[1]
+                rows.append((k[seen, j].float() @ q[i, h].float() * scale).softmax(0) @ v[seen, j].float())
+    return torch.stack(rows).view(q.shape).to(q.dtype)
+
+
+def fake_without_gqa(*args: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+    """torch 2.11's, which knows of fewer key-value heads without being told."""
+    return fake_varlen_attn(
+        *args, scale=scale, window_size=window_size, enable_gqa=args[0].shape[1] != args[1].shape[1]
+    )
+
+
+@pytest.mark.parametrize("kernel", [fake_varlen_attn, fake_without_gqa])
+@pytest.mark.parametrize("width", [(16, 16), (20, 20), (24, 16)], ids=["fits", "padded", "latent"])
+@pytest.mark.parametrize("window", [0, 1, 3, 5, 9])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_variable_length_kernel_is_told_the_right_things(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, width: tuple[int, int], window: int, kv_heads: int
+) -> None:
+    """On CPU, with the kernel as its documentation has it; buckets compute the same in fp32."""
+    monkeypatch.setattr(packed, "_VARLEN_DEVICES", ("cpu",))
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    lengths = [5, 0, 1, 7]
+    generator = torch.Generator().manual_seed(window)
+    shapes = [(13, 2, width[0]), (13, kv_heads, width[0]), (13, kv_heads, width[1])]
+    qkv = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    upstream = torch.randn(13, 2, width[1], generator=generator)
+    layer = AttentionLayer(0, 0.3, window)
+    results = []
+    for attend, dtype in (
+        (PackedAttention(lengths, CPU), torch.bfloat16),
+        (packed._BucketedAttention(lengths, CPU, False, None), torch.float32),
+    ):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in qkv]
+        out = attend(layer, *leaves)
+        assert out.dtype == dtype
+        out.backward(upstream.to(dtype))
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=3e-2, atol=3e-2)
+
+
+def test_variable_length_kernel_sees_rows_that_sequences_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences 0 1 2 and 0 1 3 of four rows: whoever shares a row gets what both would have computed."""
+    monkeypatch.setattr(packed, "_VARLEN_DEVICES", ("cpu",))
+    monkeypatch.setattr(varlen, "varlen_attn", fake_varlen_attn)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 1, 8, generator=generator).bfloat16() for _ in range(3))
+    shared = torch.tensor([0, 1, 2, 5]), torch.tensor([0, 1, 2, 0, 1, 3])
+    out = PackedAttention([3, 3], CPU, shared=shared)(AttentionLayer(0, 0.3), q, k, v)
+    layer = AttentionLayer(0, 0.3)
+    first = naive(layer, *(x[:3].float() for x in (q, k, v)))
+    second = naive(layer, *(x[[0, 1, 3]].float() for x in (q, k, v)))
+    torch.testing.assert_close(out.float(), torch.cat([first, second[2:]]), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"exact": True}, False),
+        ({"dtype": torch.float32}, False),
+        ({"sinks": True}, False),
+        ({"width": 264}, False),
+    ],
+    ids=str,
+)
+def test_what_the_variable_length_kernel_can_not_do_goes_to_the_buckets(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], taken: bool
+) -> None:
+    settings = {"exact": False, "dtype": torch.bfloat16, "sinks": False, "width": 16} | changes
+    calls = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(args)
+        return fake_varlen_attn(*args, **options)
+
+    monkeypatch.setattr(packed, "_VARLEN_DEVICES", ("cpu",))
+    monkeypatch.setattr(varlen, "varlen_attn", counted)
+    x = torch.randn(3, 1, settings["width"], generator=torch.Generator().manual_seed(0)).to(settings["dtype"])
+    layer = AttentionLayer(0, 0.1, sinks_H=torch.zeros(1) if settings["sinks"] else None)
+    out = PackedAttention([3], CPU, settings["exact"])(layer, x, x, x)
+    assert bool(calls) == taken
+    torch.testing.assert_close(out.float(), naive(layer, *[x.float()] * 3), rtol=2e-2, atol=2e-2)
