@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.linear import Linear
-from nmoe.model.norm import RMSNorm
+from nmoe.model.norm import RMSNorm, rms_norm
 from nmoe.model.rope import rotate
 
 
@@ -60,12 +60,13 @@ class Attention(nn.Module):
         turned = self.heads + self.kv_heads
         qkv_TNC = self.qkv_proj(x_TD).view(tokens, turned + self.kv_heads, self.head_dim)
         v_TJC = qkv_TNC[:, turned:]
-        if self.q_norm is None or self.k_norm is None:
-            qk_TNC = rotate(qkv_TNC[:, :turned], cos_T1c, sin_T1c)
-            q_THC, k_TJC = qk_TNC[:, : self.heads], qk_TNC[:, self.heads :]
-        else:
-            q_THC = rotate(self.q_norm(qkv_TNC[:, : self.heads]), cos_T1c, sin_T1c)
-            k_TJC = rotate(self.k_norm(qkv_TNC[:, self.heads : turned]), cos_T1c, sin_T1c)
+        qk_TNC = qkv_TNC[:, :turned]
+        if self.q_norm is not None and self.k_norm is not None:
+            # Queries and keys at once, each head with its kind's scale: small operations cost their launch.
+            scales = [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
+            qk_TNC = rms_norm(qk_TNC, torch.cat(scales), self.q_norm.eps)
+        qk_TNC = rotate(qk_TNC, cos_T1c, sin_T1c)
+        q_THC, k_TJC = qk_TNC[:, : self.heads], qk_TNC[:, self.heads :]
         layer = AttentionLayer(self.layer, self.scale, self.window, self.sinks)
         out_TD: Tensor = self.o_proj(attend(layer, q_THC, k_TJC, v_TJC).reshape(tokens, -1))
         return out_TD

@@ -10,14 +10,61 @@ are, from two rows on; MKL asks for eight rows to each thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class PackedWeights:
+    """Weights in the order that oneDNN's kernels read them, for a model that runs many small batches between two changes of its
+    weights: without it each call rearranges its whole weight first, which for a decode step of 64 rows takes as long as the
+    product (256 x 4096 in bf16: 185 us packed, 312 us not). The results are the same to the bit.
+
+    Takes as much memory again as the weights. A weight changed in place is packed anew when it is next used.
+    """
+
+    def __init__(self) -> None:
+        self._packed: dict[int, tuple[int, Tensor, list[Tensor]]] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Products without gradient use packed weights here."""
+        global _packed_weights
+        outer, _packed_weights = _packed_weights, self
+        try:
+            yield
+        finally:
+            _packed_weights = outer
+
+    def clear(self) -> None:
+        self._packed.clear()
+
+    def of(self, weight: Tensor, matrices: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """The packed `[F, D]` matrices that `matrices(weight)` gives."""
+        version, _, packed = self._packed.get(id(weight), (-1, weight, []))
+        if version != weight._version:
+            packed = [torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None) for matrix in matrices(weight)]
+            self._packed[id(weight)] = (weight._version, weight, packed)  # holding the weight keeps its id its own
+        return packed
+
+
+_packed_weights: PackedWeights | None = None
+
+
+def _can_pack(x: Tensor) -> bool:
+    return (
+        _AVAILABLE
+        and _packed_weights is not None
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and not torch.is_grad_enabled()
+    )
 
 
 def by_onednn(x: Tensor) -> bool:
@@ -27,6 +74,9 @@ def by_onednn(x: Tensor) -> bool:
 
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`."""
+    if _can_pack(x_ND) and isinstance(weight_FD, nn.Parameter):
+        assert _packed_weights is not None, "looked at"
+        return _product(x_ND, _packed_weights.of(weight_FD, lambda weight: [weight])[0], bias_F, weight_FD.shape[0])
     if not by_onednn(x_ND):
         return F.linear(x_ND, weight_FD, bias_F)
     if not torch.is_grad_enabled():
@@ -52,6 +102,11 @@ def weight_gradient(x_ND: Tensor, grad_NF: Tensor) -> Tensor:
 
 def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
     """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order."""
+    if _can_pack(x_RD) and isinstance(weight_EDF, nn.Parameter):
+        assert _packed_weights is not None, "looked at"
+        packed = _packed_weights.of(weight_EDF, lambda weight: weight.mT.unbind(0))
+        outputs = weight_EDF.shape[2]
+        return torch.cat([_product(part, packed[e], None, outputs) for e, part in enumerate(x_RD.split(list(counts)))])
     if by_onednn(x_RD):
         out_RF: Tensor = _LinearByGroup.apply(x_RD, weight_EDF, tuple(counts))
         return out_RF
@@ -59,9 +114,10 @@ def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> 
     return torch.cat([part @ weights[e] for e, part in enumerate(x_RD.split(list(counts)))])
 
 
-def _product(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+def _product(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, outputs: int | None = None) -> Tensor:
+    """`outputs` is F where the weight is packed and does not tell."""
     if x_ND.numel() == 0:
-        return x_ND.new_zeros(x_ND.shape[0], weight_FD.shape[0])
+        return x_ND.new_zeros(x_ND.shape[0], outputs or weight_FD.shape[0])
     out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight_FD, bias_F, "none", [], "")
     return out_NF
 

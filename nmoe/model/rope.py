@@ -84,5 +84,7 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
     """Turns each pair `(x[i], x[i + C/2])` of every head by its position's angle. cos and sin are `[T, 1, C/2]`."""
+    if not torch.is_grad_enabled():
+        return _rotate(x_TNC, cos_T1c, sin_T1c)
     out: Tensor = _Rotate.apply(x_TNC, cos_T1c, sin_T1c)
     return out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmoe.model import products
 
@@ -63,3 +63,29 @@ def test_a_rows_bits_do_not_depend_on_the_others(inputs: int, outputs: int) -> N
     for rows in (2, 3, 5, 7, 8, 9, 31, 64, 65, 129, 256, 299):
         assert torch.equal(products.linear(x[:rows], weight), whole[:rows]), rows
         assert torch.equal(products.linear(x[rows - 2 : rows], weight), whole[rows - 2 : rows]), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_give_the_same_bits_and_follow_changes(dtype: torch.dtype) -> None:
+    x = draw(6, 32).to(dtype)
+    weight, experts = nn.Parameter(draw(48, 32).to(dtype)), nn.Parameter(draw(3, 32, 16).to(dtype))
+    packs = products.PackedWeights()
+
+    def both() -> list[Tensor]:
+        return [products.linear(x, weight), products.linear_by_group(x, experts, [2, 0, 4])]
+
+    with torch.inference_mode():
+        plain = both()
+        with packs.active():
+            assert all(map(torch.equal, both(), plain))
+            assert len(packs._packed) == 2
+    with torch.no_grad():
+        for parameter in (weight, experts):
+            parameter.mul_(2)
+    with torch.inference_mode(), packs.active():
+        assert all(torch.equal(after, 2 * before) for after, before in zip(both(), plain, strict=True))
+        packs.clear()
+        assert not packs._packed
+    with packs.active():  # a gradient is asked for
+        assert products.linear(x, weight).requires_grad
+    assert not packs._packed
