@@ -8,7 +8,7 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -169,6 +169,30 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's dire
     from nmoe.runs.report import write_report
 
     typer.echo(write_report(run))
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write to; made, or empty.")],
+    format: Annotated[Literal["hf"], typer.Option(help="The layout to write: Hugging Face's.")] = "hf",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="The dtype of the weights written; as they are stored where left out."),
+    ] = None,
+) -> None:
+    """Write a checkpoint that transformers and servers load: weights, configuration, tokenizer, chat template.
+
+    \b
+    Example:
+      nmoe export runs/grpo exported
+    Example, one of a run's checkpoints, in half the bytes:
+      nmoe export runs/grpo/checkpoints/best exported --format hf --dtype bfloat16
+    """
+    from nmoe.runs.export import export_checkpoint
+
+    export_checkpoint(checkpoint, directory, dtype)
+    typer.echo(directory)
 
 
 @app.command()

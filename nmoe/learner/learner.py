@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, OptimizerSettings
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
-from nmoe.model.checkpoint import load_weights, save_model
+from nmoe.model.checkpoint import export_model, load_weights, save_model
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
 
@@ -143,6 +143,11 @@ class Learner:
         """Writes model and optimizer into `directory`, which exists."""
         save_model(self.model, directory)
         self.optimizer.save(directory)
+
+    def export(self, directory: Path, format: Literal["hf"] = "hf") -> None:
+        """Writes the model as a Hugging Face checkpoint of the family that it fits, which transformers loads. The tokenizer
+        is not the learner's: `tokenizer.save(directory)` puts it beside. Raises UserError (`export_model`)."""
+        export_model(self.model, directory)
 
     def load(self, directory: Path) -> None:
         """Takes model and optimizer from what `save` wrote."""

@@ -30,7 +30,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Transform
     """The model a checkpoint directory holds, its parameters in `dtype`; buffers stay fp32.
 
     Raises UserError, naming file and tensor, for a missing or torn file, an architecture this package does not know, and
-    weights that do not fit the configuration or are not finite. Peak memory is the model, one stored tensor and 64 MiB.
+    weights that do not fit the configuration or are not finite. Peak memory is the model, one stored tensor and 16 MiB.
     """
     family, config = read_config(directory)
     with torch.device("meta"):
@@ -62,11 +62,13 @@ def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYT
 
 
 def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a checkpoint that transformers loads into an existing, empty directory, in the dtype of the parameters.
+    """Writes a checkpoint that transformers loads, in the dtype of the parameters; makes the directory where it is missing.
 
     The family is the one whose features the model has: the one that it was loaded from, if from any. Raises UserError where
-    no family has them all.
+    no family has them all, and for a directory that already holds a model: shards of two would lie side by side.
     """
+    if old := sorted(directory.glob("*.safetensors*")):
+        raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
     family = family_of(model.config)
     filled = {entry.ours for entry in family.entries(model.config)}
     for name, tensor in model.state_dict().items():
@@ -75,7 +77,18 @@ def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_B
                 f"{name} is not zero, and {family.MODEL_TYPE} has no place for it: routers of this family choose by score "
                 "alone. Train with router_aux_loss_coef in place of router_bias_rate where export is wanted"
             )
+    directory.mkdir(parents=True, exist_ok=True)
     _write(model, directory, family, shard_bytes)
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The dtype that a checkpoint's embedding is stored in, which stands for all of its weights. Raises UserError."""
+    family, config = read_config(directory)
+    shards = Shards(directory)
+    name = next(entry.theirs for entry in family.entries(config) if entry.ours == "embedding.weight")
+    if name not in shards.files:
+        raise UserError(f"{shards.listing}: {name} is missing")
+    return shards.dtype(name) or torch.float32
 
 
 def read_config(directory: Path) -> tuple[Family, ModelConfig]:

@@ -17,7 +17,7 @@ from nmoe.errors import UserError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # Reading maps the file, and pages once touched stay in memory until the mapping goes: so a file is opened anew after this.
-_MAPPED_BYTES = 64 * 2**20
+_MAPPED_BYTES = 16 * 2**20
 
 _DTYPES = {
     "F64": torch.float64,
@@ -37,7 +37,7 @@ _DTYPES = {
 
 class Shards:
     """What `model.safetensors`, or else `model.safetensors.index.json` and its shards, hold: names, shapes and dtypes at once,
-    data when asked for. No more than 64 MiB and one tensor are held in memory.
+    data when asked for. No more than 16 MiB and one tensor are held in memory.
 
     Raises UserError, naming file and tensor, for what is missing, torn, not where the index says, or outside the directory.
     """

@@ -11,7 +11,8 @@ from nmoe.runs.checkpoint import latest_checkpoint
 def resolve_checkpoint(path: Path) -> Path:
     """The directory with `config.json` and `model.safetensors` that `path` names. Raises UserError where there is none."""
     for candidate in (path, path / "rl"):
-        if (candidate / "config.json").exists():
+        # An adapter is none either, which whoever reads it says better.
+        if any((candidate / name).exists() for name in ("config.json", "adapter_config.json")):
             return candidate
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint

@@ -148,6 +148,10 @@ class Tokenizer:
                 known = []
         return text + self.decode(known)
 
+    def has_special(self, token: str) -> bool:
+        """Whether there is a control token of this name."""
+        return token in self._special_ids
+
     def special_id(self, token: str) -> int:
         """The id of a control token. Raises UserError when the tokenizer has none of that name."""
         if token not in self._special_ids:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Result
+from safetensors.torch import load_file, save_file
 
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
@@ -117,6 +118,41 @@ def test_checkpoints_that_are_not_what_they_should_be(
         f"big: the tokenizer has {vocabulary} ids, the embedding of {base} only {config['vocab_size']}",
     )
     assert nothing_started(tmp_path)
+
+
+def test_checkpoints_of_other_places_that_can_not_be_read(
+    command: Nmoe, nmoe: Nmoe, base: Path, tmp_path: Path
+) -> None:
+    source = resolve_checkpoint(base)
+    tensors = load_file(source / "model.safetensors")
+    name = "blocks.1.ffn.down"
+    index = {"weight_map": {name: "../elsewhere.safetensors"}}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for directory in ("poisoned", "indexed", "lost"):
+        shutil.copytree(source, tmp_path / directory)
+    tensors[name][0, 0, 0] = float("nan")
+    save_file(tensors, tmp_path / "poisoned" / "model.safetensors")
+    (tmp_path / "indexed" / "model.safetensors").unlink()
+    (tmp_path / "indexed" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "lost" / "model.safetensors").unlink()
+    index["weight_map"] = dict.fromkeys(tensors, "model-00001-of-00002.safetensors")
+    (tmp_path / "lost" / "model.safetensors.index.json").write_text(json.dumps(index))
+    messages = {
+        "poisoned": ("error: poisoned/model.safetensors: blocks.1.ffn.down holds NaN or infinite values",),
+        "indexed": ("error: indexed/model.safetensors.index.json: ", "'../elsewhere.safetensors'", name),
+        "lost": (
+            "error: lost/model-00001-of-00002.safetensors: no such file, though model.safetensors.index.json names",
+        ),
+        "adapter": ("error: adapter: an adapter, not a model",),
+    }
+    for directory, message in messages.items():
+        refused(nmoe("export", directory, "out"), *message)
+        refused(nmoe("chat", directory), *([] if directory == "adapter" else message))
+    refused(command("export", "poisoned", "out"), *messages["poisoned"])
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_pools_and_documents_that_can_not_be_read(

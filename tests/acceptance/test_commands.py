@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from command_line import Result
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from nmoe.engine.api import Request, Sampling
+from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint
@@ -98,3 +102,29 @@ def test_chat_refuses_what_does_not_fit_and_goes_on(nmoe: Nmoe, trained: Path) -
     lines = result.out.splitlines()
     assert re.fullmatch(r"\d+ tokens are more than the context of 64", lines[0])
     assert lines[1:] == ["[analysis] back", "[final] 537"]
+
+
+def test_export(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
+    """The base's routers choose by score and bias, which no known family does; without the bias it is a Qwen3-MoE."""
+    result = nmoe("export", base, "out")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: blocks.0.ffn.router.bias is not zero, and qwen3_moe has no place for it")
+    shutil.copytree(resolve_checkpoint(base), tmp_path / "plain")
+    model = load_model(tmp_path / "plain")
+    for moe in model.moe_layers():
+        moe.router.bias.zero_()
+    save_model(model, tmp_path / "plain")
+    result = nmoe("export", "plain", "out")
+    assert (result.code, result.out, result.err) == (0, "out\n", "")
+    # What transformers then generates is what nmoe's engine does, to the end of the turn.
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained("out"), AutoTokenizer.from_pretrained("out")
+    prompt = tokenizer("<|start|>user<|message|>Reverse: 120<|end|><|start|>assistant", return_tensors="pt")
+    (ids,) = theirs.generate(**prompt, max_new_tokens=20, do_sample=False).tolist()
+    request = Request(tuple(prompt.input_ids[0].tolist()), 1, Sampling(20, 0.0, stop_ids=tuple(ends(tokenizer))), "r")
+    engine = NativeEngine(load_model(tmp_path / "out"), 1)
+    (sample,) = engine.run(engine.generate(request))
+    assert (sample.finish_reason, ids[len(request.prompt_ids) :]) == ("stop", sample.token_ids)
+
+
+def ends(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])

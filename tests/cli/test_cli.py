@@ -128,6 +128,12 @@ def test_the_other_verbs_hand_over_their_arguments(
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
     assert calls == [(Path("runs/a"), 0.0, 9, 2)]
 
+    calls = stand_in("nmoe.runs.export", "export_checkpoint")
+    assert nmoe("export", "runs/a", "out") == 0
+    assert nmoe("export", "a", "b", "--format=hf", "--dtype", "bfloat16") == 0
+    assert calls == [(Path("runs/a"), Path("out"), None), (Path("a"), Path("b"), "bfloat16")]
+    assert capsys.readouterr().out == "out\nb\n"
+
     calls = stand_in("nmoe.recipes.speedrun", "speedrun")
     assert nmoe("speedrun") == 0
     assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
@@ -149,6 +155,9 @@ def test_the_other_verbs_hand_over_their_arguments(
         ("chat", "a", "--temperature=inf"),
         ("chat", "a", "--max-new-tokens=0"),
         ("eval", "a"),
+        ("export", "a"),
+        ("export", "a", "b", "--format=gguf"),
+        ("export", "a", "b", "--dtype=int4"),
         ("frobnicate",),
         ("rl", "frobnicate"),
         ("report", "a", "--x"),
@@ -185,7 +194,7 @@ def test_version(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", [("pretrain",), ("rl", "train"), ("rl",), ("eval",), ("chat",), ("report",), ("speedrun",), ()]
+    "verb", [("pretrain",), ("rl", "train"), ("rl",), ("eval",), ("chat",), ("report",), ("export",), ("speedrun",), ()]
 )
 def test_help_holds_an_example(nmoe: Nmoe, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]) -> None:
     assert nmoe(*verb, "--help") == 0

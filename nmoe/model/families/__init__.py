@@ -12,6 +12,20 @@ FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (native, 
 
 # How training goes on, which no family's checkpoint says.
 _OF_TRAINING = {"router_bias_rate", "router_aux_loss_coef"}
+# What says nothing where there are no experts.
+_OF_EXPERTS = {
+    "experts_per_token",
+    "expert_width",
+    "shared_experts",
+    "expert_bias",
+    "swiglu_limit",
+    "router_scores",
+    "renormalize",
+    "router_linear_bias",
+    "router_groups",
+    "router_groups_kept",
+    "router_scale",
+}
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -27,9 +41,10 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
-    """The settings of ours, with their values, that theirs has otherwise; how training goes on is not among them."""
+    """The settings of ours, with their values, that theirs has otherwise; what makes no other model is not among them."""
     others = theirs.to_dict()
-    return {name: value for name, value in ours.to_dict().items() if others[name] != value and name not in _OF_TRAINING}
+    silent = _OF_TRAINING if ours.experts else _OF_TRAINING | _OF_EXPERTS
+    return {name: value for name, value in ours.to_dict().items() if others[name] != value and name not in silent}
 
 
 def _lacks(family: Family, config: ModelConfig) -> dict[str, object]:

@@ -26,6 +26,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     layers, step = settings.whole("num_hidden_layers"), settings.whole("decoder_sparse_step", 1)
     if step == 0:
         raise UserError("decoder_sparse_step = 0 is not a whole number from 1 up")
+    if settings.whole("num_experts") == 0:
+        raise UserError("num_experts = 0 is not a mixture; a dense model of this kind is model_type qwen3")
     dense = settings.wholes("mlp_only_layers")
     window = settings.whole("sliding_window", 0) if settings.flag("use_sliding_window") else 0
     return ModelConfig(

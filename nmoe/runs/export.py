@@ -1,0 +1,70 @@
+"""A run's checkpoint, or any that nmoe loads, as a Hugging Face checkpoint. `nmoe export CHECKPOINT DIRECTORY`"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from nmoe.errors import UserError
+from nmoe.model.checkpoint import export_model, load_model, stored_dtype
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.storage import storage_errors
+from nmoe.text.harmony import Harmony
+from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT
+from nmoe.text.tokenizer import Tokenizer
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+# What tokenizers of the families come in; the chat template is a file of its own or lies in tokenizer_config.json.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def export_checkpoint(checkpoint: Path, directory: Path, dtype: DTypeName | None = None) -> None:
+    """Writes what transformers loads: weights in `dtype` (None: as stored), configuration, generation settings and the
+    tokenizer's files with the chat template.
+
+    `directory` appears under its name only when it is whole. Raises UserError for a directory that is not empty, and as
+    `load_model` and `export_model` do; StorageError for a full disk.
+    """
+    source = resolve_checkpoint(checkpoint)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory}: exists and is not an empty directory; name another to export to")
+    model = load_model(source, stored_dtype(source) if dtype is None else getattr(torch, dtype))
+    if not model.generation:
+        model.generation = _harmony_generation(source)
+    partial = directory.with_name(f".{directory.name}.partial")
+    with storage_errors(directory):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            export_model(model, partial)
+            for name in _TOKENIZER_FILES:
+                if (source / name).exists():
+                    shutil.copyfile(source / name, partial / name)
+            partial.replace(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _harmony_generation(source: Path) -> dict[str, object]:
+    """For a model that nmoe trained from nothing: it ends its turn as Harmony does, if its tokenizer is one for that."""
+    if not (source / "tokenizer.json").exists():
+        return {}
+    tokenizer = Tokenizer.load(source)
+    if not all(tokenizer.has_special(token) for token in CONTROL_TOKENS):
+        return {}
+    return {"eos_token_id": list(Harmony(tokenizer).stop_ids), "pad_token_id": tokenizer.special_id(END_OF_TEXT)}
