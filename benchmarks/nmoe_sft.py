@@ -8,7 +8,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import torch
 from sft_workload import ADAM_BETAS, ADAM_EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Case, Step
 from side import answer
 
@@ -16,53 +15,10 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
-from nmoe.model.config import ModelConfig
-from nmoe.model.transformer import Transformer
 from nmoe.recipes.pretrain import document_batch
 from nmoe.recipes.setup import keep_freed_memory
 
 TOKENS_PER_MICROBATCH = 16384
-
-
-def load(case: Case) -> Transformer:
-    """The case's initial weights in nmoe's decoder."""
-    theirs = case.make_model()
-    if "moe" in case.name:
-        with tempfile.TemporaryDirectory() as directory:
-            theirs.save_pretrained(directory)
-            return load_model(Path(directory))
-    config, weights = theirs.config, theirs.state_dict()
-    model = Transformer(
-        ModelConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            context_tokens=config.max_position_embeddings,
-            intermediate_size=config.intermediate_size,
-            tie_embeddings=config.tie_word_embeddings,
-            rope_theta=config.rope_parameters["rope_theta"],
-            norm_eps=config.rms_norm_eps,
-        )
-    )
-    ours = {"embedding.weight": weights["model.embed_tokens.weight"], "norm.weight": weights["model.norm.weight"]}
-    for layer in range(config.num_hidden_layers):
-        there, here = f"model.layers.{layer}.", f"blocks.{layer}."
-        for name, parts in {
-            "attention_norm": ["input_layernorm"],
-            "attention.qkv_proj": [f"self_attn.{n}_proj" for n in "qkv"],
-            "attention.q_norm": ["self_attn.q_norm"],
-            "attention.k_norm": ["self_attn.k_norm"],
-            "attention.o_proj": ["self_attn.o_proj"],
-            "ffn_norm": ["post_attention_layernorm"],
-            "ffn.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-            "ffn.down_proj": ["mlp.down_proj"],
-        }.items():
-            ours[f"{here}{name}.weight"] = torch.cat([weights[f"{there}{part}.weight"] for part in parts])
-    model.load_state_dict(ours)
-    return model
 
 
 class NmoeSft:
@@ -70,7 +26,9 @@ class NmoeSft:
 
     def __init__(self, case: Case) -> None:
         keep_freed_memory()
-        model = load(case)
+        with tempfile.TemporaryDirectory() as directory:
+            case.make_model().save_pretrained(directory)
+            model = load_model(Path(directory))
         settings = OptimizerSettings(
             LEARNING_RATE,
             min_lr_ratio=1.0,

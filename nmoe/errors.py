@@ -11,3 +11,9 @@ class StorageError(UserError):
     """The disk is full or can not be written: nothing is wrong with the input, so the exit code is 1."""
 
     exit_code = 1
+
+
+class DivergenceError(UserError):
+    """Training met a gradient that is not finite: nothing is wrong with the input's form, so the exit code is 1."""
+
+    exit_code = 1

@@ -82,6 +82,16 @@ class ModelSection(Section):
         default="fast",
         description="exact: engine and learner compute the same bits (fp32 on CPU), at some cost in speed",
     )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="of weights and activations; below float32 the optimizer holds float32 masters of the weights",
+    )
+    checkpoint_activations: bool = Field(
+        default=False, description="keep only each block's input for the backward pass, which runs the block again"
+    )
+    compile: bool = Field(
+        default=False, description="compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"
+    )
     tokenizer: str | None = Field(
         default=None, min_length=1, description="directory of the tokenizer; default: the one in `path`"
     )
@@ -94,6 +104,10 @@ class ModelSection(Section):
             yield Conflict("", "needs either path (a checkpoint) or [model.shape] (a new model)")
         if self.path is None and self.shape is not None and self.tokenizer is None:
             yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
+        if self.numerics == "exact" and self.precision != "float32":
+            yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
+        if self.numerics == "exact" and self.compile:
+            yield Conflict("numerics", "exact fixes how sums are taken, and compile takes them its own way")
 
 
 class DataSection(Section):

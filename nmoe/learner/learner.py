@@ -19,7 +19,7 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs, score, scored_states, split
 from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
-from nmoe.learner.optimizer import Optimizer, OptimizerSettings
+from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
 from nmoe.model.moe import RouterTrace
@@ -46,14 +46,6 @@ class PassResult:
     auxiliary_loss: float
     tokens: dict[str, Tensor]
     routing: RoutingStatistics | None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one `optim_step` gives. `grad_norm` is measured before clipping."""
-
-    grad_norm: float
-    learning_rate: float
 
 
 class Learner:
@@ -99,7 +91,7 @@ class Learner:
                 extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
                 auxiliary += float(extra.detach())
                 total = total + extra
-            total.backward()
+            (total * self.optimizer.loss_scale).backward()
             loss += float(objective_sum.detach())
             statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
             for name, values_N in statistics.items():
@@ -128,10 +120,11 @@ class Learner:
 
     def optim_step(self) -> Future[StepResult]:
         """Clips, steps, moves the router biases, advances the schedule and clears the gradient."""
-        grad_norm, learning_rate = self.optimizer.step()
-        move_router_bias(self.model, self._load_YE)
+        result = self.optimizer.step()
+        if not result.overflow:
+            move_router_bias(self.model, self._load_YE)
         self._load_YE.zero_()
-        return Done(StepResult(grad_norm, learning_rate))
+        return Done(result)
 
     def publish(self, engine: WeightReceiver) -> Future[int]:
         """Hands the weights to an engine under the next version number, which is returned."""

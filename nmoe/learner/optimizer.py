@@ -1,9 +1,17 @@
-"""AdamW with global-norm clipping and the learning-rate schedule, saved without pickling."""
+"""AdamW with global-norm clipping and the learning-rate schedule, saved without pickling.
+
+Parameters in low precision are shared with the engine and too coarse to train: one bf16 step in 2^-8 of a weight is far above a
+learning rate. So the optimizer holds fp32 masters of them, gathers their gradients in fp32, and writes each step's result back
+(Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients would vanish: the loss is scaled by a power of
+two that halves where a gradient overflows, in which case the step is left out, and doubles after a run of good steps
+(section 3.2).
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nmoe.errors import UserError
+from nmoe.errors import DivergenceError, UserError
 from nmoe.learner.schedule import learning_rate_factor
+
+# Those of torch.amp.GradScaler.
+FIRST_LOSS_SCALE = 2.0**16
+GROWTH_STEPS = 2000
 
 
 @dataclass(frozen=True)
@@ -32,8 +44,20 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gives. `grad_norm` is measured before clipping. `loss_scale` is there in fp16 alone; `overflow`
+    says that the gradient was too large for it, so that no step was taken and `grad_norm` is None."""
+
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float | None = None
+    overflow: bool = False
+
+
 class Optimizer:
-    """Steps a model's parameters; `steps` counts the optimizer steps taken."""
+    """Steps a model's parameters; `steps` counts the optimizer steps taken. A loss has to be multiplied by `loss_scale` before its
+    backward pass."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
         self.settings = settings
@@ -41,9 +65,13 @@ class Optimizer:
         self.steps = 0
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = [parameter for _, parameter in model.named_parameters()]
+        self.masters = [_master(parameter) for parameter in self.parameters]
+        self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)
+        self.loss_scale = FIRST_LOSS_SCALE if self.scaled else 1.0
+        self.good_steps = 0
         groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.masters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in self.masters if p.dim() < 2], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -53,40 +81,108 @@ class Optimizer:
             fused=True,
         )
 
-    def step(self) -> tuple[float, float]:
-        """One step; returns the gradient norm before clipping and the learning rate used.
+    def step(self) -> StepResult:
+        """One step, after which no gradient is left.
 
-        Raises FloatingPointError, and leaves the weights alone, where the gradient is not finite.
+        Raises DivergenceError, and leaves the weights alone, where the gradient is not finite and scaling is not why.
         """
         settings = self.settings
         factor = learning_rate_factor(self.steps, self.total_steps, settings.warmup_steps, settings.min_lr_ratio)
         for group in self.adamw.param_groups:
             group["lr"] = settings.learning_rate * factor
-        grad_norm = float(nn.utils.clip_grad_norm_(self.parameters, settings.max_grad_norm))
+        scale = self.loss_scale
+        if scale != 1.0:
+            for master in self.masters:
+                if master.grad is not None:
+                    master.grad.div_(scale)
+        norm = nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
+        grad_norm = float(norm)
         if not grad_norm < float("inf"):
-            raise FloatingPointError(f"gradient norm is {grad_norm} at optimizer step {self.steps}: no step was taken")
+            if not self.scaled or scale <= 1.0:
+                raise DivergenceError(self._diagnosis(grad_norm))
+            self.loss_scale, self.good_steps = scale / 2, 0
+            self.adamw.zero_grad(set_to_none=True)
+            return StepResult(None, settings.learning_rate * factor, scale, overflow=True)
+        nn.utils.clip_grads_with_norm_(self.masters, settings.max_grad_norm, norm)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
+        self._write_back()
         self.steps += 1
-        return grad_norm, settings.learning_rate * factor
+        if not self.scaled:
+            return StepResult(grad_norm, settings.learning_rate * factor)
+        self.good_steps += 1
+        if self.good_steps == GROWTH_STEPS:
+            self.loss_scale, self.good_steps = scale * 2, 0
+        return StepResult(grad_norm, settings.learning_rate * factor, scale)
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+    def _diagnosis(self, grad_norm: float) -> str:
+        bad = [
+            name
+            for name, master in zip(self.names, self.masters, strict=True)
+            if master.grad is not None and not bool(master.grad.isfinite().all())
+        ]
+        where = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        found = f"the gradient of {where} is not finite" if bad else f"the gradient's norm is {grad_norm}"
+        return (
+            f"optimizer step {self.steps + 1}: {found}; no step was taken and the weights are as they were. Training "
+            "diverged: resume from the last checkpoint with a lower optimizer.learning_rate"
+        )
 
     def save(self, directory: Path) -> None:
         tensors: dict[str, Tensor] = {}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self.adamw.state.get(parameter, {}).items():
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            for key, value in self.adamw.state.get(master, {}).items():
                 tensors[f"{name}/{key}"] = value.contiguous()
+            if master is not parameter:
+                tensors[f"{name}/master"] = master.detach()
         save_file(tensors, directory / "optimizer.safetensors")
-        (directory / "optimizer.json").write_text(json.dumps({"steps": self.steps}) + "\n")
+        state = {"steps": self.steps, "loss_scale": self.loss_scale, "good_steps": self.good_steps}
+        (directory / "optimizer.json").write_text(json.dumps(state) + "\n")
 
     def load(self, directory: Path) -> None:
         """Takes back what `save` wrote; raises UserError for a missing or torn file and where a parameter's state is missing."""
         try:
             tensors = load_file(directory / "optimizer.safetensors")
-            self.steps = int(json.loads((directory / "optimizer.json").read_text())["steps"])
+            state = json.loads((directory / "optimizer.json").read_text())
+            self.steps, self.good_steps = int(state["steps"]), int(state["good_steps"])
+            self.loss_scale = float(state["loss_scale"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{directory}: its optimizer state is missing or torn: {error}") from None
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            keys = [key for key in tensors if key.rpartition("/")[0] == name]
-            if not keys and self.steps:
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            states = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+            low = master is not parameter
+            if low != ("master" in states):
+                precision = str(parameter.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{directory / 'optimizer.safetensors'}: {name} {'has no' if low else 'has an'} fp32 master, and this "
+                    f"run trains in {precision}; resume with the model.precision that the run began with"
+                )
+            if low:
+                master.data.copy_(states.pop("master"))
+            if not states and self.steps:
                 raise UserError(f"{directory / 'optimizer.safetensors'}: no state for parameter {name}")
-            self.adamw.state[parameter] = {key.rpartition("/")[2]: tensors[key] for key in keys}
+            self.adamw.state[master] = states
+
+
+def _master(parameter: Tensor) -> Tensor:
+    """What is stepped for a parameter: itself, or in low precision an fp32 copy to which its gradients move as they come."""
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return parameter
+    master = parameter.detach().float().requires_grad_()
+    parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+    return master
+
+
+def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None, "the hook runs after a gradient was accumulated"
+    if master.grad is None:
+        master.grad = parameter.grad.to(master.dtype)
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None

@@ -32,6 +32,10 @@ class RouterTrace:
     scores_TE: list[Tensor] = field(default_factory=list)  # scores that carry gradient, per layer
     biases_E: list[Tensor] = field(default_factory=list)  # what was added to them for the choice, per layer
 
+    def repetition(self, layer: int) -> RouterTrace:
+        """A trace for running the layers from `layer` on once more, as their first run did, with nothing recorded here."""
+        return RouterTrace(None if self.replay is None else self.replay[:, layer:])
+
     def routes(self) -> Tensor:
         """All layers' own picks, `[T, layers, K]` in int16."""
         return torch.stack(self.chosen_TK, 1).to(torch.int16)

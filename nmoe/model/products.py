@@ -69,7 +69,8 @@ def _can_pack(x: Tensor) -> bool:
 
 def by_onednn(x: Tensor) -> bool:
     """Whether products of this tensor are oneDNN's."""
-    return _AVAILABLE and x.dtype == torch.float32 and x.device.type == "cpu"
+    usable = _AVAILABLE and not torch.compiler.is_compiling()  # the compiler takes its own products
+    return usable and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig
@@ -40,13 +41,38 @@ class Block(nn.Module):
         return x_TD + (self.ffn(y_TD, trace) if isinstance(self.ffn, MoE) else self.ffn(y_TD))
 
 
+def _plain(
+    block: nn.Module, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace
+) -> Tensor:
+    out_TD: Tensor = block(x_TD, cos_T1c, sin_T1c, attend, trace)
+    return out_TD
+
+
+def _checkpointed(
+    block: nn.Module, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace
+) -> Tensor:
+    """The block with nothing kept for the backward pass but its input: that pass runs it again (Chen et al. 2016,
+    arXiv:1604.06174). Routes are recorded by the first run alone."""
+    layer, runs = len(trace.chosen_TK), 0
+
+    def run(x_TD: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return _plain(block, x_TD, cos_T1c, sin_T1c, attend, trace if runs == 1 else trace.repetition(layer))
+
+    out_TD: Tensor = checkpoint(run, x_TD, use_reentrant=False)
+    return out_TD
+
+
 class Transformer(nn.Module):
-    """A decoder-only transformer over packed tokens."""
+    """A decoder-only transformer over packed tokens. `checkpoint_activations` trades time for memory in training: per block only
+    the input is kept for the backward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.exact = False
+        self.checkpoint_activations = False
         # generation_config.json of the checkpoint that the weights came from: not ours to read, handed on when saved.
         self.generation: dict[str, Any] = {}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -70,8 +96,9 @@ class Transformer(nn.Module):
         cos_T1c = self.rope_cos.index_select(0, positions_T).unsqueeze(1)
         sin_T1c = self.rope_sin.index_select(0, positions_T).unsqueeze(1)
         x_TD = F.embedding(token_ids_T, self.embedding.weight)
+        run = _checkpointed if self.checkpoint_activations and torch.is_grad_enabled() else _plain
         for block in self.blocks:
-            x_TD = block(x_TD, cos_T1c, sin_T1c, attend, trace)
+            x_TD = run(block, x_TD, cos_T1c, sin_T1c, attend, trace)
         out_TD: Tensor = self.norm(x_TD)
         return out_TD
 
@@ -89,6 +116,13 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Transformer | Linear | Router | MoE):
                 module.exact = numerics == "exact"
+        return self
+
+    def compile_feed_forward(self) -> Transformer:
+        """Has torch compile the feed-forward halves of the blocks, at their first use; the parameters keep their names."""
+        for block in self.blocks:
+            assert isinstance(block, Block), "what the constructor put there"
+            block.ffn.compile(dynamic=True)
         return self
 
     def moe_layers(self) -> list[MoE]:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nmoe.learner.learner import PassResult, StepResult
+from nmoe.learner.learner import PassResult
 from nmoe.learner.objectives.policy_gradient import LOG_RATIO_CLAMP, kl_estimate
+from nmoe.learner.optimizer import StepResult
 from nmoe.rl.failures import FAILURES
 from nmoe.rl.rollout.trajectory import Trajectory
 
@@ -46,8 +47,6 @@ def update_metrics(result: PassResult, step: StepResult, advantages_B: Tensor) -
     entropy_N = result.tokens["entropy"].double()
     metrics = {
         "loss": result.loss,
-        "grad_norm": step.grad_norm,
-        "learning_rate": step.learning_rate,
         "ppo_kl": float(-log_ratio_N.mean()),
         "ppo_clip_ratio": float(result.tokens["clipped"].double().mean()),
         "log_ratio_raw_max": float(log_ratio_N.max()),
@@ -67,7 +66,17 @@ def update_metrics(result: PassResult, step: StepResult, advantages_B: Tensor) -
     metrics |= {f"advantage_{name}": value for name, value in _moments(advantages_B.double()).items()}
     if "reference_kl" in result.tokens:
         metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
-    return metrics | routing_metrics(result)
+    return metrics | optimizer_metrics(step) | routing_metrics(result)
+
+
+def optimizer_metrics(step: StepResult) -> dict[str, float]:
+    """What the optimizer did; a step left out for an overflow has no gradient norm."""
+    metrics = {"learning_rate": step.learning_rate}
+    if step.grad_norm is not None:
+        metrics["grad_norm"] = step.grad_norm
+    if step.loss_scale is not None:
+        metrics |= {"loss_scale": step.loss_scale, "overflow": float(step.overflow)}
+    return metrics
 
 
 def routing_metrics(result: PassResult) -> dict[str, float]:

@@ -25,7 +25,7 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.interrupt import Interruptible
-from nmoe.recipes.policy_metrics import routing_metrics
+from nmoe.recipes.policy_metrics import optimizer_metrics, routing_metrics
 from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings, run_path, set_threads
 from nmoe.runs.checkpoint import save_checkpoint
 from nmoe.runs.directory import RunDirectory
@@ -97,13 +97,12 @@ def pretrain(config: PretrainConfig) -> Path:
             seconds = time.perf_counter() - began
             metrics = {
                 "loss": result.loss,
-                "grad_norm": update.grad_norm,
-                "learning_rate": update.learning_rate,
                 "tokens_in_batch": float(batch.tokens),
                 "time_learn_s": seconds,
                 "time_step_s": seconds,
                 "train_tokens_per_second": batch.tokens / seconds,
-            } | routing_metrics(result)
+            }
+            metrics |= optimizer_metrics(update) | routing_metrics(result)
             last = step == config.run.steps
             if config.eval.every_steps and (last or step % config.eval.every_steps == 0):
                 logprobs_N = learner.logprobs(document_batch(held_out)).result()

@@ -13,6 +13,7 @@ from nmoe.errors import UserError
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.model.config import ModelConfig
+from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
 from nmoe.runs.directory import recorded_threads
 from nmoe.runs.resolve import resolve_checkpoint
@@ -65,7 +66,7 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Tran
     """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding."""
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
-        return Transformer(shape).initialize(seed).set_numerics(settings.numerics)
+        return _prepared(Transformer(shape).initialize(seed), settings)
     assert settings.path is not None, "the configuration asks for a path where there is no shape"
     model = load_model(resolve_checkpoint(Path(settings.path)))
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -73,4 +74,12 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Tran
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "
             f"{settings.path} only {model.config.vocab_size}: they do not belong together"
         )
-    return model.set_numerics(settings.numerics)
+    return _prepared(model, settings)
+
+
+def _prepared(model: Transformer, settings: ModelSection) -> Transformer:
+    """The model with the numerics, precision and trade-offs that the settings ask for."""
+    model.set_numerics(settings.numerics)
+    set_precision(model, settings.precision)
+    model.checkpoint_activations = settings.checkpoint_activations
+    return model.compile_feed_forward() if settings.compile else model

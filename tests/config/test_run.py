@@ -242,3 +242,18 @@ def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
         "checkpoints: every 50 steps, the newest 2 kept",
     ]
     assert "evaluation: none during the run" in batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("precision=bfloat16", "exact is for float32, and precision is bfloat16"),
+        ("compile=true", "exact fixes how sums are taken"),
+    ],
+)
+def test_exact_numerics_go_with_nothing_that_rounds_otherwise(config: Write, keys: str, message: str) -> None:
+    path = config(SHAPE + DATA)
+    assert load_run(path, PretrainConfig, ["--model.numerics=exact"]).model.precision == "float32"
+    (refusal,) = refusals(path, PretrainConfig, "--model.numerics=exact", f"--model.{keys}")
+    assert "model.numerics" in refusal
+    assert message in refusal

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nmoe.errors import UserError
-from nmoe.learner.optimizer import Optimizer, OptimizerSettings
+import nmoe.learner.optimizer as optimizer_module
+from nmoe.errors import DivergenceError, UserError
+from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
 from nmoe.learner.schedule import learning_rate_factor
 
 
@@ -58,7 +59,9 @@ def test_equals_torch_adamw_with_clipping_and_schedule(size: float) -> None:
         for group in adamw.param_groups:
             group["lr"] = rate
         adamw.step()
-        assert optimizer.step() == pytest.approx((norm, rate), rel=1e-5)
+        result = optimizer.step()
+        assert (result.grad_norm, result.learning_rate) == pytest.approx((norm, rate), rel=1e-5)
+        assert (result.loss_scale, result.overflow) == (None, False)
         for mine, theirs in zip(values(ours), values(reference), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         assert all(parameter.grad is None for parameter in ours.parameters())
@@ -70,7 +73,7 @@ def test_first_step_by_hand() -> None:
     optimizer = Optimizer(model, OptimizerSettings(0.1, weight_decay=0.5, eps=1.0, max_grad_norm=1.0), total_steps=10)
     model.matrix.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]])
     model.scale.grad = torch.tensor([0.0, 4.0])
-    assert optimizer.step() == (5.0, 0.1)
+    assert optimizer.step() == StepResult(5.0, 0.1)
     # Clipped to a norm of 1: 0.6 and 0.8; a first step is lr * g / (|g| + eps); decay takes 5 % off matrices alone.
     assert model.matrix.tolist()[0] == pytest.approx([0.95 - 0.1 * 0.6 / 1.6, -2 * 0.95], abs=1e-5)
     assert model.matrix.tolist()[1] == pytest.approx([0.5 * 0.95, 3 * 0.95], abs=1e-5)
@@ -87,7 +90,9 @@ def test_a_gradient_that_is_not_finite_steps_nothing(bad: float) -> None:
     give_gradient(model, 1)
     assert model.scale.grad is not None
     model.scale.grad[1] = bad
-    with pytest.raises(FloatingPointError, match="at optimizer step 1: no step was taken"):
+    with pytest.raises(
+        DivergenceError, match=r"optimizer step 2: the gradient of scale is not finite; no step was taken"
+    ):
         optimizer.step()
     assert all(torch.equal(now, was) for now, was in zip(values(model), before, strict=True))
     assert optimizer.steps == 1
@@ -124,6 +129,98 @@ def test_an_optimizer_that_has_not_stepped_saves_and_loads(tmp_path: Path) -> No
         give_gradient(each, 0)
         its_optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(values(model), values(fresh), strict=True))
+
+
+def half(model: nn.Module, precision: torch.dtype) -> nn.Module:
+    """The model with its matrix in low precision; the vector stays in fp32, as routers do."""
+    model.matrix.data = model.matrix.data.to(precision)
+    return model
+
+
+def test_small_steps_add_up_in_masters() -> None:
+    # 100 steps of 1e-4 from 1: bf16 alone would round each of them away.
+    model = half(Small(), torch.bfloat16)
+    optimizer = Optimizer(model, OptimizerSettings(1e-4, min_lr_ratio=1.0), total_steps=100)
+    for _ in range(100):
+        for _ in range(2):  # micro-batches
+            (model.matrix.float().sum() / 2 + model.scale.sum() / 2).backward()
+        assert model.matrix.grad is None  # moved to the master
+        optimizer.step()
+    assert model.matrix.dtype == torch.bfloat16
+    assert optimizer.masters[0].tolist()[0] == pytest.approx([0.99, -2.01], abs=2e-5)
+    assert torch.equal(model.matrix, optimizer.masters[0].bfloat16())
+    assert model.matrix[0, 0].item() == pytest.approx(0.99, abs=2e-3)
+    assert optimizer.masters[1] is model.scale
+
+
+def test_gradients_are_gathered_in_fp32() -> None:
+    model = half(Small(), torch.bfloat16)
+    optimizer = Optimizer(model, OptimizerSettings(1e-4, max_grad_norm=1e9), total_steps=100)
+    for factor in (256.0, 1.0):  # in bf16, 256 + 1 = 256
+        (factor * model.matrix[0, 0]).backward()
+    grad = optimizer.masters[0].grad
+    assert grad is not None
+    assert grad[0, 0].item() == 257.0
+
+
+def test_loss_scale_halves_on_overflow_and_grows_after_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "GROWTH_STEPS", 3)
+    model = half(Small(), torch.float16)
+    optimizer = Optimizer(model, OptimizerSettings(0.1, min_lr_ratio=1.0, max_grad_norm=1e9), total_steps=10)
+    assert optimizer.loss_scale == 2.0**16
+
+    def step(gradient: float) -> StepResult:
+        (gradient * model.matrix[0, 0] * optimizer.loss_scale).backward()
+        return optimizer.step()
+
+    before = values(model)
+    assert step(2.0) == StepResult(None, 0.1, 2.0**16, overflow=True)  # 2^17 is beyond fp16
+    assert all(torch.equal(now, was) for now, was in zip(values(model), before, strict=True))
+    assert optimizer.steps == 0
+    assert [step(0.5) for _ in range(3)] == [StepResult(0.5, 0.1, 2.0**15)] * 3
+    assert optimizer.loss_scale == 2.0**16
+    assert optimizer.steps == 3
+    assert model.matrix[0, 0].item() == pytest.approx(1.0 - 3 * 0.1, abs=2e-3)
+    assert torch.equal(model.matrix[1], before[0][1])
+
+
+def test_a_gradient_that_no_scale_saves_is_divergence() -> None:
+    model = half(Small(), torch.float16)
+    optimizer = Optimizer(model, OptimizerSettings(0.1), total_steps=10)
+    for _ in range(16):
+        (float("nan") * model.matrix[0, 0]).backward()
+        assert optimizer.step().overflow
+    (float("nan") * model.matrix[0, 0]).backward()
+    with pytest.raises(DivergenceError, match="the gradient of matrix is not finite"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_masters_are_saved_and_loaded_to_the_bit(tmp_path: Path, precision: torch.dtype) -> None:
+    def run(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            target = torch.randn(2, 2, generator=torch.Generator().manual_seed(step))
+            loss = (model.matrix.float() - target).square().sum() + model.scale.square().sum()
+            (loss * optimizer.loss_scale).backward()
+            optimizer.step()
+
+    settings = OptimizerSettings(1e-3, max_grad_norm=1e9)
+    model = half(Small(), precision)
+    optimizer = Optimizer(model, settings, total_steps=12)
+    run(model, optimizer, range(6))
+    optimizer.save(tmp_path)
+    copy = half(Small(), precision)
+    copy.load_state_dict(model.state_dict())
+    resumed = Optimizer(copy, settings, total_steps=12)
+    resumed.load(tmp_path)
+    assert resumed.loss_scale == optimizer.loss_scale
+    assert resumed.loss_scale == (2.0**13 if precision == torch.float16 else 1.0)
+    for each, its_optimizer in ((model, optimizer), (copy, resumed)):
+        run(each, its_optimizer, range(6, 12))
+    for ours, theirs in zip(optimizer.masters, resumed.masters, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(UserError, match=r"matrix has an fp32 master, and this run trains in float32"):
+        Optimizer(Small(), settings, 12).load(tmp_path)
 
 
 def without_the_matrix(directory: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_step_whose_groups_are_all_alike_is_skipped(base: Path, reinforce: Rei
     checkpoint = resolve_checkpoint(run)
     before, after = ((path / "model.safetensors").read_bytes() for path in (resolve_checkpoint(base), checkpoint))
     assert before == after
-    assert json.loads((checkpoint / "optimizer.json").read_text()) == {"steps": 0}
+    assert json.loads((checkpoint / "optimizer.json").read_text())["steps"] == 0
     state = _state(run)
     assert state["version"] == 0
     assert state["environment"]["pool"]["taken"] == 36
