@@ -140,9 +140,11 @@ def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -
 
 
 def grouped_mm_fits(x_RD: Tensor, expert_width: int) -> bool:
-    """`grouped_mm` asks that row strides be multiples of 16 bytes, and has no fp16 on CPU worth having."""
+    """`grouped_mm` asks that row strides be multiples of 16 bytes. It has no fp16 on CPU worth having, and on CUDA a kernel for
+    bf16 alone: of other types it would take one group after another, as `experts_by_loop` does."""
     row = 16 // x_RD.element_size()
-    return x_RD.dtype in (torch.float32, torch.bfloat16) and x_RD.shape[-1] % row == 0 and expert_width % row == 0
+    dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
+    return x_RD.dtype in dtypes and x_RD.shape[-1] % row == 0 and expert_width % row == 0
 
 
 # Padding may multiply the rows by this at most. The rest of it is the cost of a call: one product of 16 experts over 16 rows each

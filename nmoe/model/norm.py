@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -48,6 +49,10 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last axis. The weight is `[D]`, or has an axis for each of the last few of x."""
+    if x_ND.is_cuda:
+        if weight_D.dim() == 1:
+            return F.rms_norm(x_ND, weight_D.shape, weight_D, eps)
+        return F.rms_norm(x_ND, x_ND.shape[-1:], None, eps) * weight_D
     if not torch.is_grad_enabled():
         return (x_ND * _inverse_rms(x_ND, eps)).to(x_ND.dtype).mul_(weight_D)
     out: Tensor = _RMSNorm.apply(x_ND, weight_D, eps)
