@@ -175,23 +175,31 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's dire
 def export(
     checkpoint: Checkpoint,
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write to; made, or empty.")],
-    format: Annotated[Literal["hf"], typer.Option(help="The layout to write: Hugging Face's.")] = "hf",
+    format: Annotated[
+        Literal["hf", "peft"],
+        typer.Option(
+            help="hf: a Hugging Face checkpoint, with an adapter merged into its base; peft: the adapter alone."
+        ),
+    ] = "hf",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="The dtype of the weights written; as they are stored where left out."),
     ] = None,
 ) -> None:
-    """Write a checkpoint that transformers and servers load: weights, configuration, tokenizer, chat template.
+    """Write a checkpoint that transformers and servers load: weights, configuration, tokenizer, chat template. A run with [lora]
+    gives its adapter merged into the base or, for PEFT, by itself.
 
     \b
     Example:
       nmoe export runs/grpo exported
     Example, one of a run's checkpoints, in half the bytes:
       nmoe export runs/grpo/checkpoints/best exported --format hf --dtype bfloat16
+    Example, the adapter that a run trained:
+      nmoe export runs/grpo adapter --format peft
     """
     from nmoe.runs.export import export_checkpoint
 
-    export_checkpoint(checkpoint, directory, dtype)
+    export_checkpoint(checkpoint, directory, dtype, format)
     typer.echo(directory)
 
 

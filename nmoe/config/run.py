@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, FromFile, Section
+from nmoe.config.base import Array, Conflict, FromFile, Section
 from nmoe.config.environment import MAX_SEED, EnvironmentSettings, held_out
 from nmoe.config.loader import load
 
@@ -110,6 +110,45 @@ class ModelSection(Section):
             yield Conflict("numerics", "exact fixes how sums are taken, and compile takes them its own way")
 
 
+class LoraSection(Section):
+    """[lora]: train a low-rank adapter beside the frozen base that model.path names, and nothing else."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="run or directory of the adapter to start from, which then gives rank, alpha, rslora and targets",
+    )
+    rank: int = Field(default=32, gt=0, description="rank of each update")
+    alpha: float = Field(default=64.0, gt=0, description="the update is scaled by alpha / rank")
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
+    targets: Array[
+        Literal[
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "q_a_proj",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_b_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "experts.gate_up_proj",
+            "experts.down_proj",
+        ]
+    ] = Field(
+        default=(), description="projections to adapt; none: those of attention, and in a dense model of the MLP too"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.path is not None:
+            for key in ("rank", "alpha", "rslora", "targets"):
+                if key in self.model_fields_set:
+                    yield Conflict(key, "the adapter in lora.path has its own")
+
+
 class DataSection(Section):
     """[data]: the text to pretrain on."""
 
@@ -202,6 +241,7 @@ class RunConfig(Section):
 
     run: RunSection = Field(description="name, length, seed")
     model: ModelSection = Field(description="checkpoint or shape")
+    lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
     data: DataSection | None = Field(default=None, description="text to pretrain on")
     environment: Annotated[EnvironmentSettings | None, FromFile()] = Field(
         default=None, description="the environment, or the `path` of its TOML file"
@@ -217,6 +257,8 @@ class RunConfig(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         shape = self.model.shape
+        if self.lora is not None and self.model.path is None:
+            yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
         if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
             yield Conflict(
                 "batch.tokens_per_microbatch",

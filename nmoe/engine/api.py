@@ -84,6 +84,10 @@ class Engine(Protocol):
 
     `run` runs a coroutine that awaits the other methods to its end: an engine that computes in this process does so on the
     calling thread meanwhile.
+
+    `update_weights` takes what `Learner.publish` hands over, from the commit on under the number `version`. The source is the
+    learner's model with all its weights, or a `nmoe.model.lora.Lora`: then the base that the engine has stays as it is, and only
+    `nmoe.model.peft_format.adapter_tensors(source)` are new. An engine that runs the source's own module has nothing to move.
     """
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...

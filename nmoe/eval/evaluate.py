@@ -12,7 +12,7 @@ from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, wilson
-from nmoe.model.checkpoint import load_model
+from nmoe.model.policy import load_policy
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
@@ -157,7 +157,7 @@ def evaluate_command(
     if held_out(loaded.settings) is not None:
         loaded = loaded.held_out()
         print("on the eval split, which training never meets")
-    model = load_model(directory)
+    model = load_policy(directory)[0]
     start = loaded.state()
     longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
     if longest >= model.config.context_tokens:

@@ -8,6 +8,7 @@ It knows no algorithm. A recipe hands it a batch, whose weights fix mask, reduct
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,7 +23,9 @@ from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
+from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
+from nmoe.model.peft_format import resume_adapter, save_adapter
 from nmoe.model.transformer import Transformer
 
 
@@ -31,7 +34,7 @@ class WeightReceiver(Protocol):
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None: ...
 
-    async def update_weights(self, source: Transformer, version: int) -> None: ...
+    async def update_weights(self, source: Transformer | Lora, version: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class PassResult:
 
 
 class Learner:
-    """Trains one model in one process.
+    """Trains one model in one process: all of it or, where it is given one, its adapter alone.
 
     `tokens_per_microbatch` bounds the memory of a pass; it never changes a gradient. `temperature` is the one that
     sampling uses: log-probabilities are those of the distribution that was sampled from.
@@ -62,8 +65,10 @@ class Learner:
         total_steps: int,
         tokens_per_microbatch: int,
         temperature: float = 1.0,
+        lora: Lora | None = None,
     ) -> None:
-        self.model = model
+        assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
+        self.model, self.lora = model, lora
         self.optimizer = Optimizer(model, optimizer, total_steps)
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
@@ -119,32 +124,48 @@ class Learner:
         return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature))
 
     def optim_step(self) -> Future[StepResult]:
-        """Clips, steps, moves the router biases, advances the schedule and clears the gradient."""
+        """Clips, steps, moves the router biases (which belong to the base, where that is frozen), advances the schedule and clears
+        the gradient."""
         result = self.optimizer.step()
-        if not result.overflow:
+        if not result.overflow and self.lora is None:
             move_router_bias(self.model, self._load_YE)
         self._load_YE.zero_()
         return Done(result)
 
     def publish(self, engine: WeightReceiver) -> Future[int]:
-        """Hands the weights to an engine under the next version number, which is returned."""
+        """Hands the weights, or the adapter where that alone is trained, to an engine under the next version number, which is
+        returned."""
         self.version += 1
-        engine.run(engine.update_weights(self.model, self.version))
+        engine.run(engine.update_weights(self.lora or self.model, self.version))
         return Done(self.version)
 
     def save(self, directory: Path) -> None:
-        """Writes model and optimizer into `directory`, which exists."""
-        save_model(self.model, directory)
+        """Writes what is trained and its optimizer into `directory`, which exists: an adapter comes with a reference to its base,
+        not with the base."""
+        if self.lora is None:
+            save_model(self.model, directory)
+        else:
+            save_adapter(self.lora, directory)
         self.optimizer.save(directory)
 
-    def export(self, directory: Path, format: Literal["hf"] = "hf") -> None:
-        """Writes the model as a Hugging Face checkpoint of the family that it fits, which transformers loads. The tokenizer
-        is not the learner's: `tokenizer.save(directory)` puts it beside. Raises UserError (`export_model`)."""
-        export_model(self.model, directory)
+    def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
+        """Writes into an existing, empty directory what others load: "hf" a Hugging Face checkpoint of the family that the model
+        fits, an adapter added to its base; "peft" the adapter alone. The tokenizer is not the learner's:
+        `tokenizer.save(directory)` puts it beside. Raises UserError (`export_model`)."""
+        if format == "hf":
+            with nullcontext(self.model) if self.lora is None else self.lora.merged() as model:
+                export_model(model, directory)
+        else:
+            assert self.lora is not None, "a learner of the whole model has no adapter"
+            save_adapter(self.lora, directory)
 
     def load(self, directory: Path) -> None:
-        """Takes model and optimizer from what `save` wrote."""
-        load_weights(self.model, directory)
+        """Takes what is trained and its optimizer from what `save` wrote. Raises UserError where the base is no longer the one that
+        the adapter was trained beside."""
+        if self.lora is None:
+            load_weights(self.model, directory)
+        else:
+            resume_adapter(self.lora, directory)
         self.optimizer.load(directory)
 
 

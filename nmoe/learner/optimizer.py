@@ -56,15 +56,15 @@ class StepResult:
 
 
 class Optimizer:
-    """Steps a model's parameters; `steps` counts the optimizer steps taken. A loss has to be multiplied by `loss_scale` before its
-    backward pass."""
+    """Steps a model's parameters that are not frozen; `steps` counts the optimizer steps taken. A loss has to be multiplied by
+    `loss_scale` before its backward pass."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
         self.settings = settings
         self.total_steps = total_steps
         self.steps = 0
-        self.names = [name for name, _ in model.named_parameters()]
-        self.parameters = [parameter for _, parameter in model.named_parameters()]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
         self.masters = [_master(parameter) for parameter in self.parameters]
         self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)
         self.loss_scale = FIRST_LOSS_SCALE if self.scaled else 1.0

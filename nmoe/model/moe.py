@@ -15,6 +15,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.kernels.combine import combine, dispatch
 from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
+from nmoe.model.low_rank import ExpertsLowRank
 from nmoe.model.numerics import linear, with_full_groups
 from nmoe.model.products import by_onednn, linear_by_group
 
@@ -93,6 +94,8 @@ class ExpertWeights:
     gate_up_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
     limit: float = 0.0
+    gate_up_adapter: ExpertsLowRank | None = None
+    down_adapter: ExpertsLowRank | None = None
 
 
 ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
@@ -101,10 +104,14 @@ ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
 def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
     """The experts one after another, each over its own rows. Rows are sorted by expert; `counts_E` says how many each has."""
     counts = counts_E.tolist()
-    hidden_RF = linear_by_group(x_RD, weights.gate_up_EDF, counts)
+
+    def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
+        return linear_by_group(rows_RD, weight_EDF, counts)
+
+    hidden_RF = _adapted(product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = linear_by_group(swiglu(hidden_RF, weights.limit), weights.down_EFD, counts)
+    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit), weights.down_EFD, weights.down_adapter)
     if weights.down_bias_ED is not None:
         out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
     return out_RD
@@ -114,10 +121,14 @@ def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights
     """The same as one grouped matrix product per projection. In bf16 on CUDA nothing in it or in its backward waits for the
     device, and a group may have any number of rows: only the bytes of a row have to be aligned."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-    hidden_RF = F.grouped_mm(x_RD, weights.gate_up_EDF, offs=offsets_E)
+
+    def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
+        return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
+
+    hidden_RF = _adapted(product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = F.grouped_mm(swiglu(hidden_RF, weights.limit), weights.down_EFD, offs=offsets_E)
+    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit), weights.down_EFD, weights.down_adapter)
     if weights.down_bias_ED is not None:
         out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
     return out_RD
@@ -130,21 +141,30 @@ def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -
     shift_E = torch.arange(experts, device=x_RD.device) * longest - first_E
     place_R = torch.arange(x_RD.shape[0], device=x_RD.device) + shift_E.repeat_interleave(counts_E)
     padded = x_RD.new_zeros(experts * longest, x_RD.shape[1]).index_copy(0, place_R, x_RD)
-    hidden = torch.bmm(padded.view(experts, longest, -1), weights.gate_up_EDF)
+    hidden = _adapted(torch.bmm, padded.view(experts, longest, -1), weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden = hidden + weights.gate_up_bias_EF.unsqueeze(1)
-    out = torch.bmm(swiglu(hidden, weights.limit), weights.down_EFD)
+    out = _adapted(torch.bmm, swiglu(hidden, weights.limit), weights.down_EFD, weights.down_adapter)
     if weights.down_bias_ED is not None:
         out = out + weights.down_bias_ED.unsqueeze(1)
     return out.flatten(0, 1).index_select(0, place_R)
 
 
-def grouped_mm_fits(x_RD: Tensor, expert_width: int) -> bool:
+def _adapted(
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight_EDF: Tensor, adapter: ExpertsLowRank | None
+) -> Tensor:
+    """Each row by its expert's weight, and by that expert's update where there is an adapter."""
+    out = product(x, weight_EDF)
+    return out if adapter is None else out + adapter(x, product)
+
+
+def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
     """`grouped_mm` asks that row strides be multiples of 16 bytes. It has no fp16 on CPU worth having, and on CUDA a kernel for
-    bf16 alone: of other types it would take one group after another, as `experts_by_loop` does."""
+    bf16 alone: of other types it would take one group after another, as `experts_by_loop` does. `widths` are those of the experts
+    and the ranks of their adapters."""
     row = 16 // x_RD.element_size()
     dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
-    return x_RD.dtype in dtypes and x_RD.shape[-1] % row == 0 and expert_width % row == 0
+    return x_RD.dtype in dtypes and all(width % row == 0 for width in (x_RD.shape[-1], *widths))
 
 
 # Padding may multiply the rows by this at most. The rest of it is the cost of a call: one product of 16 experts over 16 rows each
@@ -156,7 +176,9 @@ _SMALL_PRODUCT = 2**20
 
 def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights, exact: bool) -> ExpertsWay:
     """The fastest of the ways on this device; with `exact`, the one that gives a row the same bits in any batch."""
-    grouped = experts_by_grouped_mm if grouped_mm_fits(x_RD, weights.down_EFD.shape[1]) else experts_by_loop
+    ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
+    fits = grouped_mm_fits(x_RD, weights.down_EFD.shape[1], *ranks)
+    grouped = experts_by_grouped_mm if fits else experts_by_loop
     if x_RD.device.type != "cpu":
         return grouped
     if exact:
@@ -184,6 +206,8 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, expert_width, width))
         self.gate_up_bias = nn.Parameter(torch.zeros(experts, 2 * expert_width)) if config.expert_bias else None
         self.down_bias = nn.Parameter(torch.zeros(experts, width)) if config.expert_bias else None
+        self.gate_up_adapter: ExpertsLowRank | None = None
+        self.down_adapter: ExpertsLowRank | None = None
         self.shared = (
             SwiGLU(config.hidden_size, config.shared_experts * config.expert_width) if config.shared_experts else None
         )
@@ -198,7 +222,8 @@ class MoE(nn.Module):
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         row_TK = row_R.view(tokens, k)
         rows_RD = dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
-        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit)
+        adapters = (self.gate_up_adapter, self.down_adapter)
+        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, *adapters)
         exact = self.exact
         experts = experts_way(rows_RD, counts_E, weights, exact)
 

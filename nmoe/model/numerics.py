@@ -26,15 +26,24 @@ _MKL_ROWS_PER_THREAD = 8
 
 def least_rows(x: Tensor) -> int:
     """From how many rows on a product of `x` gives a row bits of its own."""
-    return 2 if products.by_onednn(x) else _MKL_ROWS_PER_THREAD * torch.get_num_threads()
+    return 2 if products.by_onednn(x) else least_rows_of_mkl()
+
+
+def least_rows_of_mkl() -> int:
+    return _MKL_ROWS_PER_THREAD * torch.get_num_threads()
+
+
+def enough_rows(x_ND: Tensor, least: int) -> Tensor:
+    """`x`, below it rows of zeros up to so many."""
+    missing = least - x_ND.shape[0]
+    return F.pad(x_ND, (0, 0, 0, missing)) if missing > 0 else x_ND
 
 
 def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool, bias_F: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`; with `exact`, in no fewer rows than `least_rows`."""
-    rows, least = x_ND.shape[0], least_rows(x_ND)
-    if not exact or rows >= least:
+    if not exact:
         return products.linear(x_ND, weight_FD, bias_F)
-    return products.linear(F.pad(x_ND, (0, 0, 0, least - rows)), weight_FD, bias_F)[:rows]
+    return products.linear(enough_rows(x_ND, least_rows(x_ND)), weight_FD, bias_F)[: x_ND.shape[0]]
 
 
 def with_full_groups(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nmoe.config import to_toml
 from nmoe.config.arithmetic import batch_arithmetic
@@ -21,14 +23,24 @@ from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, evaluate
 from nmoe.learner.advantages import ADVANTAGES
+from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import policy_gradient
+from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.recipes.policy_metrics import rollout_metrics, update_metrics
-from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings, run_path, set_threads
+from nmoe.recipes.setup import (
+    add_adapter,
+    build_model,
+    describe,
+    load_tokenizer,
+    optimizer_settings,
+    run_path,
+    set_threads,
+)
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rl.rollout.trajectory import Group, Trajectory
@@ -68,16 +80,17 @@ def train(config: RLConfig) -> Path:
         named = config.eval.environment
         probe = environment.held_out() if named is None else Environment.from_settings(named, tokenizer)
     model = build_model(config.model, tokenizer, config.run.seed)
+    lora = add_adapter(config, model)
     reference = None
-    if config.algorithm.kl_coef > 0:
-        # The policy before training, whether or not this is a resumption.
+    if config.algorithm.kl_coef > 0 and lora is None:
+        # The policy before training, whether or not this is a resumption. With an adapter it is the base, which is there already.
         reference = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
     for loaded in [environment, probe] if probe is not None else [environment]:
         loaded.check_prompts(model.config.context_tokens, config.sampling.max_new_tokens)
     with RunDirectory.create(
         run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
     ) as run:
-        recipe = _Grpo(config, run, tokenizer, environment, probe, model, reference)
+        recipe = _Grpo(config, run, tokenizer, environment, probe, model, reference, lora)
         recipe.run_to_the_end()
     return run.path
 
@@ -94,6 +107,7 @@ class _Grpo:
         probe: Environment | None,
         model: Transformer,
         reference: Transformer | None,
+        lora: Lora | None,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
         self.environment, self.probe, self.reference = environment, probe, reference
@@ -104,6 +118,7 @@ class _Grpo:
             config.run.steps,
             config.batch.tokens_per_microbatch,
             config.sampling.temperature,
+            lora,
         )
         self.engine = NativeEngine(model, config.engine.max_sequences)
         self.collector = Collector(self.engine, environment, model.config.context_tokens)
@@ -120,7 +135,7 @@ class _Grpo:
             Interruptible() as interrupt,
             Progress(config.run.steps, self.run.log, config.run.name, first) as progress,
         ):
-            for line in batch_arithmetic(config):
+            for line in [*batch_arithmetic(config), *describe(self.learner.lora)]:
                 progress.note(line)
             self.progress = progress
             if first == 0:
@@ -164,14 +179,8 @@ class _Grpo:
             batch = policy_batch(
                 trajectories, advantages_B, config.algorithm.aggregation, config.sampling.max_new_tokens
             )
-            if self.reference is not None:
-                reference_N = batch_logprobs(
-                    self.reference,
-                    batch.without_routes(),
-                    config.batch.tokens_per_microbatch,
-                    config.sampling.temperature,
-                )
-                batch = batch.with_reference(reference_N)
+            if config.algorithm.kl_coef > 0:
+                batch = batch.with_reference(self._reference_logprobs(batch))
             result = self.learner.forward_backward(batch, self.objective).result()
             update = self.learner.optim_step().result()
             sync_began = time.perf_counter()
@@ -201,6 +210,18 @@ class _Grpo:
             "tokens_per_second": sum(len(t.sample.token_ids) for t in rollouts.trajectories) / rollouts.rollout_s,
         }
         self._record(step, rollouts, metrics)
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        """Those of the policy before training or, where an adapter is trained, of the base without it."""
+        config, lora = self.config, self.learner.lora
+        with lora.disabled() if lora is not None else nullcontext(self.reference) as reference:
+            assert reference is not None, "a run with a divergence has a reference"
+            return batch_logprobs(
+                reference,
+                batch.without_routes(),
+                config.batch.tokens_per_microbatch,
+                config.sampling.temperature,
+            )
 
     def _sample(self, step: int) -> Rollouts:
         """Groups for one step. Those without variance are replaced by fresh prompts, at most `max_refills` times."""

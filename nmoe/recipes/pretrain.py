@@ -26,7 +26,15 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import optimizer_metrics, routing_metrics
-from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings, run_path, set_threads
+from nmoe.recipes.setup import (
+    add_adapter,
+    build_model,
+    describe,
+    load_tokenizer,
+    optimizer_settings,
+    run_path,
+    set_threads,
+)
 from nmoe.runs.checkpoint import save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
@@ -51,6 +59,7 @@ def pretrain(config: PretrainConfig) -> Path:
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
+    lora = add_adapter(config, model)
     documents = read_documents(Path(config.data.documents), tokenizer, model.config.context_tokens)
     kept = len(documents) - config.data.held_out_documents
     if kept < 1:
@@ -60,7 +69,9 @@ def pretrain(config: PretrainConfig) -> Path:
         )
     documents, held_out = documents[:kept], documents[kept:]
     stream = DocumentStream(documents, config.run.seed)
-    learner = Learner(model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch)
+    learner = Learner(
+        model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
+    )
 
     def save(directory: Path) -> None:
         learner.save(directory)
@@ -86,6 +97,7 @@ def pretrain(config: PretrainConfig) -> Path:
         epochs = config.run.steps * config.data.tokens_per_step / tokens
         for line in [
             *batch_arithmetic(config),
+            *describe(lora),
             f"{len(documents):,} documents of {tokens:,} tokens: {epochs:.2f} epochs",
         ]:
             progress.note(line)

@@ -13,6 +13,9 @@ from nmoe.errors import UserError
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.model.config import ModelConfig
+from nmoe.model.fingerprint import fingerprint
+from nmoe.model.lora import Lora, LoraSettings, choose
+from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
 from nmoe.runs.directory import recorded_threads
@@ -62,13 +65,43 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
     return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))
 
 
+def add_adapter(config: RunConfig, model: Transformer) -> Lora | None:
+    """The adapter that the configuration asks for, on the model; None where all weights are trained. Raises UserError for a target
+    the model lacks, and for an adapter to start from that is torn or for another base."""
+    section, path = config.lora, config.model.path
+    if section is None:
+        return None
+    assert path is not None, "the configuration asks for model.path where there is a [lora]"
+    checkpoint = resolve_checkpoint(Path(path)).resolve()
+    base, own = str(checkpoint), fingerprint(checkpoint)
+    if section.path is None:
+        settings = LoraSettings(section.rank, section.alpha, section.rslora)
+        return Lora(model, settings, choose(model, section.targets), base, own).initialize(config.run.seed)
+    directory = resolve_checkpoint(Path(section.path))
+    adapter = read_adapter(model, directory)
+    lora = adapter.attach(model, base, own)
+    lora.notes = (*adapter.notes, *base_notes(directory, base, own))
+    return lora
+
+
+def describe(lora: Lora | None) -> list[str]:
+    """What to print of an adapter before a run starts."""
+    return [] if lora is None else lora.describe()
+
+
 def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Transformer:
     """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding."""
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
         return _prepared(Transformer(shape).initialize(seed), settings)
     assert settings.path is not None, "the configuration asks for a path where there is no shape"
-    model = load_model(resolve_checkpoint(Path(settings.path)))
+    directory = resolve_checkpoint(Path(settings.path))
+    if is_adapter(directory):
+        raise UserError(
+            f"{settings.path}: an adapter; name its base in model.path and the adapter in lora.path, or merge the two with "
+            f"`nmoe export {settings.path} DIRECTORY --format hf`"
+        )
+    model = load_model(directory)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "

@@ -1,4 +1,5 @@
-"""A run's checkpoint, or any that nmoe loads, as a Hugging Face checkpoint. `nmoe export CHECKPOINT DIRECTORY`"""
+"""A run's checkpoint, or any that nmoe loads, as a Hugging Face checkpoint or an adapter of PEFT's.
+`nmoe export CHECKPOINT DIRECTORY`"""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Literal
 import torch
 
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import export_model, load_model, stored_dtype
+from nmoe.model.checkpoint import export_model, stored_dtype
+from nmoe.model.peft_format import is_adapter, save_adapter
+from nmoe.model.policy import base_of, load_policy
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import storage_errors
 from nmoe.text.harmony import Harmony
@@ -33,17 +36,23 @@ _TOKENIZER_FILES = (
 )
 
 
-def export_checkpoint(checkpoint: Path, directory: Path, dtype: DTypeName | None = None) -> None:
-    """Writes what transformers loads: weights in `dtype` (None: as stored), configuration, generation settings and the
-    tokenizer's files with the chat template.
+def export_checkpoint(
+    checkpoint: Path, directory: Path, dtype: DTypeName | None = None, format: Literal["hf", "peft"] = "hf"
+) -> None:
+    """Writes what transformers loads: weights in `dtype` (None: as the model, or an adapter's base, is stored), configuration,
+    generation settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the
+    format "peft", written by itself.
 
     `directory` appears under its name only when it is whole. Raises UserError for a directory that is not empty, and as
-    `load_model` and `export_model` do; StorageError for a full disk.
+    `load_policy` and `export_model` do; StorageError for a full disk.
     """
     source = resolve_checkpoint(checkpoint)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists and is not an empty directory; name another to export to")
-    model = load_model(source, stored_dtype(source) if dtype is None else getattr(torch, dtype))
+    if format == "peft" and not is_adapter(source):
+        raise UserError(f"{source}: a whole model; format peft is that of an adapter, hf is a model's")
+    base = base_of(source) if is_adapter(source) else source
+    model, lora = load_policy(source, stored_dtype(base) if dtype is None else getattr(torch, dtype))
     if not model.generation:
         model.generation = _harmony_generation(source)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -51,7 +60,13 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: DTypeName | None
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            export_model(model, partial)
+            if lora is None:
+                export_model(model, partial)
+            elif format == "peft":
+                save_adapter(lora, partial)
+            else:
+                with lora.merged():
+                    export_model(model, partial)
             for name in _TOKENIZER_FILES:
                 if (source / name).exists():
                     shutil.copyfile(source / name, partial / name)

@@ -9,10 +9,10 @@ from nmoe.runs.checkpoint import latest_checkpoint
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The directory with `config.json` and `model.safetensors` that `path` names. Raises UserError where there is none."""
+    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names. Raises UserError where
+    there is none."""
     for candidate in (path, path / "rl"):
-        # An adapter is none either, which whoever reads it says better.
-        if any((candidate / name).exists() for name in ("config.json", "adapter_config.json")):
+        if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
             return candidate
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint

@@ -13,7 +13,7 @@ import torch
 from nmoe.engine.api import Request, Sampling
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import load_model
+from nmoe.model.policy import load_policy
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.harmony import Harmony, Message, StreamParser
@@ -25,7 +25,7 @@ def chat(checkpoint: Path, temperature: float, max_new_tokens: int, seed: int) -
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     harmony = Harmony(Tokenizer.load(directory))
-    model = load_model(directory)
+    model = load_policy(directory)[0]
     interactive = sys.stdin.isatty()
     if interactive:
         print(f"{directory}; each line is a conversation of its own; leave with Ctrl-D")

@@ -145,7 +145,7 @@ def test_checkpoints_of_other_places_that_can_not_be_read(
         "lost": (
             "error: lost/model-00001-of-00002.safetensors: no such file, though model.safetensors.index.json names",
         ),
-        "adapter": ("error: adapter: an adapter, not a model",),
+        "adapter": ("error: adapter/adapter_config.json: peft_type = None is not supported",),
     }
     for directory, message in messages.items():
         refused(nmoe("export", directory, "out"), *message)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import NMOE
+from safetensors.torch import load_file, save_file
 
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
 from nmoe.runs.ledger import read_lines, read_metrics
@@ -143,6 +145,37 @@ def test_reinforcement_learning(workshop: Path, base: Path, tmp_path: Path) -> N
         f"step_{step:06d}.json" for step in (0, 2, 4, 6, 8, 9)
     }
     assert len(list((tmp_path / "broken" / "samples").iterdir())) == len(rows)
+
+
+def test_an_adapter(workshop: Path, base: Path, tmp_path: Path) -> None:
+    lora = '[lora]\nrank = 4\nalpha = 8\ntargets = ["q_proj", "o_proj", "experts.down_proj"]\n'
+    (tmp_path / "rl.toml").write_text((workshop / "rl.toml").read_text() + lora)
+    (tmp_path / "reverse.toml").write_text((workshop / "reverse.toml").read_text())
+    rate = "--optimizer.learning_rate=1e-2"
+    rows = break_and_resume(starter(tmp_path, "rl", "train", f"{tmp_path}/rl.toml", *REINFORCEMENT, rate), tmp_path)
+    assert rows[0]["reference_kl"] == 0 < rows[-1]["reference_kl"]
+    saved = latest_checkpoint(tmp_path / "broken" / "checkpoints")
+    assert saved is not None
+    assert (saved / "adapter_model.safetensors").exists()
+    assert not (saved / "model.safetensors").exists()
+
+    # Another base under the same name: the run is not continued beside it, and stays as it was.
+    other = tmp_path / "other"
+    shutil.copytree(latest_checkpoint(base / "checkpoints") or base, other)
+    moved = [*REINFORCEMENT, rate, f"--model.path={other}"]
+    first = starter(tmp_path, "rl", "train", f"{tmp_path}/rl.toml", *moved)(
+        "moved", "--checkpoint.every_steps=1", "--run.steps=2"
+    )
+    assert first.communicate()[1] == ""
+    weights = load_file(other / "model.safetensors")
+    weights["norm.weight"][0] += 1
+    save_file(weights, other / "model.safetensors")
+    again = starter(tmp_path, "rl", "train", f"{tmp_path}/rl.toml", *moved)("moved", "--run.resume=true")
+    _, err = again.communicate()
+    assert again.returncode == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert f"{other} now holds another configuration or other weights" in err
 
 
 def test_pretraining(workshop: Path, tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def test_the_other_verbs_hand_over_their_arguments(
 
     calls = stand_in("nmoe.runs.export", "export_checkpoint")
     assert nmoe("export", "runs/a", "out") == 0
-    assert nmoe("export", "a", "b", "--format=hf", "--dtype", "bfloat16") == 0
-    assert calls == [(Path("runs/a"), Path("out"), None), (Path("a"), Path("b"), "bfloat16")]
+    assert nmoe("export", "a", "b", "--format=peft", "--dtype", "bfloat16") == 0
+    assert calls == [(Path("runs/a"), Path("out"), None, "hf"), (Path("a"), Path("b"), "bfloat16", "peft")]
     assert capsys.readouterr().out == "out\nb\n"
 
     calls = stand_in("nmoe.recipes.speedrun", "speedrun")

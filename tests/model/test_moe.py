@@ -177,6 +177,7 @@ def test_the_ways_of_experts_are_equal_in_values_and_gradients(counts: list[int]
 def test_grouped_product_is_taken_where_its_strides_fit() -> None:
     assert grouped_mm_fits(torch.zeros(3, 8), 12)
     assert not grouped_mm_fits(torch.zeros(3, 8), 10)
+    assert not grouped_mm_fits(torch.zeros(3, 8), 12, 3)
     assert not grouped_mm_fits(torch.zeros(3, 6), 12)
     assert not grouped_mm_fits(torch.zeros(3, 8, dtype=torch.float64), 12)
     assert not grouped_mm_fits(torch.zeros(3, 8, dtype=torch.float16), 8)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from nmoe.engine.api import Delta, EngineStats, Request, Sample
 from nmoe.engine.native.core import EngineCore, Job
 from nmoe.errors import UserError
+from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 
 R = TypeVar("R")
@@ -121,9 +122,11 @@ class NativeEngine:
         # What was asked for earlier in this turn of the event loop goes first.
         self._flush(end)
 
-    async def update_weights(self, source: Transformer, version: int) -> None:
-        """The learner's module is the engine's, so only the version changes: tokens sampled from here on carry it."""
-        if source is not self._core.model:
+    async def update_weights(self, source: Transformer | Lora, version: int) -> None:
+        """The learner's module is the engine's, its adapter included, so only the version changes: tokens sampled from here on
+        carry it."""
+        model = source.model if isinstance(source, Lora) else source
+        if model is not self._core.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
         committed: asyncio.Future[None] = self._waiter()
 

@@ -10,7 +10,7 @@ from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
-from nmoe.model.checkpoint import load_model
+from nmoe.model.policy import load_policy
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.trajectory import Group
 from nmoe.runs.resolve import resolve_checkpoint
@@ -74,7 +74,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
     """Examines a run's latest checkpoint on the held-out split of the configuration's environment and on longer problems."""
     directory = resolve_checkpoint(run)
     tokenizer = Tokenizer.load(directory)
-    model = load_model(directory).set_numerics(config.model.numerics)
+    model = load_policy(directory)[0].set_numerics(config.model.numerics)
 
     engine = NativeEngine(model, config.engine.max_sequences)
 

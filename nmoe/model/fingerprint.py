@@ -1,0 +1,24 @@
+"""A checkpoint's fingerprint: what an adapter was trained beside."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from nmoe.model.checkpoint import read_config
+from nmoe.model.shards import Shards
+
+
+def fingerprint(directory: Path) -> str:
+    """SHA-256 over family, configuration and every stored weight: name, dtype, shape and bytes. How the checkpoint is cut into
+    files does not matter, nor where it lies. Takes a second for every gigabyte or two. Raises UserError as `load_model` does."""
+    family, config = read_config(directory)
+    digest = hashlib.sha256(json.dumps([family.MODEL_TYPE, config.to_dict()], sort_keys=True).encode())
+    shards = Shards(directory)
+    for name in sorted(shards.files):
+        digest.update(f"{name} {shards.dtype_name(name)} {shards.shapes[name]}".encode())
+        digest.update(shards.read(name).reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,249 @@
+"""An adapter on a model: which projections have low-rank updates, and what can be done with them all at once.
+
+The names are Hugging Face's, because an adapter's files and settings speak of a checkpoint's modules. Our decoder holds several
+of them in one matrix: a `Site` says where each lies.
+"""
+
+# Shapes: D inputs, F outputs, E experts, r rank.
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nmoe.errors import UserError
+from nmoe.model.linear import Linear
+from nmoe.model.low_rank import ExpertsLowRank, LowRank
+from nmoe.model.moe import MoE
+from nmoe.model.transformer import Transformer
+
+# On mixtures of experts attention alone is adapted unless the settings say more (the router never is): experts see few tokens
+# each, and their adapters are most of the size.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+N = TypeVar("N", int, float)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Rank and scale of an adapter, and the projections that have an update (empty: what the architecture makes usual).
+
+    The update's scale is `alpha / rank`, or `alpha / sqrt(rank)` with `rslora` (Kalajdzievski 2023, arXiv:2312.03732).
+    `rank_pattern` and `alpha_pattern` are PEFT's: other values where a regular expression matches the end of a module's name.
+    """
+
+    rank: int = 32
+    alpha: float = 64.0
+    rslora: bool = False
+    targets: tuple[str, ...] = ()
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank in (self.rank, *self.rank_pattern.values()):
+            if type(rank) is not int or rank < 1:
+                raise UserError(f"lora rank = {rank!r} is not a whole number from 1 up")
+        for alpha in (self.alpha, *self.alpha_pattern.values()):
+            if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+                raise UserError(f"lora alpha = {alpha!r} is not a number above 0")
+
+    def of(self, site: Site) -> tuple[int, float]:
+        """Rank and scale of a site's update."""
+        rank = _by_pattern(self.rank_pattern, site.theirs, self.rank)
+        alpha = _by_pattern(self.alpha_pattern, site.theirs, self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _by_pattern(patterns: dict[str, N], name: str, default: N) -> N:
+    """The value of the first pattern that PEFT would find in a module's name."""
+    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", name)), default)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One projection and where it lies in the decoder.
+
+    Example, the keys of layer 0 with four query and two key heads of width 8: `Site("k_proj",
+    "model.layers.0.self_attn.k_proj", "blocks.0.attention.qkv_proj", (32, 48))`.
+    """
+
+    target: str  # as settings name it
+    theirs: str  # the module in a Hugging Face checkpoint, or the parameter where it is one of the experts'
+    ours: str  # the module in ours; a MoE layer where the target is one of the experts'
+    span: tuple[int, int]  # its outputs among those of our weight
+
+
+def sites(model: Transformer) -> list[Site]:
+    """Every projection of the model that can have an update, in the order of its layers."""
+    config, found = model.config, []
+
+    def add(theirs: str, ours: str, *names_and_widths: tuple[str, int]) -> None:
+        first = 0
+        for name, width in names_and_widths:
+            found.append(Site(name, f"{theirs}.{name.rpartition('.')[2]}", ours, (first, first + width)))
+            first += width
+
+    for layer in range(config.layers):
+        theirs, ours, width = f"model.layers.{layer}", f"blocks.{layer}", config.hidden_size
+        attention, latent = f"{theirs}.self_attn", config.latent
+        if latent is None:
+            keys = config.kv_heads * config.head_dim
+            queries = config.heads * config.head_dim
+            add(attention, f"{ours}.attention.qkv_proj", ("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+        else:
+            if latent.q_rank:
+                add(attention, f"{ours}.attention.q_a_proj", ("q_a_proj", latent.q_rank))
+            name = "q_b_proj" if latent.q_rank else "q_proj"
+            add(attention, f"{ours}.attention.q_proj", (name, config.heads * config.head_dim))
+            add(attention, f"{ours}.attention.kv_a_proj", ("kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim))
+            expanded = config.heads * (latent.nope_dim + latent.value_dim)
+            add(attention, f"{ours}.attention.kv_b_proj", ("kv_b_proj", expanded))
+        add(attention, f"{ours}.attention.o_proj", ("o_proj", width))
+        if layer in config.moe_layers:
+            add(f"{theirs}.mlp.experts", f"{ours}.ffn", ("experts.gate_up_proj", 2 * config.expert_width))
+            add(f"{theirs}.mlp.experts", f"{ours}.ffn", ("experts.down_proj", width))
+            if config.shared_experts:
+                inner = config.shared_experts * config.expert_width
+                mlp, ffn = f"{theirs}.mlp.shared_experts", f"{ours}.ffn.shared"
+                add(mlp, f"{ffn}.gate_up_proj", ("gate_proj", inner), ("up_proj", inner))
+                add(mlp, f"{ffn}.down_proj", ("down_proj", width))
+        else:
+            inner = config.intermediate_size
+            add(f"{theirs}.mlp", f"{ours}.ffn.gate_up_proj", ("gate_proj", inner), ("up_proj", inner))
+            add(f"{theirs}.mlp", f"{ours}.ffn.down_proj", ("down_proj", width))
+    return found
+
+
+def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
+    """The sites of these targets; without any, attention's, and in a dense model those of the MLP too. Raises UserError, with
+    what was probably meant, for a target that the model does not have."""
+    known = sites(model)
+    names = {site.target for site in known}
+    if not targets:
+        targets = tuple(names & set(ATTENTION if model.config.experts else (*ATTENTION, *MLP)))
+    for target in targets:
+        if target not in names:
+            alike = difflib.get_close_matches(target, sorted(names), n=1)
+            hint = f"; did you mean {alike[0]!r}?" if alike else ""
+            raise UserError(f"lora target {target!r} is not in this model, which has {', '.join(sorted(names))}{hint}")
+    return [site for site in known if site.target in targets]
+
+
+class Lora:
+    """The adapter of a model, whose own weights it freezes.
+
+    The updates are modules inside the layers that they belong to: whoever runs the model, learner or engine, runs base and
+    adapter, and nobody adds the two together.
+
+    base: what the base is called, a checkpoint's directory; fingerprint: that of the base's configuration and weights; notes: what
+    a user should hear of the adapter that it began as.
+    """
+
+    def __init__(
+        self, model: Transformer, settings: LoraSettings, chosen: Sequence[Site], base: str, fingerprint: str
+    ) -> None:
+        """Attaches updates at the chosen sites; B is zero, so that nothing changes yet, and A is left to `initialize` or a file.
+        Raises UserError where projections that we compute as one matrix have different ranks."""
+        self.model, self.settings, self.sites = model, settings, tuple(chosen)
+        self.base, self.fingerprint = base, fingerprint
+        self.notes: tuple[str, ...] = ()
+        self._parts: dict[Site, tuple[Tensor, Tensor]] = {}
+        self._places: list[tuple[nn.Module, str, str, LowRank | ExpertsLowRank]] = []
+        model.requires_grad_(False)
+        for ours, group in groupby(self.sites, key=lambda site: site.ours):
+            module, of_module = model.get_submodule(ours), list(group)
+            if isinstance(module, MoE):
+                for site in of_module:
+                    self._adapt_experts(module, site)
+            else:
+                assert isinstance(module, Linear), f"{ours} is neither a linear layer nor a mixture of experts"
+                self._adapt_linear(module, of_module)
+
+    def _adapt_linear(self, module: Linear, of_module: list[Site]) -> None:
+        settings = {self.settings.of(site) for site in of_module}
+        if len(settings) > 1:
+            names = ", ".join(site.theirs for site in of_module)
+            raise UserError(f"{names} are computed as one matrix here and need one rank and one alpha")
+        rank, scale = settings.pop()
+        spans = tuple(site.span for site in of_module)
+        update = LowRank(module.weight.shape[1], spans, rank, scale, module.weight)
+        for site, (_, ranks, rows) in zip(of_module, update.parts(), strict=True):
+            self._parts[site] = update.a_GD[ranks], update.b_Sr[rows]
+        self._place(module, "weight", "adapter", update)
+
+    def _adapt_experts(self, module: MoE, site: Site) -> None:
+        name = "down" if site.target == "experts.down_proj" else "gate_up"
+        weight_EDF = getattr(module, name)
+        (experts, inputs, outputs), (rank, scale) = weight_EDF.shape, self.settings.of(site)
+        update = ExpertsLowRank(experts, inputs, outputs, rank, scale, weight_EDF)
+        self._parts[site] = update.a_EDr.mT, update.b_ErF.mT
+        self._place(module, name, f"{name}_adapter", update)
+
+    def _place(self, module: nn.Module, weight: str, name: str, update: LowRank | ExpertsLowRank) -> None:
+        setattr(module, name, update)
+        self._places.append((module, weight, name, update))
+
+    def part(self, site: Site) -> tuple[Tensor, Tensor]:
+        """Views of a site's A `[r, D]` and B `[F, r]`; of experts, `[E, r, D]` and `[E, F, r]`."""
+        a, b = self._parts[site]
+        return a.detach(), b.detach()
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> Lora:
+        """A uniform within `inputs ** -0.5`, as PEFT draws it, and B zero: the adapter begins as no change at all."""
+        generator = torch.Generator().manual_seed(seed)
+        for site in self.sites:
+            a, b = self.part(site)
+            a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) * a.shape[-1] ** -0.5)
+            b.zero_()
+        return self
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for *_, update in self._places for parameter in update.parameters()]
+
+    @contextmanager
+    def disabled(self) -> Iterator[Transformer]:
+        """Within it the model is the base, bit for bit: the reference policy of a run that trains the adapter."""
+        for module, _, name, _ in self._places:
+            setattr(module, name, None)
+        try:
+            yield self.model
+        finally:
+            for module, _, name, update in self._places:
+                setattr(module, name, update)
+
+    @contextmanager
+    def merged(self) -> Iterator[Transformer]:
+        """Within it the model has no adapter, and weights to which its updates are added: what is exported. The base's weights
+        come back unchanged; the adapted ones are held twice meanwhile."""
+        frozen = [getattr(module, weight) for module, weight, _, _ in self._places]
+        with self.disabled():
+            try:
+                for (module, weight, _, update), before in zip(self._places, frozen, strict=True):
+                    setattr(module, weight, nn.Parameter(update.merged(before), requires_grad=False))
+                yield self.model
+            finally:
+                for (module, weight, _, _), before in zip(self._places, frozen, strict=True):
+                    setattr(module, weight, before)
+
+    def describe(self) -> list[str]:
+        """Lines such as `adapter: 24,576 parameters beside 1,203,456 (2.0%), at q_proj, o_proj; rank 8, alpha 16`."""
+        own = sum(parameter.numel() for parameter in self.parameters())
+        every = sum(parameter.numel() for parameter in self.model.parameters())
+        targets = ", ".join(dict.fromkeys(site.target for site in self.sites))
+        return [
+            f"adapter: {own:,} parameters beside {every - own:,} ({own / (every - own):.1%}), at {targets}; "
+            f"rank {self.settings.rank}, alpha {self.settings.alpha:g}",
+            *self.notes,
+        ]

@@ -1,0 +1,317 @@
+"""Adapters in the format of PEFT, both ways: `adapter_config.json` and `adapter_model.safetensors`.
+
+Names are those of the base's Hugging Face checkpoint. The experts' weights are parameters there, `mlp.experts.gate_up_proj` and
+`mlp.experts.down_proj`, which PEFT adapts by wrapping the module that holds them, once for each: the update of the one wrapped
+first has `base_layer` in its name. An adapter of nmoe's has beside them `base.json`, the base's fingerprint.
+"""
+
+# Shapes: D inputs, F outputs, E experts, r rank.
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nmoe.errors import UserError
+from nmoe.model.families import family_of
+from nmoe.model.families.base import identity
+from nmoe.model.lora import EXPERTS, Lora, LoraSettings, Site, sites
+from nmoe.model.transformer import Transformer
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+
+_PREFIX = "base_model.model."
+# Settings of PEFT's that change what an adapter computes, with the values that change nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),  # the others change the base too
+    **dict.fromkeys(
+        (
+            *("alora_invocation_tokens", "arrow_config", "exclude_modules", "fan_in_fan_out", "kasa_config", "layer_replication"),
+            *("layers_pattern", "layers_to_transform", "lora_bias", "megatron_config", "modules_to_save", "monteclora_config"),
+            *("trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config"),
+        ),
+        (None, False, [], {}),
+    ),
+}  # fmt: skip
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter's directory holds, checked against a model: `parts` has A and B of each site as `Lora.part` shapes them,
+    `notes` what the user should hear of."""
+
+    settings: LoraSettings
+    base: str
+    parts: dict[Site, tuple[Tensor, Tensor]]
+    notes: tuple[str, ...]
+
+    def attach(self, model: Transformer, base: str, fingerprint: str) -> Lora:
+        """The adapter on the model that it was read for."""
+        lora = Lora(model, self.settings, list(self.parts), base, fingerprint)
+        self.copy_to(lora)
+        return lora
+
+    @torch.no_grad()
+    def copy_to(self, lora: Lora) -> None:
+        for site, tensors in self.parts.items():
+            for ours, theirs in zip(lora.part(site), tensors, strict=True):
+                ours.copy_(theirs)
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / CONFIG).exists() and not (directory / "config.json").exists()
+
+
+def adapter_tensors(lora: Lora) -> dict[str, Tensor]:
+    """The adapter's tensors under PEFT's names: all that an engine elsewhere needs when a new version is published."""
+    names, orders, tensors = _names(lora.sites), _row_orders(lora.model), {}
+    for site in lora.sites:
+        a, b = lora.part(site)
+        if site.theirs in orders:
+            b = b[..., orders[site.theirs].argsort(), :]
+        if site.target in EXPERTS:
+            # [E, r, D] -> [E * r, D]; [E, F, r] -> [F, r * E]
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        for name, tensor in zip(names[site], (a, b), strict=True):
+            tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def save_adapter(lora: Lora, directory: Path) -> None:
+    """Writes an adapter that PEFT loads, and the base's fingerprint, into an existing directory."""
+    settings, alpha = lora.settings, lora.settings.alpha
+    experts = dict.fromkeys(site.target for site in lora.sites if site.target in EXPERTS)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": lora.base,
+        "r": settings.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": settings.rslora,
+        "rank_pattern": settings.rank_pattern,
+        "alpha_pattern": settings.alpha_pattern,
+        "target_modules": _target_modules(lora),
+        "target_parameters": [f"mlp.{target}" for target in experts] or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(lora).items()}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    base = {"path": lora.base, "fingerprint": lora.fingerprint}
+    (directory / BASE).write_text(json.dumps(base, indent=2) + "\n")
+
+
+def _target_modules(lora: Lora) -> list[str]:
+    """Names that PEFT finds the adapted modules by: their last part or, where only some layers' are adapted, all of it."""
+    chosen = [site for site in lora.sites if site.target not in EXPERTS]
+    left = {site.target for site in sites(lora.model)} & {
+        site.target for site in sites(lora.model) if site not in lora.sites
+    }
+    return sorted({site.theirs if site.target in left else site.target for site in chosen})
+
+
+def read_base(directory: Path) -> tuple[str, str | None]:
+    """The base that an adapter names, and its fingerprint where the adapter knows it. Raises UserError."""
+    name = read_settings(directory)[1]
+    if not (directory / BASE).exists():
+        return name, None
+    raw = _read_json(directory / BASE)
+    if not isinstance(raw.get("path"), str) or not isinstance(raw.get("fingerprint"), str):
+        raise UserError(f"{directory / BASE}: torn: it holds the base's path and fingerprint")
+    return raw["path"], raw["fingerprint"]
+
+
+def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
+    """Settings, the base's name ("" where there is none) and all of adapter_config.json. Raises UserError where it is torn or
+    describes something other than LoRA as nmoe has it."""
+    file = directory / CONFIG
+    raw = _read_json(file)
+    if raw.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type = {raw.get('peft_type')!r} is not supported; nmoe trains and loads LORA")
+    for key, nothing in _NOTHING.items():
+        if raw.get(key) not in nothing:
+            raise UserError(f"{file}: {key} = {raw[key]!r} is not supported")
+    try:
+        settings = LoraSettings(
+            rank=raw.get("r", 8),
+            alpha=raw.get("lora_alpha", 8),
+            rslora=bool(raw.get("use_rslora", False)),
+            rank_pattern=raw.get("rank_pattern") or {},
+            alpha_pattern=raw.get("alpha_pattern") or {},
+        )
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return settings, raw.get("base_model_name_or_path") or "", raw
+
+
+def read_adapter(model: Transformer, directory: Path) -> Adapter:
+    """An adapter for this model. Raises UserError, naming file and tensor, where files are missing or torn, where it was made
+    for another base, and for values that are not finite."""
+    settings, base, raw = read_settings(directory)
+    file = directory / WEIGHTS
+    try:
+        tensors = load_file(file)
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; an adapter is {CONFIG} and {WEIGHTS}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: torn or not a safetensors file: {error}") from None
+    wanted = _targeted(model, raw, directory / CONFIG)
+    parts, problems = {}, []
+    for site, names in _names(wanted).items():
+        rank, _ = settings.of(site)
+        found = []
+        for name, shape in zip(names, _shapes(model, site, rank), strict=True):
+            if (tensor := tensors.pop(name, None)) is None:
+                problems.append(f"{name} is missing")
+                continue
+            found.append(tensor)
+            if tuple(tensor.shape) != shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}, this base and rank {rank} want {list(shape)}")
+            elif not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise UserError(f"{file}: {name} holds NaN or infinite values")
+        parts[site] = tuple(found)
+    problems += [f"{name} belongs to no projection of this base" for name in sorted(tensors)]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise UserError(f"{file}: an adapter for another base: {'; '.join(problems[:_SHOWN])}{more}")
+    notes = []
+    if raw.get("lora_dropout"):
+        notes.append(f"{directory}: trained with lora_dropout = {raw['lora_dropout']}; here it goes on without")
+    targets = tuple(dict.fromkeys(site.target for site in wanted))
+    settings = LoraSettings(
+        settings.rank, settings.alpha, settings.rslora, targets, settings.rank_pattern, settings.alpha_pattern
+    )
+    orders = _row_orders(model)
+    ours = {site: _to_ours(model, site, orders.get(site.theirs), *tensors) for site, tensors in parts.items()}
+    return Adapter(settings, base, ours, tuple(notes))
+
+
+def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
+    """What to tell a user who puts the adapter on this base: that it names another, or knew other weights."""
+    name, trained_beside = read_base(directory)
+    by_name = bool(name) and Path(name).name != Path(base).name
+    other = by_name if trained_beside is None else trained_beside != fingerprint
+    return [f"{directory}: trained beside another base, {name}, than {base}"] if other else []
+
+
+def resume_adapter(lora: Lora, directory: Path) -> None:
+    """Takes the tensors of an adapter that `save_adapter` wrote for this very base and these settings. Raises UserError where
+    either has changed, and for torn files; the adapter is then as it was."""
+    path, fingerprint = read_base(directory)
+    if fingerprint != lora.fingerprint:
+        raise UserError(
+            f"{directory}: trained beside the base {path} when that had the fingerprint {fingerprint}; {lora.base} now holds "
+            f"another configuration or other weights ({lora.fingerprint}). Put the base back, or start a new run"
+        )
+    adapter = read_adapter(lora.model, directory)
+    if {site: adapter.settings.of(site) for site in adapter.parts} != {
+        site: lora.settings.of(site) for site in lora.sites
+    }:
+        raise UserError(f"{directory / CONFIG}: has other targets, or another rank or scale, than this run's [lora]")
+    adapter.copy_to(lora)
+
+
+def _targeted(model: Transformer, raw: dict[str, Any], file: Path) -> list[Site]:
+    """The sites that an adapter's configuration names, as PEFT would choose them."""
+    modules, parameters = raw.get("target_modules") or [], raw.get("target_parameters") or []
+    every = modules == "all-linear"
+    suffixes = [] if isinstance(modules, str) else modules
+    pattern = re.compile(modules) if isinstance(modules, str) and not every else None
+
+    def chosen(site: Site) -> bool:
+        if site.target in EXPERTS:
+            return any(f".{site.theirs}".endswith(f".{name}") for name in parameters)
+        named = any(f".{site.theirs}".endswith(f".{name}") for name in suffixes)
+        return every or named or (pattern is not None and pattern.fullmatch(site.theirs) is not None)
+
+    found = [site for site in sites(model) if chosen(site)]
+    for name in [*suffixes, *parameters]:
+        if not any(f".{site.theirs}".endswith(f".{name}") for site in found):
+            raise UserError(f"{file}: an adapter for another base: it adapts {name!r}, which this one does not have")
+    if not found:
+        raise UserError(f"{file}: target_modules = {modules!r} adapts nothing of this base")
+    return found
+
+
+def _names(chosen: Any) -> dict[Site, tuple[str, str]]:
+    """The names of each site's A and B."""
+    modules = {site.theirs for site in chosen}
+    names = {}
+    for site in chosen:
+        module = site.theirs
+        if site.target in EXPERTS:
+            module = module.rpartition(".")[0]
+            if site.target == "experts.gate_up_proj" and f"{module}.down_proj" in modules:
+                module += ".base_layer"
+        names[site] = f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+    return names
+
+
+def _widths(model: Transformer, site: Site) -> tuple[int, int, int]:
+    """Inputs and outputs of a projection, and of how many experts there is one each."""
+    outputs = site.span[1] - site.span[0]
+    if site.target in EXPERTS:
+        config = model.config
+        inputs = config.hidden_size if site.target == "experts.gate_up_proj" else config.expert_width
+        return inputs, outputs, config.experts
+    weight_FD = model.get_parameter(f"{site.ours}.weight")
+    return weight_FD.shape[1], outputs, 1
+
+
+def _shapes(model: Transformer, site: Site, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    inputs, outputs, experts = _widths(model, site)
+    return (experts * rank, inputs), (outputs, rank * experts)
+
+
+def _to_ours(model: Transformer, site: Site, order_F: Tensor | None, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    if site.target in EXPERTS:
+        experts = model.config.experts
+        a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return a, b if order_F is None else b[..., order_F, :]
+
+
+def _row_orders(model: Transformer) -> dict[str, Tensor]:
+    """Where each of our outputs stands among theirs, for projections that the base's family keeps in another order.
+
+    An entry reads a weight of theirs into ours by moving outputs about. What it does to a weight it does to a weight whose
+    elements are all their output's number.
+    """
+    try:
+        entries = family_of(model.config).entries(model.config)
+    except UserError:  # a model of no family's: its names and its order are those of `sites`
+        return {}
+    orders = {}
+    for entry in entries:
+        if entry.read is identity:
+            continue
+        if entry.ours.endswith(".weight") and len(entry.shape) == 2:
+            numbers_FD = torch.arange(entry.shape[0]).unsqueeze(1).expand(entry.shape)
+            orders[entry.theirs.removesuffix(".weight")] = entry.read(numbers_FD)[:, 0]
+        elif len(entry.shape) == 3:  # all experts' in one, with outputs last
+            orders[entry.theirs] = entry.read(torch.arange(entry.shape[2]).expand(1, 1, -1))[0, 0]
+    return orders
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file; an adapter is {CONFIG} and {WEIGHTS}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: torn: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: torn: not a JSON object")
+    return raw

@@ -1,0 +1,46 @@
+"""What a checkpoint of a run stands for: a model, or an adapter on the base that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nmoe.errors import UserError
+from nmoe.model.checkpoint import load_model
+from nmoe.model.fingerprint import fingerprint
+from nmoe.model.lora import Lora
+from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
+from nmoe.model.transformer import Transformer
+
+
+def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Lora | None]:
+    """The model of a checkpoint and, where that is an adapter, the adapter on it.
+
+    Raises UserError as `load_model` and `read_adapter` do, where the base is not on this machine, and where an adapter of
+    nmoe's finds other weights in its base than it was trained beside.
+    """
+    if not is_adapter(directory):
+        return load_model(directory, dtype), None
+    base, trained_beside = base_of(directory), read_base(directory)[1]
+    own = fingerprint(base)
+    if trained_beside not in (None, own):
+        raise UserError(
+            f"{directory / BASE}: trained beside {base} when that had the fingerprint {trained_beside}; it now holds another "
+            f"configuration or other weights ({own}). Put the base back"
+        )
+    model = load_model(base, dtype)
+    adapter = read_adapter(model, directory)
+    lora = adapter.attach(model, str(base), own)
+    lora.notes = (*adapter.notes, *base_notes(directory, str(base), own))
+    return model, lora
+
+
+def base_of(directory: Path) -> Path:
+    """The checkpoint that an adapter was trained beside. Raises UserError where it is not on this machine."""
+    base = read_base(directory)[0]
+    if not (Path(base) / "config.json").exists():
+        raise UserError(
+            f"{directory}: its base, {base or 'which it does not name'}, is not a directory with a config.json"
+        )
+    return Path(base)
