@@ -161,6 +161,9 @@ class EngineSection(Section):
     """[engine]: how rollouts are generated."""
 
     max_sequences: int = Field(default=256, gt=0, description="the most sequences that are generated side by side")
+    cache_mb: int = Field(
+        default=0, ge=0, description="memory of the key-value cache; 0: what max_sequences need, at most 4096"
+    )
 
 
 class SamplingSection(Section):

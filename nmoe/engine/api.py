@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -66,13 +66,20 @@ class Delta:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine started, and what it holds now."""
+    """Totals since the engine started, and what it holds now.
+
+    `prefix_hit_tokens` were found in the cache instead of being prefilled. `preemptions` counts sequences that lost their cache
+    to an older one for a while. `cache_use` is the share of the cache that running sequences hold.
+    """
 
     generated_tokens: int
     prefilled_tokens: int
+    prefix_hit_tokens: int
     decode_steps: int
+    preemptions: int
     running: int
     waiting: int
+    cache_use: float
     busy_s: float
 
 
@@ -80,7 +87,8 @@ R = TypeVar("R")
 
 
 class Engine(Protocol):
-    """What a rollout talks to. `generate` returns the n samples in order of their index.
+    """What a rollout talks to. `generate` returns the n samples in order of their index; `score` the log-probability of every token
+    but the first, given those before it, under the model at this temperature.
 
     `run` runs a coroutine that awaits the other methods to its end: an engine that computes in this process does so on the
     calling thread meanwhile.
@@ -93,6 +101,8 @@ class Engine(Protocol):
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
 
     async def generate(self, request: Request) -> list[Sample]: ...
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]: ...
 
     def stream(self, request: Request) -> AsyncIterator[Delta]: ...
 

@@ -16,7 +16,7 @@ from nmoe.model.kernels.combine import combine, dispatch
 from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
-from nmoe.model.numerics import linear, with_full_groups
+from nmoe.model.numerics import linear, sigmoid, with_full_groups
 from nmoe.model.products import by_onednn, linear_by_group
 
 
@@ -61,7 +61,7 @@ class Router(nn.Module):
         """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
         bias_E = None if self.linear_bias is None else self.linear_bias.float()
         logits_TE = linear(x_TD.float(), self.weight.float(), self.exact, bias_E)
-        scores_TE = logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1)
+        scores_TE = sigmoid(logits_TE, self.exact) if self.sigmoid else logits_TE.softmax(-1)
         layer = len(trace.chosen_TK)
         choice_TE = self._limit_groups(scores_TE.detach() + self.bias)
         own_TK = choice_TE.topk(self.experts_per_token, dim=-1).indices
@@ -87,13 +87,14 @@ class Router(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is that of `swiglu`."""
+    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` and `exact` are those of `swiglu`."""
 
     gate_up_EDF: Tensor
     down_EFD: Tensor
     gate_up_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
     limit: float = 0.0
+    exact: bool = False
     gate_up_adapter: ExpertsLowRank | None = None
     down_adapter: ExpertsLowRank | None = None
 
@@ -111,7 +112,7 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
     hidden_RF = _adapted(product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit), weights.down_EFD, weights.down_adapter)
+    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter)
     if weights.down_bias_ED is not None:
         out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
     return out_RD
@@ -128,7 +129,7 @@ def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights
     hidden_RF = _adapted(product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit), weights.down_EFD, weights.down_adapter)
+    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter)
     if weights.down_bias_ED is not None:
         out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
     return out_RD
@@ -144,7 +145,7 @@ def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -
     hidden = _adapted(torch.bmm, padded.view(experts, longest, -1), weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden = hidden + weights.gate_up_bias_EF.unsqueeze(1)
-    out = _adapted(torch.bmm, swiglu(hidden, weights.limit), weights.down_EFD, weights.down_adapter)
+    out = _adapted(torch.bmm, swiglu(hidden, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter)
     if weights.down_bias_ED is not None:
         out = out + weights.down_bias_ED.unsqueeze(1)
     return out.flatten(0, 1).index_select(0, place_R)
@@ -174,14 +175,14 @@ _PADDED_SHARE = 3
 _SMALL_PRODUCT = 2**20
 
 
-def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights, exact: bool) -> ExpertsWay:
-    """The fastest of the ways on this device; with `exact`, the one that gives a row the same bits in any batch."""
+def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> ExpertsWay:
+    """The fastest of the ways on this device; for exact ones, the one that gives a row the same bits in any batch."""
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
     fits = grouped_mm_fits(x_RD, weights.down_EFD.shape[1], *ranks)
     grouped = experts_by_grouped_mm if fits else experts_by_loop
     if x_RD.device.type != "cpu":
         return grouped
-    if exact:
+    if weights.exact:
         return experts_by_loop
     if x_RD.dtype not in (torch.float32, torch.bfloat16):
         return experts_by_loop
@@ -222,10 +223,12 @@ class MoE(nn.Module):
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         row_TK = row_R.view(tokens, k)
         rows_RD = dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
-        adapters = (self.gate_up_adapter, self.down_adapter)
-        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, *adapters)
         exact = self.exact
-        experts = experts_way(rows_RD, counts_E, weights, exact)
+        adapters = (self.gate_up_adapter, self.down_adapter)
+        weights = ExpertWeights(
+            self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, exact, *adapters
+        )
+        experts = experts_way(rows_RD, counts_E, weights)
 
         def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
             return experts(rows_RD, counts_E, weights)
@@ -244,5 +247,5 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate, width)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.down_proj(swiglu(self.gate_up_proj(x_TD)))
+        out_TD: Tensor = self.down_proj(swiglu(self.gate_up_proj(x_TD), exact=self.gate_up_proj.exact))
         return out_TD

@@ -3,7 +3,9 @@
 On a CPU in fp32, a product gives a row the same bits in any batch of at least two rows (oneDNN; where that is missing, MKL's
 eight rows to each thread), and other bits in smaller ones; attention sums in an order that depends on how many queries and keys
 there are. `numerics = "exact"` pads small products up to those rows and attends in fp64, whose sums differ by less than fp32
-shows. Everything else works row by row.
+shows. torch's sigmoid and silu give other bits where a piece of work ends, by up to a unit in the last place, and where that is
+depends on the batch and the threads: "exact" takes the sigmoid from the exponential, which does not. Everything else works row by
+row.
 """
 
 # Shapes: N rows, D and F widths, R routed rows sorted by expert, E experts.
@@ -11,7 +13,7 @@ shows. Everything else works row by row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,3 +61,26 @@ def with_full_groups(
     place_R = torch.arange(rows_RD.shape[0], device=rows_RD.device) + shift_E[expert_R]
     padded = rows_RD.new_zeros(int(padded_E.sum()), rows_RD.shape[1]).index_copy(0, place_R, rows_RD)
     return experts(padded, padded_E).index_select(0, place_R)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """s = 1 / (1 + exp(-x)), ds/dx = s (1 - s)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.exp(-x).add_(1).reciprocal_()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return grads[0] * out * (1 - out)
+
+
+def sigmoid(x: Tensor, exact: bool) -> Tensor:
+    """1 / (1 + exp(-x)); with `exact`, with bits that do not depend on an element's place."""
+    if not exact:
+        return torch.sigmoid(x)
+    out: Tensor = _Sigmoid.apply(x)
+    return out

@@ -129,34 +129,39 @@ class _BucketedAttention:
         return out_THU if self.gather_T is None else out_THU.index_select(0, self.back_S)
 
 
-def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJLC: Tensor, v_BJLU: Tensor) -> Tensor:
-    """Causal attention of whole sequences, `[B, H, L, U]`, with the layer's window and sinks.
+def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
+    """Causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
+    positions.
 
     A sink is one more key before the others, which only its logit makes different from zeros: the query's extra column holds
     the logit, the key's a one, and its value is zero. So any kernel computes it, with its gradient.
     """
-    width, value_width, length = q_BHLC.shape[-1], v_BJLU.shape[-1], q_BHLC.shape[-2]
-    sinks_H, extra = layer.sinks_H, 0
+    width, value_width, length, positions = q_BHLC.shape[-1], v_BJSU.shape[-1], q_BHLC.shape[-2], k_BJSC.shape[-2]
+    sinks_H = layer.sinks_H
+    square = earlier == 0 and not 0 < layer.window < length
     if sinks_H is not None:
-        extra = 1
         column_H11 = (sinks_H.to(q_BHLC.dtype) / layer.scale).view(-1, 1, 1)
         q_BHLC = torch.cat([q_BHLC, column_H11.expand(*q_BHLC.shape[:-1], 1)], -1)
-        q_BHLC = F.pad(q_BHLC, (0, _WIDTH_STEP - 1, 1, 0))
-        k_BJLC = F.pad(k_BJLC, (0, _WIDTH_STEP, 1, 0))
-        first = torch.zeros(length + 1, width + _WIDTH_STEP, device=k_BJLC.device, dtype=k_BJLC.dtype)
+        # A causal kernel wants as many queries as keys: one more, that nobody reads.
+        q_BHLC = F.pad(q_BHLC, (0, _WIDTH_STEP - 1, int(square), 0))
+        k_BJSC = F.pad(k_BJSC, (0, _WIDTH_STEP, 1, 0))
+        first = torch.zeros(positions + 1, width + _WIDTH_STEP, device=k_BJSC.device, dtype=k_BJSC.dtype)
         first[0, width] = 1
-        k_BJLC = k_BJLC + first
-        v_BJLU = F.pad(v_BJLU, (0, 0, 1, 0))
+        k_BJSC = k_BJSC + first
+        v_BJSU = F.pad(v_BJSU, (0, 0, 1, 0))
     # The fast kernels take values as wide as the keys.
     if (missing := q_BHLC.shape[-1] - value_width) > 0:
-        v_BJLU = F.pad(v_BJLU, (0, missing))
-    mask_LL = None
-    if 0 < layer.window < length:
-        at_L = torch.arange(-extra, length, device=q_BHLC.device)
-        distance_LL = at_L.unsqueeze(1) - at_L
-        mask_LL = (distance_LL >= 0) & ((distance_LL < layer.window) | (at_L < 0))
-    gqa = q_BHLC.shape[1] != k_BJLC.shape[1]
+        v_BJSU = F.pad(v_BJSU, (0, missing))
+    mask_LS = None
+    if not square:
+        query_L = torch.arange(earlier, positions, device=q_BHLC.device)
+        key_S = torch.arange(-(sinks_H is not None), positions, device=q_BHLC.device)
+        age_LS = query_L.unsqueeze(1) - key_S
+        mask_LS = age_LS >= 0
+        if layer.window:
+            mask_LS &= (age_LS < layer.window) | (key_S < 0)
+    gqa = q_BHLC.shape[1] != k_BJSC.shape[1]
     o_BHLU = F.scaled_dot_product_attention(
-        q_BHLC, k_BJLC, v_BJLU, mask_LL, is_causal=mask_LL is None, scale=layer.scale, enable_gqa=gqa
+        q_BHLC, k_BJSC, v_BJSU, mask_LS, is_causal=mask_LS is None, scale=layer.scale, enable_gqa=gqa
     )
-    return o_BHLU[:, :, extra:, :value_width]
+    return o_BHLU[:, :, -length:, :value_width]

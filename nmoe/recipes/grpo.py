@@ -120,7 +120,7 @@ class _Grpo:
             config.sampling.temperature,
             lora,
         )
-        self.engine = NativeEngine(model, config.engine.max_sequences)
+        self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         self.collector = Collector(self.engine, environment, model.config.context_tokens)
         algorithm = config.algorithm
         self.objective = policy_gradient(

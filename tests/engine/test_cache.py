@@ -1,117 +1,115 @@
-"""The key-value cache: what goes in at a place comes out there, and attention over it is attention."""
+"""The paged cache against attention written out over every sequence's own keys and values."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from nmoe.engine.native.cache import DecodeAttention, KVCache, PrefillAttention
+from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
+from nmoe.engine.native.cache import PagedCache, bytes_per_block
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 
 CPU = torch.device("cpu")
-CONFIG = ModelConfig(
-    vocab_size=8,
-    hidden_size=8,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    context_tokens=6,
-    experts=3,
-    experts_per_token=2,
-    expert_width=4,
-)
+SHAPE: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
+CONFIG = ModelConfig(**SHAPE, context_tokens=128, experts=4, experts_per_token=2, expert_width=4)
+TABLES = [[9, 2, 7], [0], [5, 3], [1, 8, 6]]  # blocks of four sequences, in no order
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
-def filled(rows: int) -> KVCache:
-    """A cache of which every number is another."""
-    cache = KVCache(CONFIG, rows, CPU, torch.float32)
-    cache.keys.copy_(torch.arange(cache.keys.numel()).view(cache.keys.shape))
-    cache.values.copy_(-cache.keys)
-    assert cache.routes is not None
-    cache.routes.copy_(torch.arange(cache.routes.numel()).view(cache.routes.shape))
-    return cache
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_fill_gives_the_same_positions_to_each_of_its_rows_and_to_no_other() -> None:
-    cache, before = filled(4), filled(4)
-    keys, values = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
-    routes = torch.arange(12, dtype=torch.int16).view(3, 2, 2) + 500
-    cache.fill(slice(1, 3), keys, values, routes)
-    assert cache.routes is not None
-    assert before.routes is not None
-    for row in (1, 2):
-        assert torch.equal(cache.keys[:, row, :, :3], keys)
-        assert torch.equal(cache.values[:, row, :, :3], values)
-        assert torch.equal(cache.routes[row, :3], routes)
-        assert torch.equal(cache.keys[:, row, :, 3:], before.keys[:, row, :, 3:])
-        assert torch.equal(cache.routes[row, 3:], before.routes[row, 3:])
-    for row in (0, 3):
-        assert torch.equal(cache.keys[:, row], before.keys[:, row])
-        assert torch.equal(cache.values[:, row], before.values[:, row])
-        assert torch.equal(cache.routes[row], before.routes[row])
+def naive(layer: AttentionLayer, q_HC: Tensor, k_LJC: Tensor, v_LJC: Tensor) -> Tensor:
+    """One query, whose own key is the last, head by head."""
+    seen = slice(max(0, len(k_LJC) - layer.window) if layer.window else 0, len(k_LJC))
+    rows = []
+    for h in range(4):
+        weights = (k_LJC[seen, h // 2] @ q_HC[h] * layer.scale).exp()
+        total = weights.sum() + (0 if layer.sinks_H is None else layer.sinks_H[h].exp())
+        rows.append(weights / total @ v_LJC[seen, h // 2])
+    return torch.stack(rows)
 
 
-def test_a_move_takes_keys_values_and_routes_along() -> None:
-    cache, before = filled(5), filled(5)
-    cache.move(torch.tensor([0, 2]), torch.tensor([4, 3]), 4)
-    assert cache.routes is not None
-    assert before.routes is not None
-    for target, source in ((0, 4), (2, 3)):
-        assert torch.equal(cache.keys[:, target, :, :4], before.keys[:, source, :, :4])
-        assert torch.equal(cache.values[:, target, :, :4], before.values[:, source, :, :4])
-        assert torch.equal(cache.routes[target, :4], before.routes[source, :4])
-        assert torch.equal(cache.keys[:, target, :, 4:], before.keys[:, target, :, 4:])
-    for row in (1, 3, 4):
-        assert torch.equal(cache.keys[:, row], before.keys[:, row])
+LAYERS = [
+    AttentionLayer(1, 0.5),
+    AttentionLayer(1, 0.7, window=5),
+    AttentionLayer(1, 0.5, window=20, sinks_H=SINKS),
+    AttentionLayer(1, 0.5, sinks_H=SINKS),
+]
 
 
-def test_a_write_lands_at_each_rows_own_position() -> None:
-    cache, before = filled(3), filled(3)
-    positions = torch.tensor([5, 0])
-    keys, values = torch.randn(2, 2, 4), torch.randn(2, 2, 4)
-    cache.write(1, cache.places(positions), keys, values)
-    routes = torch.tensor([[[1, 2], [0, 1]], [[2, 0], [2, 1]]], dtype=torch.int16)
-    cache.write_routes(positions, routes)
-    assert cache.routes is not None
-    assert before.routes is not None
-    for row, position in enumerate(positions.tolist()):
-        assert torch.equal(cache.keys[1, row, :, position], keys[row])
-        assert torch.equal(cache.values[1, row, :, position], values[row])
-        assert torch.equal(cache.routes[row, position], routes[row])
-    # Four places of one layer, two positions' routes, and nothing else.
-    assert (cache.keys != before.keys).sum() == keys.numel()
-    assert (cache.values != before.values).sum() == values.numel()
-    assert set((cache.routes != before.routes).nonzero()[:, :2].unique(dim=0).flatten().tolist()) <= {0, 5, 1}
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("stored", [[40, 10, 25, 47], [33, 15, 16, 40], [16, 0, 31, 1]], ids=str)
+def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int]) -> None:
+    """`stored` positions go through prefill, the second half of them as a later piece; then one more is decoded."""
+    cache = PagedCache(CONFIG, 10, CPU, torch.float32)
+    cache.keys.fill_(1e4)  # what lies beyond must not count
+    cache.values.fill_(-1e4)
+    lengths = [n + 1 for n in stored]
+    q, k, v = ([draw(n, heads, 4, seed=n + heads) for n in lengths] for heads in (4, 2, 2))
+    v = [-x for x in v]
+    parts = [[(0, n // 2) for n in stored], [(n // 2, n) for n in stored]]
+    for part in parts:
+        chosen = [(i, start, stop) for i, (start, stop) in enumerate(part) if stop > start]
+        chosen.sort(key=lambda entry: entry[1] > 0)
+        pieces = [Piece(TABLES[i], start, stop) for i, start, stop in chosen]
+        attend = PrefillAttention(cache, pieces, exact=False)
+        out = attend(layer, *(torch.cat([x[i][a:b] for i, a, b in chosen]) for x in (q, k, v)))
+        at = 0
+        for i, start, stop in chosen:
+            for t in range(start, stop):
+                expected = naive(layer, q[i][t], k[i][: t + 1], v[i][: t + 1])
+                torch.testing.assert_close(out[at], expected, rtol=1e-5, atol=1e-5)
+                at += 1
+    table = np.zeros((4, 3), dtype=np.int64)
+    for row, blocks in enumerate(TABLES):
+        table[row, : len(blocks)] = blocks
+    decode = DecodeAttention(cache, np.array(stored), table)
+    out = decode(layer, *(torch.stack([x[i][n] for i, n in enumerate(stored)]) for x in (q, k, v)))
+    for i in range(4):
+        torch.testing.assert_close(out[i], naive(layer, q[i][-1], k[i], v[i]), rtol=1e-5, atol=1e-5)
+    assert (cache.keys[0] == 1e4).all()  # the other layer's
+    assert (cache.keys[1, 4] == 1e4).all()  # nobody's block
 
 
-def test_a_dense_model_has_no_routes() -> None:
-    cache = KVCache(ModelConfig(8, 8, 1, 1, 1, 2, 4, intermediate_size=4), 2, CPU, torch.float32)
-    assert cache.routes is None
-    cache.fill(slice(0, 1), torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), None)
-    cache.move(torch.tensor([1]), torch.tensor([0]), 2)
-
-
-def test_prefill_keeps_what_it_attended_over() -> None:
-    attend = PrefillAttention([2, 3], CPU, exact=False)
-    given = [(torch.randn(5, 4, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4)) for _ in range(2)]
-    for layer, (q, k, v) in enumerate(given):
-        attend(AttentionLayer(layer, 0.5), q, k, v)
-        assert attend.keys[layer] is k
-        assert attend.values[layer] is v
-
-
-def test_decode_attends_over_the_positions_that_are_there() -> None:
-    generator = torch.Generator().manual_seed(0)
-    cache = KVCache(CONFIG, 3, CPU, torch.float32)
+def test_whole_blocks_are_copied_with_their_routes() -> None:
+    cache = PagedCache(CONFIG, 4, CPU, torch.float32)
     for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    cache.keys[:, :, :, 5], cache.values[:, :, :, 5] = 1e4, 1e4  # what lies beyond must not count
-    positions = torch.tensor([0, 3])
-    q, k, v = (torch.randn(2, heads, 4, generator=generator) for heads in (4, 2, 2))
-    out = DecodeAttention(cache, positions, 6)(AttentionLayer(1, 0.5), q, k, v)
-    for row, position in enumerate(positions.tolist()):
-        for head in range(4):
-            keys = torch.cat([cache.keys[1, row, head // 2, :position], k[row, head // 2].unsqueeze(0)])
-            values = torch.cat([cache.values[1, row, head // 2, :position], v[row, head // 2].unsqueeze(0)])
-            expected = (keys @ q[row, head] / 2).softmax(0) @ values
-            assert out[row, head].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+        tensor.copy_(draw(*tensor.shape))
+    assert cache.routes is not None
+    cache.routes.copy_(torch.randint(4, cache.routes.shape))
+    keys, values, routes = cache.keys.clone(), cache.values.clone(), cache.routes.clone()
+    cache.copy([2, 2], [0, 3])
+    for target, source in ((0, 2), (1, 1), (2, 2), (3, 2)):
+        assert torch.equal(cache.keys[:, target], keys[:, source])
+        assert torch.equal(cache.values[:, target], values[:, source])
+        assert torch.equal(cache.routes.view(4, 16, 2, 2)[target], routes.view(4, 16, 2, 2)[source])
+
+
+def test_routes_are_read_as_they_were_written() -> None:
+    cache = PagedCache(CONFIG, 4, CPU, torch.float32)
+    positions = np.arange(12, 20)
+    blocks = np.where(positions < 16, 3, 1)
+    picks = torch.arange(32, dtype=torch.int16).view(8, 2, 2)
+    cache.write_routes(blocks, positions, picks)
+    routes = cache.read_routes([3, 1], 20)
+    assert routes is not None
+    assert routes.shape == (20, 2, 2)
+    assert torch.equal(routes[12:], picks)
+    assert (routes[:12] == 0).all()
+    dense = PagedCache(ModelConfig(**SHAPE, context_tokens=16, intermediate_size=4), 2, CPU, torch.float32)
+    assert dense.routes is None
+    assert dense.read_routes([0], 3) is None
+    dense.copy([0], [1])
+
+
+def test_a_block_takes_what_its_tensors_take() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        cache = PagedCache(CONFIG, 3, CPU, dtype)
+        assert cache.routes is not None
+        assert cache.keys.dtype == dtype
+        assert 3 * bytes_per_block(CONFIG, dtype) == cache.keys.nbytes + cache.values.nbytes + cache.routes.nbytes

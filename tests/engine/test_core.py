@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from nmoe.engine.api import Delta, Request, Sample
-from nmoe.engine.native import core as core_module
+from nmoe.engine.api import Delta, Request, Sample, Sampling
+from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.sampler import kept_mask
 from nmoe.errors import UserError
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -148,11 +152,10 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(tiny_model: MakeModel, r
     assert core.stats().prefilled_tokens == 11 + 7
 
 
-def test_prompts_prefilled_in_parts_give_the_same(
+def test_long_prompts_take_several_steps_and_the_others_decode_meanwhile(
     tiny_model: MakeModel, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, requests = tiny_model(), ragged(request_of)
-    expected = samples_of(model, 16, *requests)
+    core = EngineCore(tiny_model(), 4, prefill_tokens=20)
     calls = []
     forward = Transformer.forward
 
@@ -160,13 +163,211 @@ def test_prompts_prefilled_in_parts_give_the_same(
         calls.append(len(token_ids_T))
         return forward(self, token_ids_T, *rest)
 
-    monkeypatch.setattr(core_module, "_PREFILL_TOKENS", 20)
     monkeypatch.setattr(Transformer, "forward", counting)
-    parts = samples_of(model, 16, *requests)
-    assert calls[:4] == [6, 17, 40, 11]  # prompts of 5 + 1, 17, 40, 2 + 9
-    for ours, theirs in zip(itertools.chain(*parts), itertools.chain(*expected), strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    core.add(request_of("short", 5, 1, 8))
+    core.add(request_of("long", 50, 1, 4))
+    core.step()
+    assert calls == [20, 1]  # 5 + 15 of 50, then the short one's second token
+    core.step()
+    core.step()
+    assert calls[2:] == [20, 1, 15, 2]
+    assert core.stats().prefilled_tokens == 55
+
+
+def fill(core: EngineCore) -> None:
+    """Steps until a sequence had to give way."""
+    while core.stats().preemptions == 0:
+        core.step()
+
+
+def small(model: Transformer, blocks: int, rows: int = 8) -> EngineCore:
+    return EngineCore(model, rows, cache_bytes=blocks * bytes_per_block(model.config, torch.float32))
+
+
+def test_the_youngest_gives_way_and_comes_back(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    asked = [request_of(name, 10, 1, 50) for name in ("old", "mid", "new")]
+    (expected,) = zip(*samples_of(model, 3, *asked), strict=True)
+    core = small(model, 7)  # each wants four blocks in the end
+    jobs = [core.add(request) for request in asked]
+    fill(core)
+    assert [job.request.request_id for job, _ in core._running] == ["old", "mid"]
+    assert core.stats().waiting == 1
+    finished = run(core)
+    assert [job.request.request_id for job in finished] == ["old", "mid", "new"]
+    for job, sample in zip(jobs, expected, strict=True):
+        assert job.samples[0] is not None
+        assert job.samples[0].token_ids == sample.token_ids
+        assert job.samples[0].logprobs == pytest.approx(sample.logprobs, abs=1e-5)
+        assert (job.samples[0].routes == sample.routes).all()
+
+
+def test_a_sequence_that_gave_way_can_be_aborted(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = small(tiny_model(), 7)
+    jobs = [core.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
+    fill(core)
+    assert core.abort("new") == [jobs[2]]
+    sample = jobs[2].samples[0]
+    assert sample is not None
+    assert sample.finish_reason == "abort"
+    assert 0 < len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) < 50
+    assert sample.routes.shape[0] == 10 + len(sample.token_ids) - 1
+    run(core)
+    assert core.stats().cache_use == 0
+
+
+def test_a_sequence_that_gave_way_keeps_its_tokens_versions(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = small(tiny_model(), 7)
+    jobs = [core.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
+    fill(core)
+    core.commit(5)
+    run(core)
+    versions = jobs[2].samples[0].versions
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 5}
+
+
+def test_many_samples_of_one_prompt_fit_where_they_share_it(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model(experts=0)
+    core = small(model, 9, rows=6)  # 32 positions shared, and a block of their own each: 8 in all
+    job = core.add(request_of("many", 32, 6, 14))
+    run(core)
+    assert core.stats().preemptions == 0
+    expected = samples_of(model, 6, job.request)[0]
+    assert [s.token_ids for s in whole(job.samples)] == [s.token_ids for s in expected]
+
+
+def test_a_prefix_is_found_until_the_weights_change(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = EngineCore(tiny_model(), 4)
+    for hits, prefilled in ((0, 40), (32, 8)):
+        before = core.stats()
+        core.add(request_of("again", 40, 2, 3))
+        run(core)
+        assert core.stats().prefix_hit_tokens - before.prefix_hit_tokens == hits
+        assert core.stats().prefilled_tokens - before.prefilled_tokens == prefilled
+    core.commit(1)
+    core.add(request_of("again", 40, 2, 3))
+    run(core)
+    assert core.stats().prefix_hit_tokens == 32
+
+
+def test_a_next_turn_finds_the_one_before(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    core = EngineCore(model, 4)
+    first = core.add(request_of("turn", 20, 1, 15))
+    run(core)
+    sample = whole(first.samples)[0]
+    ids = (*first.request.prompt_ids, *sample.token_ids, 3, 1)
+    second = Request(ids, 1, Sampling(10, seed=4), "turn/2")
+    job = core.add(second)
+    run(core)
+    assert core.stats().prefix_hit_tokens == 32  # of the 34 that were fed
+    assert whole(job.samples)[0].token_ids == samples_of(model, 1, second)[0][0].token_ids
+
+
+def test_what_is_longer_than_the_cache_is_refused_and_stalls_nobody(
+    tiny_model: MakeModel, request_of: MakeRequest
+) -> None:
+    core = small(tiny_model(), 2)
+    with pytest.raises(
+        UserError, match=r"prompt of 20 tokens \+ max_new_tokens = 14 exceeds the cache of 32 tokens; raise"
+    ):
+        core.add(request_of("long", 20, 1, 14))
+    with pytest.raises(UserError, match="exceeds the cache of 32"):  # the prompt's last block beside a sample's copy
+        core.add(request_of("two", 20, 2, 13))
+    core.add(request_of("fits", 20, 1, 13))
+    core.add(request_of("fits too", 1, 2, 16))
+    assert len(run(core)) == 2
+    with pytest.raises(UserError, match="holds not even one block"):
+        EngineCore(tiny_model(), 1, cache_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": -0.5}, "temperature = -0.5"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"top_p": 0.0}, r"top_p = 0.0 must lie in \(0, 1\]"),
+        ({"top_k": -1}, "top_k = -1"),
+    ],
+)
+def test_impossible_sampling_is_refused(
+    tiny_model: MakeModel, request_of: MakeRequest, sampling: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        EngineCore(tiny_model(), 1).add(request_of("no", 3, 1, 3, **sampling))
+
+
+def test_scoring_beside_sampling_and_its_bad_input(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    core = EngineCore(model, 1, prefill_tokens=7)
+    sampled = core.add(request_of("s", 6, 2, 9))
+    scored = core.add_scoring(range(20), 0.7, "score")
+    run(core)
+    assert len(whole(sampled.samples)) == 2
+    ids = torch.arange(20)
+    with torch.no_grad():
+        states = model(ids, ids, PackedAttention([20], ids.device), RouterTrace())
+        logprobs = (model.logits(states) / 0.7).log_softmax(-1)
+    assert scored.scores == pytest.approx(logprobs[:-1].gather(1, ids[1:, None]).flatten().tolist(), abs=1e-5)
+    for token_ids, temperature, message in (
+        ([1], 1.0, "two tokens"),
+        ([1, 2], 0.0, "above 0"),
+        ([1, 99], 1.0, "0..47"),
+    ):
+        with pytest.raises(UserError, match=message):
+            core.add_scoring(token_ids, temperature, "no")
+    with pytest.raises(UserError, match="exceeds the model's context"):
+        core.add_scoring([1] * 65, 1.0, "no")
+    aborted = core.add_scoring(range(20), 1.0, "stop")
+    core.step()
+    assert core.abort("stop") == [aborted]
+    assert core.idle
+    assert core.stats().cache_use == 0
+
+
+def test_weights_that_are_not_finite_are_named(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model(seed=3)
+    with torch.no_grad():
+        saved = model.norm.weight[0].clone()
+        model.norm.weight[0] = float("nan")
+    try:
+        core = EngineCore(model, 1)
+        core.add(request_of("nan", 3, 1, 3))
+        with pytest.raises(FloatingPointError, match="logits are not finite"):
+            run(core)
+    finally:
+        with torch.no_grad():
+            model.norm.weight[0] = saved
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.integers(5, 12),
+    rows=st.integers(1, 6),
+    prefill=st.integers(1, 40),
+    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3), st.integers(1, 30)), min_size=1, max_size=6),
+    commit=st.integers(0, 40),
+)
+def test_everything_ends_and_gives_back_its_blocks(
+    tiny_model: MakeModel, request_of: MakeRequest, blocks: int, rows: int, prefill: int, shapes: list, commit: int
+) -> None:
+    model = tiny_model()
+    cache = blocks * bytes_per_block(model.config, torch.float32)
+    core = EngineCore(model, rows, cache_bytes=cache, prefill_tokens=prefill)
+    jobs = [core.add(request_of(f"{i}", *shape)) for i, shape in enumerate(shapes)]
+    for step in range(3000):
+        if core.idle:
+            break
+        if step == commit:
+            core.commit(1)
+        core.step()
+    assert core.idle
+    assert core.stats().cache_use == 0
+    for job in jobs:
+        for sample in whole(job.samples):
+            assert len(sample.token_ids) == job.request.sampling.max_new_tokens == len(sample.logprobs)
+            assert sample.versions == sorted(sample.versions)
 
 
 def cut_at(sample: Sample, stop_ids: tuple[int, ...]) -> tuple[list[int], str]:

@@ -379,3 +379,21 @@ def test_running_requests_go_on_with_the_new_version(model: Transformer, request
     assert versions == [0] * versions.count(0) + [2] * versions.count(2)
     assert versions.count(0) >= 4
     assert versions.count(2) >= 1
+
+
+def test_scores_come_beside_samples(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    engine = NativeEngine(model, 3)
+
+    async def ask() -> tuple[list[Sample], list[float]]:
+        samples = await engine.generate(request_of("a", 5, 1, 9))
+        ids = [*request_of("a", 5, 1, 9).prompt_ids, *samples[0].token_ids]
+        scores, _ = await asyncio.gather(engine.score(ids), engine.generate(request_of("b", 5, 2, 9)))
+        with pytest.raises(UserError, match="two tokens"):
+            await engine.score([1])
+        return samples, scores
+
+    samples, scores = engine.run(ask())
+    assert len(scores) == 5 + 9 - 1
+    assert scores[4:] == pytest.approx(samples[0].logprobs, abs=1e-5)
+    assert engine.run(engine.score([1, 2, 3], temperature=2.0)) != engine.run(engine.score([1, 2, 3]))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.moe import ExpertWeights, RouterTrace, experts_by_grouped_mm
-from nmoe.model.numerics import least_rows, linear, with_full_groups
+from nmoe.model.numerics import least_rows, linear, sigmoid, with_full_groups
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 
@@ -106,3 +106,16 @@ def test_exact_bits_do_not_depend_on_the_batch(tiny_model: MakeModel, experts: i
     for ids, packed in zip(sequences, together, strict=True):
         assert torch.equal(logits(model, [ids])[0], packed)
         assert torch.equal(logits(model, [ids[:1]])[0], packed[:1])  # nor on what follows
+
+
+def test_the_exact_sigmoid_gives_an_element_the_same_bits_anywhere() -> None:
+    x = 4 * torch.randn(300, generator=torch.Generator().manual_seed(0))
+    whole = sigmoid(x, exact=True)
+    assert all(torch.equal(sigmoid(x[:length], exact=True), whole[:length]) for length in range(1, 300))
+    assert torch.equal(sigmoid(x.view(3, 100)[:, :50], exact=True), whole.view(3, 100)[:, :50])
+    torch.testing.assert_close(whole, torch.sigmoid(x), rtol=1e-6, atol=0)
+    far = torch.tensor([-1000.0, 0.0, 1000.0], requires_grad=True)
+    sigmoid(far, exact=True).sum().backward()
+    assert far.grad is not None
+    assert far.grad.tolist() == [0.0, 0.25, 0.0]
+    assert torch.autograd.gradcheck(lambda x: sigmoid(x, True), x[:5].double().requires_grad_())

@@ -1,116 +1,103 @@
-"""The key-value cache: one row of `context` positions per running sequence, running rows always first.
+"""The paged key-value cache: blocks of positions that sequences hold through tables, shared where their tokens are the same."""
 
-Rows are dense so that on a CPU decode attention reads keys and values in place: gathering 256 sequences of 160 tokens out of
-blocks moves 168 MB a step for four small layers, more than the step's arithmetic. When a sequence ends, the last row moves into
-its place. What else belongs to a position (recorded routes) lies beside the keys and moves with them.
-"""
-
-# Shapes: S rows, J key-value heads, P positions a row holds, C head width, Y layers, K chosen experts, B running rows,
-# L positions in use.
+# Shapes: N blocks, Y layers, J key-value heads, P positions of a block, C key width, U value width, K chosen experts, T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
-from nmoe.model.packed import PackedAttention
+
+# Positions of a block. Smaller shares more of a common prefix and wastes less at a sequence's end, larger makes fewer pieces to
+# gather: 8, 16 and 32 decode equally fast on two CPU cores.
+BLOCK_TOKENS = 16
 
 
-class KVCache:
-    """Keys and values `[Y, S, J, P, C]` and routes `[S, P, Y, K]`. Decode attention computes in the cache's `dtype`."""
+def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What one block takes, keys, values and routes together."""
+    numbers = config.layers * config.kv_heads * BLOCK_TOKENS * (config.head_dim + config.value_dim)
+    routes = len(config.moe_layers) * config.experts_per_token * BLOCK_TOKENS
+    return numbers * dtype.itemsize + routes * 2
 
-    def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.rows, self.positions = rows, config.context_tokens
-        shape = (config.layers, rows, config.kv_heads, self.positions, config.head_dim)
-        # Zeros, not empty: a masked position has weight 0, and 0 times a stray NaN would be NaN.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros((*shape[:-1], config.value_dim), device=device, dtype=dtype)
+
+class PagedCache:
+    """Keys `[Y, N, J, P, C]`, values `[Y, N, J, P, U]`, and the router picks of each position, int16 `[N * P, Y, K]`.
+
+    Decode attention computes in the cache's `dtype`.
+    """
+
+    def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.blocks, self.kv_heads, self.device, self.dtype = blocks, config.kv_heads, device, dtype
+        shape = (config.layers, blocks, config.kv_heads, BLOCK_TOKENS)
+        self.keys = _zeros((*shape, config.head_dim), device, dtype)
+        self.values = _zeros((*shape, config.value_dim), device, dtype)
         self.routes: Tensor | None = None
         if config.experts:
-            self.routes = torch.zeros(
-                rows, self.positions, len(config.moe_layers), config.experts_per_token, dtype=torch.int16, device=device
-            )
-        self._flat_keys = self.keys.view(config.layers, -1, config.head_dim)
-        self._flat_values = self.values.view(config.layers, -1, config.value_dim)
-        self._first_row_SJ = (
-            torch.arange(rows * config.kv_heads, device=device).view(rows, config.kv_heads) * self.positions
+            picks = (blocks * BLOCK_TOKENS, len(config.moe_layers), config.experts_per_token)
+            self.routes = _zeros(picks, device, torch.int16)
+        # A position of a head as one row, and a block of a head as one row.
+        self._key_rows = self.keys.view(config.layers, -1, config.head_dim)
+        self._value_rows = self.values.view(config.layers, -1, config.value_dim)
+        self._key_blocks = self.keys.view(config.layers, blocks * config.kv_heads, -1)
+        self._value_blocks = self.values.view(config.layers, blocks * config.kv_heads, -1)
+
+    def places(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
+        """Where each token's key lies per head, `[T * J]`, for `write`; `blocks_T` is the block that holds its position."""
+        heads = blocks_T[:, None] * self.kv_heads + np.arange(self.kv_heads)
+        return torch.from_numpy((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1)).to(
+            self.device
         )
 
-    def places(self, positions_B: Tensor) -> Tensor:
-        """Where the key of each running row at its position lies in a layer's flat cache, `[B * J]`."""
-        return (self._first_row_SJ[: positions_B.shape[0]] + positions_B.unsqueeze(-1)).reshape(-1)
+    def write(self, layer: int, places: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> None:
+        k, v = k_TJC.to(self.dtype), v_TJU.to(self.dtype)
+        self._key_rows[layer].index_copy_(0, places, k.reshape(-1, k.shape[-1]))
+        self._value_rows[layer].index_copy_(0, places, v.reshape(-1, v.shape[-1]))
 
-    def write(self, layer: int, places: Tensor, k_BJC: Tensor, v_BJC: Tensor) -> None:
-        dtype = self.keys.dtype
-        self._flat_keys[layer].index_copy_(0, places, k_BJC.reshape(-1, k_BJC.shape[-1]).to(dtype))
-        self._flat_values[layer].index_copy_(0, places, v_BJC.reshape(-1, v_BJC.shape[-1]).to(dtype))
+    def gather_index(self, table_BM: NDArray[np.int64]) -> Tensor:
+        """What `gather` wants of rows that hold these blocks."""
+        heads = table_BM[:, None, :] * self.kv_heads + np.arange(self.kv_heads)[None, :, None]
+        return torch.from_numpy(heads.reshape(-1)).to(self.device)
 
-    def write_routes(self, positions_B: Tensor, routes_BYK: Tensor) -> None:
+    def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` in the order of positions."""
+        heads = rows * self.kv_heads
+        k = self._key_blocks[layer].index_select(0, index).view(heads, -1, self.keys.shape[-1])
+        v = self._value_blocks[layer].index_select(0, index).view(heads, -1, self.values.shape[-1])
+        return k, v
+
+    def write_routes(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64], routes_TYK: Tensor) -> None:
         if self.routes is not None:
-            rows = torch.arange(positions_B.shape[0], device=positions_B.device)
-            self.routes[rows, positions_B] = routes_BYK
+            slots_T = torch.from_numpy(blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS).to(self.device)
+            self.routes.index_copy_(0, slots_T, routes_TYK)
 
-    def fill(self, rows: slice, keys_YJLC: Tensor, values_YJLC: Tensor, routes_LYK: Tensor | None) -> None:
-        """Gives the same first L positions to each of `rows`: the samples of a prompt share one prefill."""
-        length = keys_YJLC.shape[2]
-        self.keys[:, rows, :, :length] = keys_YJLC.unsqueeze(1)
-        self.values[:, rows, :, :length] = values_YJLC.unsqueeze(1)
-        if self.routes is not None and routes_LYK is not None:
-            self.routes[rows, :length] = routes_LYK
+    def read_routes(self, blocks: Sequence[int], positions: int) -> Tensor | None:
+        """The picks of a sequence's first positions, `[positions, Y, K]` on the CPU; None in a dense model."""
+        if self.routes is None:
+            return None
+        wanted = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        routes = self.routes.view(self.blocks, BLOCK_TOKENS, *self.routes.shape[1:]).index_select(0, wanted)
+        return routes.flatten(0, 1)[:positions].cpu()
 
-    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
-        """Copies the first `length` positions of rows `sources` onto rows `targets`."""
-        self.keys[:, targets, :, :length] = self.keys[:, sources, :, :length]
-        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies whole blocks."""
+        source, target = (torch.tensor(blocks, dtype=torch.int64, device=self.device) for blocks in (sources, targets))
+        for tensor in (self.keys, self.values):
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
         if self.routes is not None:
-            self.routes[targets, :length] = self.routes[sources, :length]
+            blocks = self.routes.view(self.blocks, -1)
+            blocks.index_copy_(0, target, blocks.index_select(0, source))
 
 
-class PrefillAttention:
-    """Attention within packed prompts that also keeps each layer's keys and values, `[T, J, C]`, for the cache."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device, exact: bool) -> None:
-        self.packed = PackedAttention(lengths, device, exact)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJC: Tensor) -> Tensor:
-        self.keys.append(k_TJC)
-        self.values.append(v_TJC)
-        return self.packed(layer, q_THC, k_TJC, v_TJC)
-
-
-class DecodeAttention:
-    """One query per running row against its cached positions."""
-
-    def __init__(self, cache: KVCache, positions_B: Tensor, longest: int) -> None:
-        self.cache = cache
-        self.places = cache.places(positions_B)
-        self.longest = longest
-        allowed_BL = torch.arange(longest, device=positions_B.device) <= positions_B.unsqueeze(-1)
-        mask_BL = torch.zeros(allowed_BL.shape, device=positions_B.device, dtype=cache.keys.dtype)
-        self.mask_BL = mask_BL.masked_fill_(~allowed_BL, float("-inf"))
-        self.age_BL = positions_B.unsqueeze(-1) - torch.arange(longest, device=positions_B.device)
-
-    def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJC: Tensor) -> Tensor:
-        self.cache.write(layer.index, self.places, k_BJC, v_BJC)
-        b, heads, width = q_BHC.shape
-        kv_heads = k_BJC.shape[1]
-        # Running rows come first, so these are views: batch and head collapse to one axis without a copy.
-        k_NLC = self.cache.keys[layer.index, :b, :, : self.longest].reshape(b * kv_heads, self.longest, -1)
-        v_NLC = self.cache.values[layer.index, :b, :, : self.longest].reshape(b * kv_heads, self.longest, -1)
-        q_NGC = q_BHC.reshape(b * kv_heads, heads // kv_heads, width).to(k_NLC.dtype)
-        scores_NGL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(layer.scale)
-        scores_BHL = scores_NGL.view(b, heads, self.longest).add_(self.mask_BL.unsqueeze(1))
-        if layer.window:
-            scores_BHL.masked_fill_((self.age_BL >= layer.window).unsqueeze(1), float("-inf"))
-        if layer.sinks_H is None:
-            weights_BHL = scores_BHL.softmax(-1)
-        else:
-            sinks_BH1 = layer.sinks_H.to(scores_BHL.dtype).view(1, -1, 1).expand(b, -1, -1)
-            weights_BHL = torch.cat([scores_BHL, sinks_BH1], -1).softmax(-1)[..., :-1]
-        return torch.bmm(weights_BHL.reshape(scores_NGL.shape), v_NLC).view(b, heads, -1).to(q_BHC.dtype)
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros, not empty: a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU pages come from the system
+    as they are first written, so that a generous budget costs only what is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

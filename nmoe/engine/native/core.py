@@ -1,218 +1,453 @@
 """The engine's core: a synchronous step machine that a test can drive by hand.
 
-A step is: admit waiting samples to free rows, prefilling new prompts; decode one token for every running row; retire what
-finished. It runs the learner's own module, so there is one definition of the model and one set of weights.
+A step is: compute keys of prompts, a bounded number of tokens at a time; start samples whose prompt is ready; decode one token for
+every running row; retire what finished. It runs the learner's own module, so there is one definition of the model and one set of
+weights.
+
+Memory is blocks of the paged cache. Where they run out, the youngest gives way to the oldest: it loses its blocks, keeps its
+tokens, and goes on later from recomputed keys. The oldest therefore always ends, and so does everything after it.
 """
 
-# Shapes: B running rows, T packed prompt tokens, Y layers, K chosen experts, V vocabulary.
+# Shapes: B running rows, T packed tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import insort
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from nmoe.engine.api import Delta, EngineStats, FinishReason, Request, Sample
-from nmoe.engine.native.cache import DecodeAttention, KVCache, PrefillAttention
+from nmoe.engine.api import Delta, EngineStats, FinishReason, Request, Sample, Sampling
+from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
+from nmoe.engine.native.blocks import BlockPool
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, bytes_per_block
+from nmoe.engine.native.jobs import Job, Paused, Prefill, Prompt
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.errors import UserError
+from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
+from nmoe.model.products import PackedWeights
 from nmoe.model.transformer import Transformer
 
-# Prompts are prefilled together up to this many tokens, so that one admission does not hold a whole batch of keys twice.
-_PREFILL_TOKENS = 8192
+# Prompt tokens computed in one step, so that one long prompt holds up those that decode for no longer than this.
+PREFILL_TOKENS = 8192
+
+# The default bound of the cache's memory.
+_CACHE_BYTES = 4 * 2**30
 
 
-@dataclass
-class _Prompt:
-    """A prefilled prompt, kept until all its samples have started."""
-
-    keys_YJLC: Tensor
-    values_YJLC: Tensor
-    routes_LYK: Tensor | None
-    logits_1V: Tensor
-
-
-@dataclass(eq=False)
-class Job:
-    """One request on its way: which samples have started, and those that are done."""
-
-    request: Request
-    on_token: Callable[[int, Delta], None] | None
-    samples: list[Sample | None]
-    started: int = 0
-    prompt: _Prompt | None = None
-    kept: dict[int, list[list[int]]] = field(default_factory=dict)
-
-    @property
-    def finished(self) -> bool:
-        return all(sample is not None for sample in self.samples)
+# Weights up to this size are held a second time on a CPU, packed for small batches.
+_PACKED_BYTES = 2 * 2**30
 
 
 class EngineCore:
-    """Continuous batching over `max_sequences` rows."""
+    """Continuous batching over `max_sequences` rows and at most `cache_bytes` of cache (0: room for all rows at the model's full
+    context, at most 4 GiB)."""
 
-    def __init__(self, model: Transformer, max_sequences: int) -> None:
+    def __init__(
+        self, model: Transformer, max_sequences: int, cache_bytes: int = 0, prefill_tokens: int = PREFILL_TOKENS
+    ) -> None:
         weight = model.embedding.weight
         self.model = model
+        self.max_sequences, self.prefill_tokens = max_sequences, prefill_tokens
         dtype = torch.float64 if model.exact else weight.dtype
-        self.cache = KVCache(model.config, max_sequences, weight.device, dtype)
-        self.rows = Rows.allocate(max_sequences, model.config.context_tokens, weight.device)
+        context = -(-model.config.context_tokens // BLOCK_TOKENS)
+        one = bytes_per_block(model.config, dtype)
+        # One block more per row for the copy of a prompt's last block that each sample starts with.
+        blocks = cache_bytes // one if cache_bytes else min(max_sequences * (context + 1), _CACHE_BYTES // one)
+        if blocks < 1:
+            raise UserError(f"a cache of {cache_bytes} bytes holds not even one block of this model ({one} bytes)")
+        self.cache = PagedCache(model.config, blocks, weight.device, dtype)
+        self.pool = BlockPool(blocks, BLOCK_TOKENS)
+        self.rows = Rows(max_sequences, context, weight.device)
         self.version = 0
-        self._waiting: deque[Job] = deque()
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        self._packs = PackedWeights() if size <= _PACKED_BYTES else None
+        self._waiting: deque[Job] = deque()  # with samples still to start, or tokens to score
+        self._paused: list[Paused] = []  # oldest first
+        self._prefills: list[Prefill] = []  # oldest first
         self._running: list[tuple[Job, int]] = []
-        self._generated = self._prefilled = self._steps = 0
+        self._jobs = self._generated = self._prefilled = self._hits = self._steps = self._preemptions = 0
         self._busy_s = 0.0
 
     def add(self, request: Request, on_token: Callable[[int, Delta], None] | None = None) -> Job:
-        """Queues a request. Raises UserError at once where it can never fit."""
-        context, vocab_size = self.model.config.context_tokens, self.model.config.vocab_size
-        wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not request.prompt_ids or request.n < 1 or request.sampling.max_new_tokens < 1:
+        """Queues a request. Raises UserError at once where it can never run."""
+        settings = request.sampling
+        if not request.prompt_ids or request.n < 1 or settings.max_new_tokens < 1:
             raise UserError(f"request {request.request_id}: prompt, n and max_new_tokens must not be empty")
-        if wanted > context:
-            raise UserError(
-                f"request {request.request_id}: prompt of {len(request.prompt_ids)} tokens + max_new_tokens = "
-                f"{request.sampling.max_new_tokens} exceeds the model's context of {context} tokens"
-            )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
-            raise UserError(
-                f"request {request.request_id}: prompt ids must lie in 0..{vocab_size - 1}, the model's vocabulary"
-            )
-        job = Job(request, on_token, [None] * request.n)
+        _check(request.request_id, settings)
+        self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
+        return self._queue(Job(request, self._jobs, on_token, [None] * request.n))
+
+    def add_scoring(self, token_ids: Sequence[int], temperature: float, request_id: str) -> Job:
+        """Queues tokens to be scored: the job's `scores` will hold the log-probability of each but the first, given those before
+        it. Raises UserError at once where they can never fit."""
+        settings = Sampling(max_new_tokens=0, temperature=temperature)
+        request = Request(tuple(token_ids), 0, settings, request_id)
+        if len(token_ids) < 2 or not 0 < temperature < math.inf:
+            raise UserError(f"request {request_id}: scoring wants two tokens or more and a temperature above 0")
+        self._check_fits(request, len(token_ids))
+        return self._queue(Job(request, self._jobs, None, []))
+
+    def _queue(self, job: Job) -> Job:
+        self._jobs += 1
         self._waiting.append(job)
         return job
+
+    def _check_fits(self, request: Request, wanted: int) -> None:
+        context, vocab_size = self.model.config.context_tokens, self.model.config.vocab_size
+        name, prompt = f"request {request.request_id}", f"prompt of {len(request.prompt_ids)} tokens"
+        asked = f"{prompt} + max_new_tokens = {request.sampling.max_new_tokens}"
+        if wanted > context:
+            raise UserError(f"{name}: {asked} exceeds the model's context of {context} tokens")
+        # The last token is sampled and never fed. Two samples hold the prompt's last block beside their own copies.
+        needed = self.pool.blocks_for(max(wanted - 1, len(request.prompt_ids))) + (request.n > 1)
+        if needed > self.pool.blocks:
+            room = self.pool.blocks * BLOCK_TOKENS
+            raise UserError(f"{name}: {asked} exceeds the cache of {room} tokens; raise [engine] cache_mb")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+            raise UserError(f"{name}: prompt ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
 
     @torch.inference_mode()
     def abort(self, request_id: str) -> list[Job]:
         """Ends a request's samples where they stand, with what they have; returns the jobs that ended."""
-        jobs = [job for job in self._waiting if job.request.request_id == request_id]
-        self._waiting = deque(job for job in self._waiting if job.request.request_id != request_id)
-        ended = [row for row, (job, _) in enumerate(self._running) if job.request.request_id == request_id]
-        jobs += [job for job in dict.fromkeys(self._running[row][0] for row in ended) if job not in jobs]
-        self._retire(dict.fromkeys(ended, "abort"))
+        jobs = [job for job in self._live() if job.request.request_id == request_id]
+        self._waiting = deque(job for job in self._waiting if job not in jobs)
+        for task in [task for task in self._prefills if task.job in jobs]:
+            self._drop_prefill(task)
+        self._retire({row: "abort" for row, (job, _) in enumerate(self._running) if job in jobs})
+        for paused in [paused for paused in self._paused if paused.job in jobs]:
+            self._paused.remove(paused)
+            self._collect_paused(paused)
         for job in jobs:
+            self._drop_prompt(job)
+            job.aborted = True
             for index in range(job.started, job.request.n):
                 job.samples[index] = Sample([], [], [], "abort")
         return jobs
 
     def abort_all(self) -> None:
         """Ends every request."""
-        for request_id in {job.request.request_id for job in [*self._waiting, *(job for job, _ in self._running)]}:
+        for request_id in dict.fromkeys(job.request.request_id for job in self._live()):
             self.abort(request_id)
 
+    def _live(self) -> list[Job]:
+        """Every job that is not finished, each once."""
+        tasks: list[Paused | Prefill] = [*self._paused, *self._prefills]
+        return list(dict.fromkeys([*self._waiting, *(t.job for t in tasks), *(job for job, _ in self._running)]))
+
     def commit(self, version: int) -> None:
-        """The weights have changed: what is sampled from here on carries `version`. A prompt that still has samples to start is
-        prefilled again, or they would start from the old weights under the new number."""
+        """The weights have changed: what is sampled from here on carries `version`. What was computed of prompts that have not
+        started is computed again, and no prefix of before is found, or samples would start from the old weights under the new
+        number. Running sequences go on over the keys they have."""
         self.version = version
+        if self._packs:
+            self._packs.clear()
+        for task in list(self._prefills):
+            self._drop_prefill(task)
         for job in self._waiting:
-            job.prompt = None
+            self._drop_prompt(job)
+        self.pool.forget()
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not (self._waiting or self._running or self._paused or self._prefills)
 
     def stats(self) -> EngineStats:
-        waiting = sum(job.request.n - job.started for job in list(self._waiting))  # asked for from any thread
-        return EngineStats(self._generated, self._prefilled, self._steps, len(self._running), waiting, self._busy_s)
+        waiting = sum(max(1, job.request.n - job.started) for job in list(self._waiting))  # asked for from any thread
+        return EngineStats(
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            prefix_hit_tokens=self._hits,
+            decode_steps=self._steps,
+            preemptions=self._preemptions,
+            running=len(self._running),
+            waiting=waiting + len(self._paused),
+            cache_use=1 - self.pool.available / self.pool.blocks,
+            busy_s=self._busy_s,
+        )
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
-        """Admits, decodes, retires; returns the jobs that finished."""
+        """Prefills, starts, decodes, retires; returns the jobs that finished."""
         began = time.perf_counter()
-        done = self._admit()
-        if self._running:
-            done += self._decode()
+        with self._packs.active() if self._packs else nullcontext():
+            self._admit()
+            done = self._prefill()
+            done += self._start()
+            if self._running:
+                self._make_room_to_decode()
+                done += self._decode()
         self._steps += 1
         self._busy_s += time.perf_counter() - began
         return done
 
-    def _admit(self) -> list[Job]:
-        free = self.cache.rows - len(self._running)
-        admitted: list[tuple[Job, int]] = []
-        for job in self._waiting:
-            if free == 0:
-                break
-            count = min(free, job.request.n - job.started)
-            admitted.append((job, count))
-            free -= count
-        if not admitted:
-            return []
-        self._prefill([job for job, _ in admitted if job.prompt is None])
-        first = len(self._running)
-        logits = []
-        for job, count in admitted:
-            logits.append(self._start(job, count))
-            if job.started == job.request.n:
-                job.prompt = None
-                self._waiting.popleft()
-        return self._sample(torch.cat(logits), slice(first, len(self._running)))
+    # Prompts
 
-    def _prefill(self, jobs: list[Job]) -> None:
-        batch: list[Job] = []
-        tokens = 0
-        for job in jobs:
-            if batch and tokens + len(job.request.prompt_ids) > _PREFILL_TOKENS:
-                self._prefill_batch(batch)
-                batch, tokens = [], 0
-            batch.append(job)
-            tokens += len(job.request.prompt_ids)
-        if batch:
-            self._prefill_batch(batch)
+    def _admit(self) -> None:
+        """Takes up what waits, oldest first and paused sequences before new ones, as rows and blocks allow."""
+        wanted = sum(task.job.request.n - task.job.started if task.paused is None else 1 for task in self._prefills)
+        ready = sum(job.request.n - job.started for job in self._waiting if job.prompt)
+        free = self.max_sequences - len(self._running) - wanted - ready
+        taken = {task.job for task in self._prefills if task.paused is None}
+        queue: list[tuple[Job, Paused | None]] = [(paused.job, paused) for paused in self._paused]
+        queue += [(job, None) for job in self._waiting if job.prompt is None and job not in taken]
+        tokens = sum(len(task.token_ids) - task.done for task in self._prefills)
+        for job, paused in queue:
+            if free <= 0 or tokens >= self.prefill_tokens or not self._admit_one(job, paused):
+                return
+            tokens += len(self._prefills[-1].token_ids) - self._prefills[-1].done
+            free -= max(1, job.request.n - job.started) if paused is None else 1
 
-    def _prefill_batch(self, jobs: list[Job]) -> None:
-        device = self.rows.position.device
-        lengths = [len(job.request.prompt_ids) for job in jobs]
-        ids_T = torch.tensor([token for job in jobs for token in job.request.prompt_ids], device=device)
-        positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
-        attend, trace = PrefillAttention(lengths, device, self.model.exact), RouterTrace()
-        x_TD = self.model(ids_T, positions_T, attend, trace)
-        last_B = torch.tensor(lengths, device=device).cumsum(0) - 1
-        logits_BV = self.model.logits(x_TD[last_B])
-        keys_YJTC = torch.stack(attend.keys).transpose(1, 2)
-        values_YJTC = torch.stack(attend.values).transpose(1, 2)
-        routes_TYK = trace.routes() if trace.chosen_TK else None
+    def _admit_one(self, job: Job, paused: Paused | None) -> bool:
+        token_ids = list(job.request.prompt_ids)
+        if paused is not None:
+            token_ids += paused.token_ids[:-1]
+        # The last token's logits are wanted, so it at least is computed; scores are wanted of all.
+        most = 0 if job.scoring else len(token_ids) if paused else len(token_ids) - 1
+        blocks = self.pool.find(token_ids, most)
+        missing = self.pool.blocks_for(len(token_ids)) - len(blocks)
+        # A block in reserve for every running row, or they would soon take these back.
+        if missing + len(self._running) > self.pool.available and (self._running or self._prefills):
+            self.pool.release(blocks)
+            return False
+        order = (job.order, paused.index if paused else job.started)
+        if missing > self.pool.available and not self._free_blocks(missing, order):
+            self.pool.release(blocks)
+            return False
+        done = len(blocks) * BLOCK_TOKENS
+        self._hits += done
+        if paused is not None:
+            self._paused.remove(paused)
+        task = Prefill(job, paused, token_ids, blocks + self.pool.take(missing), done)
+        insort(self._prefills, task, key=lambda task: task.order)
+        return True
+
+    def _prefill(self) -> list[Job]:
+        """Computes up to `prefill_tokens` of the tasks' tokens; returns the scoring jobs that finished."""
+        budget = self.prefill_tokens
+        chosen: list[tuple[Prefill, int]] = []
+        for task in self._prefills:
+            count = min(budget, len(task.token_ids) - task.done)
+            # A prefix that was found may be all that a paused sequence needs.
+            if count or task.done == len(task.token_ids):
+                chosen.append((task, task.done + count))
+                budget -= count
+        work = [(task, stop) for task, stop in chosen if stop > task.done]
+        self._compute([pair for pair in work if pair[0].replay is None])
+        self._compute([pair for pair in work if pair[0].replay is not None])
+        done = []
+        for task, _ in chosen:
+            if task.done == len(task.token_ids):
+                self._prefills.remove(task)
+                if task.paused is not None:
+                    self._resume(task, task.paused)
+                elif task.job.scoring:
+                    task.job.scores = task.scores
+                    self.pool.release(task.blocks)
+                    self._waiting.remove(task.job)
+                    done.append(task.job)
+        return done
+
+    def _compute(self, chosen: list[tuple[Prefill, int]]) -> None:
+        """Runs each task's tokens up to the given one through the model."""
+        if not chosen:
+            return
+        chosen.sort(key=lambda pair: pair[0].done > 0)  # stable: whole beginnings first, as the attention wants them
+        device = self.rows.device
+        pieces = [Piece(task.blocks, task.done, stop) for task, stop in chosen]
+        attend = PrefillAttention(self.cache, pieces, self.model.exact)
+        ids_T = torch.tensor([t for task, stop in chosen for t in task.token_ids[task.done : stop]], device=device)
+        replays = [task.replay[task.done : stop] for task, stop in chosen if task.replay is not None]
+        trace = RouterTrace(replay=torch.cat(replays).to(device) if replays else None)
+        x_TD = self.model(ids_T, torch.from_numpy(attend.positions_T).to(device), attend, trace)
+        if trace.chosen_TK:
+            routes_TYK = trace.routes() if trace.replay is None else trace.replay
+            self.cache.write_routes(attend.blocks_T, attend.positions_T, routes_TYK)
+        self._prefilled += len(ids_T)
         start = 0
-        for i, (job, length) in enumerate(zip(jobs, lengths, strict=True)):
-            span = slice(start, start + length)
-            routes_LYK = None if routes_TYK is None else routes_TYK[span]
-            job.prompt = _Prompt(keys_YJTC[:, :, span], values_YJTC[:, :, span], routes_LYK, logits_BV[i : i + 1])
-            start += length
-        self._prefilled += start
+        last: list[tuple[Prefill, int]] = []
+        for task, stop in chosen:
+            end = start + stop - task.done
+            if task.job.scoring:
+                self._score(task, stop, x_TD[start:end])
+            elif stop == len(task.token_ids):
+                if task.paused is None or task.paused.versions[0] == self.version:
+                    self.pool.remember(task.token_ids, task.blocks)
+                if task.paused is None:
+                    last.append((task, end - 1))
+            task.done, start = stop, end
+        if last:
+            logits_BV = self.model.logits(x_TD[torch.tensor([row for _, row in last], device=device)])
+            for i, (task, _) in enumerate(last):
+                task.job.prompt = Prompt(task.blocks, logits_BV[i : i + 1])
 
-    def _start(self, job: Job, count: int) -> Tensor:
-        """Gives `count` more of the job's samples a row each; returns the logits their first token is drawn from, `[count, V]`."""
-        assert job.prompt is not None, "a job is prefilled before it starts"
-        settings, prompt, first = job.request.sampling, job.prompt, len(self._running)
-        rows = slice(first, first + count)
-        self.cache.fill(rows, prompt.keys_YJLC, prompt.values_YJLC, prompt.routes_LYK)
-        self.rows.position[rows] = len(job.request.prompt_ids)
+    def _score(self, task: Prefill, stop: int, x_LD: Tensor) -> None:
+        targets_N = torch.tensor(task.token_ids[task.done + 1 : stop + 1], device=self.rows.device)
+        if len(targets_N):
+            x_ND, temperature = x_LD[: len(targets_N)], task.job.request.sampling.temperature
+            logprobs_N, _ = head_logprobs(x_ND, self.model.head_weight, targets_N, temperature, exact=self.model.exact)
+            task.scores += logprobs_N.tolist()
+
+    def _drop_prefill(self, task: Prefill) -> None:
+        """Gives a task's blocks back; it will be taken up again from the queue."""
+        self._prefills.remove(task)
+        self.pool.release(task.blocks)
+        if task.paused is not None:
+            self._pause(task.paused)
+
+    def _drop_prompt(self, job: Job) -> None:
+        if job.prompt is not None:
+            self.pool.release(job.prompt.blocks)
+            job.prompt = None
+
+    # Rows
+
+    def _start(self) -> list[Job]:
+        """Gives samples of ready prompts a row each, and draws their first tokens."""
+        first = len(self._running)
+        logits: list[Tensor] = []
+        for job in list(self._waiting):
+            free = self.max_sequences - len(self._running)
+            if free == 0 or job.prompt is None:
+                break
+            count = self._start_samples(job, min(free, job.request.n - job.started), job.prompt.blocks)
+            if count:
+                logits.append(job.prompt.logits_1V.expand(count, -1))
+            if job.started < job.request.n:
+                break
+            job.prompt = None
+            self._waiting.popleft()
+        return self._sample(torch.cat(logits), slice(first, len(self._running))) if logits else []
+
+    def _start_samples(self, job: Job, count: int, blocks: list[int]) -> int:
+        """Starts up to `count` of the job's samples, as many as there are blocks for; returns how many."""
+        length = len(job.request.prompt_ids)
+        whole, partial = length // BLOCK_TOKENS, length % BLOCK_TOKENS
+        # The last sample takes the prompt's own last block; the others copy it.
+        copies = count - (job.started + count == job.request.n) if partial else 0
+        if copies > self.pool.available and not self._running:
+            self._free_blocks(copies, (job.order, job.started))
+        if copies > self.pool.available:
+            count = copies = self.pool.available
+        if count == 0:
+            return 0
+        targets = self.pool.take(copies)
+        if targets:
+            self.cache.copy([blocks[-1]] * copies, targets)
+        settings = job.request.sampling
+        rows = slice(len(self._running), len(self._running) + count)
+        self.rows.make_room(settings.max_new_tokens)
+        for i, row in enumerate(range(rows.start, rows.stop)):
+            if job.started + i + 1 == job.request.n:
+                self.rows.set_blocks(row, blocks)
+            else:
+                self.pool.hold(blocks[:whole])
+                self.rows.set_blocks(row, blocks[:whole] + targets[i : i + 1])
         self.rows.generated[rows] = 0
-        self.rows.limit[rows] = settings.max_new_tokens
-        self.rows.temperature[rows] = settings.temperature
-        self.rows.top_p[rows] = settings.top_p
-        self.rows.top_k[rows] = settings.top_k
-        self.rows.set_stop_ids(rows, settings.stop_ids)
-        draws = uniforms(settings.seed, job.started + count, settings.max_new_tokens)[job.started :]
-        self.rows.uniforms[rows, : settings.max_new_tokens] = torch.from_numpy(draws).to(self.rows.uniforms.device)
+        self._set_columns(job, rows, job.started)
         self._running += [(job, index) for index in range(job.started, job.started + count)]
         job.started += count
-        return prompt.logits_1V.expand(count, -1)
+        return count
+
+    def _set_columns(self, job: Job, rows: slice, first: int) -> None:
+        """What the rows of the job's samples from `first` on need, whether they start or go on."""
+        settings, columns = job.request.sampling, self.rows.columns
+        self.rows.position[rows] = len(job.request.prompt_ids)
+        self.rows.limit[rows] = settings.max_new_tokens
+        columns["temperature"][rows] = settings.temperature
+        columns["top_p"][rows] = settings.top_p
+        columns["top_k"][rows] = settings.top_k
+        self.rows.set_stop_ids(rows, settings.stop_ids)
+        draws = uniforms(settings.seed, first + rows.stop - rows.start, settings.max_new_tokens)[first:]
+        columns["uniforms"][rows, : settings.max_new_tokens] = torch.from_numpy(draws).to(self.rows.device)
+
+    def _resume(self, task: Prefill, paused: Paused) -> None:
+        """A paused sequence whose keys are back goes on where it was."""
+        row, count = len(self._running), len(paused.token_ids)
+        self.rows.make_room(paused.job.request.sampling.max_new_tokens)
+        self._set_columns(paused.job, slice(row, row + 1), paused.index)
+        self.rows.set_blocks(row, task.blocks)
+        self.rows.position[row] += count - 1
+        self.rows.generated[row] = count
+        self.rows["last_token"][row] = paused.token_ids[-1]
+        for name in ("token_ids", "logprobs", "versions"):
+            column = self.rows["tokens" if name == "token_ids" else name]
+            column[row, :count] = torch.tensor(getattr(paused, name), dtype=column.dtype, device=column.device)
+        self._running.append((paused.job, paused.index))
+
+    def _make_room_to_decode(self) -> None:
+        """A block for every row that has filled its last; where there are none left, the youngest give way."""
+        used = len(self._running)
+        full = (self.rows.position[:used] >= self.rows.held[:used] * BLOCK_TOKENS).nonzero()[0].tolist()
+        sequences = sorted((self._running[row] for row in full), key=_order)
+        for sequence in sequences:
+            if sequence not in self._running:
+                continue  # gave way to an older one
+            if not self.pool.available and not self._free_blocks(1, _order(sequence)):
+                self._preempt(sequence)
+                continue
+            row = self._running.index(sequence)
+            self.rows.table[row, self.rows.held[row]] = self.pool.take(1)[0]
+            self.rows.held[row] += 1
+
+    def _free_blocks(self, count: int, order: tuple[int, int]) -> bool:
+        """Has what is younger than `order` give way, youngest first, until `count` blocks are available."""
+        while self.pool.available < count:
+            younger: list[tuple[tuple[int, int], Callable[[], None]]] = []
+            for sequence in self._running:
+                younger.append((_order(sequence), lambda sequence=sequence: self._preempt(sequence)))  # type: ignore[misc]
+            for task in self._prefills:
+                younger.append((task.order, lambda task=task: self._drop_prefill(task)))  # type: ignore[misc]
+            for job in self._waiting:
+                if job.prompt is not None:
+                    younger.append(((job.order, job.started), lambda job=job: self._drop_prompt(job)))  # type: ignore[misc]
+            youngest, give_way = max(younger, key=lambda entry: entry[0], default=(order, lambda: None))
+            if youngest <= order:
+                return False
+            give_way()
+        return True
+
+    def _preempt(self, sequence: tuple[Job, int]) -> None:
+        """Takes a running sequence's blocks; what it has sampled is kept."""
+        row = self._running.index(sequence)
+        job, index = sequence
+        count, position = int(self.rows.generated[row]), int(self.rows.position[row])
+        blocks = self.rows.blocks(row)
+        paused = Paused(
+            job,
+            index,
+            self.rows["tokens"][row, :count].tolist(),
+            self.rows["logprobs"][row, :count].tolist(),
+            self.rows["versions"][row, :count].tolist(),
+            self.cache.read_routes(blocks, position),
+        )
+        self.pool.release(blocks)
+        self._close([row])
+        self._pause(paused)
+        self._preemptions += 1
+
+    def _pause(self, paused: Paused) -> None:
+        insort(self._paused, paused, key=lambda paused: (paused.job.order, paused.index))
 
     def _decode(self) -> list[Job]:
         running = slice(0, len(self._running))
-        positions_B = self.rows.position[running]
-        attend = DecodeAttention(self.cache, positions_B, int(positions_B.max()) + 1)
-        trace = RouterTrace()
-        x_BD = self.model(self.rows.last_token[running], positions_B, attend, trace)
+        if not self._running:
+            return []
+        positions = self.rows.position[running].copy()
+        width = int(self.rows.held[running].max())
+        attend, trace = DecodeAttention(self.cache, positions, self.rows.table[running, :width]), RouterTrace()
+        positions_B = torch.from_numpy(positions).to(self.rows.device)
+        x_BD = self.model(self.rows["last_token"][running], positions_B, attend, trace)
         if trace.chosen_TK:
-            self.cache.write_routes(positions_B, trace.routes())
+            self.cache.write_routes(attend.blocks_B, positions, trace.routes())
         self.rows.position[running] += 1
         return self._sample(self.model.logits(x_BD), running)
 
@@ -221,13 +456,14 @@ class EngineCore:
         settings = [job.request.sampling for job, _ in self._running[rows]]
         cuts = any(s.top_p < 1 or s.top_k for s in settings)
         columns = SamplingColumns(
-            self.rows.temperature[rows],
-            self.rows.top_p[rows],
-            self.rows.top_k[rows],
+            self.rows["temperature"][rows],
+            self.rows["top_p"][rows],
+            self.rows["top_k"][rows],
             plain=all(s.temperature == 1 for s in settings),
             cuts=cuts,
         )
-        uniforms_B = self.rows.uniforms[rows].gather(1, self.rows.generated[rows].unsqueeze(-1)).squeeze(-1)
+        at_B1 = torch.from_numpy(self.rows.generated[rows]).to(self.rows.device).unsqueeze(-1)
+        uniforms_B = self.rows["uniforms"][rows].gather(1, at_B1).squeeze(-1)
         tokens_B, logprobs_B, kept_BV = sample(logits_BV, columns, uniforms_B)
         stopped_B, finished_B = self.rows.record(rows, tokens_B, logprobs_B, self.version)
         self._generated += rows.stop - rows.start
@@ -253,40 +489,63 @@ class EngineCore:
             job, index = self._running[row]
             if job.on_token is not None:
                 at = int(self.rows.generated[row]) - 1
-                token, logprob = int(self.rows.tokens[row, at]), float(self.rows.logprobs[row, at])
+                token, logprob = int(self.rows["tokens"][row, at]), float(self.rows["logprobs"][row, at])
                 job.on_token(index, Delta(token, logprob, reasons.get(row)))
 
     def _retire(self, reasons: dict[int, FinishReason]) -> list[Job]:
-        """Collects the samples of these rows (ascending) and closes the gaps with the last running rows."""
-        if not reasons:
-            return []
-        finished = list(reasons)
+        """Collects the samples of these rows; returns the jobs that are finished."""
         for row, reason in reasons.items():
             self._collect(row, reason)
-        jobs = dict.fromkeys(self._running[row][0] for row in finished)
-        left = len(self._running) - len(finished)
-        gaps = [row for row in finished if row < left]
-        movers = [row for row in range(left, len(self._running)) if row not in reasons]
+        jobs = dict.fromkeys(self._running[row][0] for row in reasons)
+        self._close(sorted(reasons))
+        return [job for job in jobs if job.finished]
+
+    def _close(self, closed: list[int]) -> None:
+        """Closes the gaps that these rows (ascending) leave with the last running rows."""
+        left = len(self._running) - len(closed)
+        gaps = [row for row in closed if row < left]
+        movers = [row for row in range(left, len(self._running)) if row not in closed]
         if movers:
-            targets, sources = torch.tensor(gaps), torch.tensor(movers)
-            self.cache.move(targets, sources, int(self.rows.position[sources].max()))
-            self.rows.move(targets, sources)
+            self.rows.move(gaps, movers)
             for target, source in zip(gaps, movers, strict=True):
                 self._running[target] = self._running[source]
         del self._running[left:]
-        return [job for job in jobs if job.finished]
 
     def _collect(self, row: int, reason: FinishReason) -> None:
         job, index = self._running[row]
-        count = int(self.rows.generated[row])
-        routes = None
-        if self.cache.routes is not None:
-            routes = self.cache.routes[row, : len(job.request.prompt_ids) + count - 1].numpy(force=True).copy()
+        count, blocks = int(self.rows.generated[row]), self.rows.blocks(row)
+        token_ids = self.rows["tokens"][row, :count].tolist()
+        fed = len(job.request.prompt_ids) + count - 1
+        routes = self.cache.read_routes(blocks, fed)
         job.samples[index] = Sample(
-            token_ids=self.rows.tokens[row, :count].tolist(),
-            logprobs=self.rows.logprobs[row, :count].tolist(),
-            versions=self.rows.versions[row, :count].tolist(),
+            token_ids=token_ids,
+            logprobs=self.rows["logprobs"][row, :count].tolist(),
+            versions=self.rows["versions"][row, :count].tolist(),
             finish_reason=reason,
             kept_ids=job.kept.pop(index, None),
-            routes=routes,
+            routes=None if routes is None else routes.numpy(),
         )
+        # A next turn may begin with this one. Keys from before a weight update are no longer what the prefix gives.
+        if job.samples[index].versions[0] == self.version:  # type: ignore[union-attr]
+            self.pool.remember([*job.request.prompt_ids, *token_ids[:-1]], blocks)
+        self.pool.release(blocks)
+
+    def _collect_paused(self, paused: Paused) -> None:
+        job, index = paused.job, paused.index
+        routes = None if paused.routes_LYK is None else paused.routes_LYK.numpy()
+        kept = job.kept.pop(index, None)
+        job.samples[index] = Sample(paused.token_ids, paused.logprobs, paused.versions, "abort", kept, routes)
+
+
+def _order(sequence: tuple[Job, int]) -> tuple[int, int]:
+    job, index = sequence
+    return job.order, index
+
+
+def _check(request_id: str, settings: Sampling) -> None:
+    if not 0 <= settings.temperature < math.inf:
+        raise UserError(f"request {request_id}: temperature = {settings.temperature} must be 0 (greedy) or positive")
+    if not 0 < settings.top_p <= 1:
+        raise UserError(f"request {request_id}: top_p = {settings.top_p} must lie in (0, 1]")
+    if settings.top_k < 0:
+        raise UserError(f"request {request_id}: top_k = {settings.top_k} must be 0 (off) or positive")

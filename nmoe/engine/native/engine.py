@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from nmoe.engine.api import Delta, EngineStats, Request, Sample
-from nmoe.engine.native.core import EngineCore, Job
+from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.jobs import Job
 from nmoe.errors import UserError
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
@@ -35,14 +36,15 @@ class NativeEngine:
     Only the thread inside `run` touches the core: everything asked of it is an action in its inbox, done between two steps.
     """
 
-    def __init__(self, model: Transformer, max_sequences: int) -> None:
-        self._core = EngineCore(model, max_sequences)
+    def __init__(self, model: Transformer, max_sequences: int, cache_mb: int = 0) -> None:
+        self._core = EngineCore(model, max_sequences, cache_mb * 2**20)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
         self._outbox: list[Callable[[], None]] = []  # the event loop's alone
-        self._futures: dict[Job, asyncio.Future[list[Sample]]] = {}  # the core's thread's alone
+        self._futures: dict[Job, asyncio.Future[Any]] = {}  # the core's thread's alone
+        self._scorings = 0
         self._running = False
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
@@ -87,10 +89,23 @@ class NativeEngine:
         """The request's n samples, in order of their index. Raises UserError where it can never fit the context. A caller that
         is cancelled aborts its request, so that nothing is sampled for nobody."""
         try:
-            return await self._submit(request, None)
+            samples: list[Sample] = await self._submit(lambda: self._core.add(request))
+            return samples
         except asyncio.CancelledError:
             self.abort(request.request_id)
             raise
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """The log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises UserError
+        where the tokens can never fit."""
+        self._scorings += 1
+        request_id = f"score/{self._scorings}"
+        try:
+            scores: list[float] = await self._submit(lambda: self._core.add_scoring(token_ids, temperature, request_id))
+        except asyncio.CancelledError:
+            self.abort(request_id)
+            raise
+        return scores
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """The tokens of a request with n = 1 as they are sampled."""
@@ -102,7 +117,7 @@ class NativeEngine:
         def on_token(index: int, delta: Delta) -> None:
             _tell(loop, deltas.put_nowait, delta)
 
-        samples = self._submit(request, on_token)
+        samples = self._submit(lambda: self._core.add(request, on_token))
         samples.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -171,11 +186,11 @@ class NativeEngine:
             for job in self._core.step():
                 self._finish(job)
 
-    def _submit(self, request: Request, on_token: _OnToken | None) -> asyncio.Future[list[Sample]]:
-        future: asyncio.Future[list[Sample]] = self._waiter()
+    def _submit(self, add: Callable[[], Job]) -> asyncio.Future[Any]:
+        future = self._waiter()
         if not self._outbox:
             future.get_loop().call_soon(self._flush)
-        self._outbox.append(partial(self._add, request, on_token, future))
+        self._outbox.append(partial(self._add, add, future))
         return future
 
     def _waiter(self) -> asyncio.Future[Any]:
@@ -199,17 +214,16 @@ class NativeEngine:
             self._inbox += [*outbox, *actions]
             self._wake.notify()
 
-    def _add(self, request: Request, on_token: _OnToken | None, future: asyncio.Future[list[Sample]]) -> None:
+    def _add(self, add: Callable[[], Job], future: asyncio.Future[Any]) -> None:
         try:
-            job = self._core.add(request, on_token)
+            job = add()
         except UserError as error:
             self._settle(future, _fail, error)
         else:
             self._futures[job] = future
 
     def _finish(self, job: Job) -> None:
-        samples = [sample for sample in job.samples if sample is not None]
-        self._settle(self._futures.pop(job), _resolve, samples)
+        self._settle(self._futures.pop(job), _resolve, job.scores if job.scoring else job.samples)
 
     def _settle(self, future: asyncio.Future[R], settle: Callable[[asyncio.Future[R], Any], None], with_: Any) -> None:
         with self._wake:

@@ -36,7 +36,8 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
         kept_BV = kept_mask(logits_BV, columns.top_p_B, columns.top_k_B)
         logits_BV = logits_BV.masked_fill(~kept_BV, float("-inf"))
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    cumulative_BV = shifted_BV.exp().cumsum(-1)
+    masses_BV = shifted_BV.exp()
+    cumulative_BV = masses_BV.cumsum(-1)
     # Inverse CDF: the first token whose cumulative mass exceeds the draw. The draw stays below the total, so a token of
     # no mass is never met.
     total_B1 = cumulative_BV[:, -1:]
@@ -45,7 +46,9 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
     if greedy_B is not None:
         tokens_B1 = torch.where(greedy_B.unsqueeze(-1), logits_BV.argmax(-1, keepdim=True), tokens_B1)
     # A cumulative sum adds in another order than a sum; the learner's log-sum-exp adds as `sum` does.
-    log_total_B = shifted_BV.exp().sum(-1).log()
+    log_total_B = masses_BV.sum(-1).log()
+    if not bool(log_total_B.isfinite().all()):
+        raise FloatingPointError("the model's logits are not finite: its weights have diverged, or hold NaN")
     logprobs_B = shifted_BV.gather(-1, tokens_B1).squeeze(-1) - log_total_B
     if greedy_B is not None:
         logprobs_B = torch.where(greedy_B, 0.0, logprobs_B)

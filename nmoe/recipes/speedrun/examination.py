@@ -76,7 +76,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
     tokenizer = Tokenizer.load(directory)
     model = load_policy(directory)[0].set_numerics(config.model.numerics)
 
-    engine = NativeEngine(model, config.engine.max_sequences)
+    engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
 
     def ask(environment: Environment, problems: int, samples: int, temperature: float) -> list[Group]:
         return sample_problems(

@@ -1,0 +1,167 @@
+"""The engine's two ways of attending to the cache: whole or partial prompts, and one query per running sequence."""
+
+# Shapes: T packed tokens, B running rows, M blocks of a row, P positions of a block, L = M * P, H query heads, J key-value
+# heads, G = H / J, C key width, U value width.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.model.attention import AttentionLayer
+from nmoe.model.packed import PackedAttention, causal_attention
+
+# Rows are gathered together with those that hold at least this share of their blocks: lower gathers and multiplies more that is
+# masked, higher launches more kernels.
+_BUCKET_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache already."""
+
+    blocks: Sequence[int]
+    start: int
+    stop: int
+
+
+class PrefillAttention:
+    """An `Attend` over pieces laid end to end, those that start at 0 first. Keys and values go to the cache."""
+
+    def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
+        self.cache, self.exact = cache, exact
+        positions_T = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        spans = [np.asarray(piece.blocks, dtype=np.int64) for piece in pieces]
+        blocks_T = np.concatenate(
+            [
+                blocks[np.arange(piece.start, piece.stop) // BLOCK_TOKENS]
+                for piece, blocks in zip(pieces, spans, strict=True)
+            ]
+        )
+        self.positions_T, self.blocks_T = positions_T, blocks_T
+        self.places = cache.places(blocks_T, positions_T)
+        fresh = [piece for piece in pieces if piece.start == 0]
+        self.fresh = sum(piece.stop for piece in fresh)
+        self.packed = PackedAttention([piece.stop for piece in fresh], cache.device, exact) if fresh else None
+        self.later: list[tuple[Piece, Tensor]] = []
+        for piece, blocks in zip(pieces[len(fresh) :], spans[len(fresh) :], strict=True):
+            held = blocks[: -(-piece.stop // BLOCK_TOKENS)]
+            self.later.append((piece, cache.gather_index(held[None])))
+
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        self.cache.write(layer.index, self.places, k_TJC, v_TJU)
+        parts = []
+        if self.packed is not None:
+            parts.append(self.packed(layer, q_THC[: self.fresh], k_TJC[: self.fresh], v_TJU[: self.fresh]))
+        start = self.fresh
+        for piece, index in self.later:
+            stop = start + piece.stop - piece.start
+            k_JLC, v_JLU = self.cache.gather(layer.index, index, 1)
+            q_HTC = q_THC[start:stop].transpose(0, 1).to(self.cache.dtype)
+            o_HTU = causal_attention(
+                layer,
+                q_HTC.unsqueeze(0),
+                k_JLC[:, : piece.stop].unsqueeze(0),
+                v_JLU[:, : piece.stop].unsqueeze(0),
+                earlier=piece.start,
+            )[0]
+            parts.append(o_HTU.transpose(0, 1).to(q_THC.dtype))
+            start = stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Rows of similar length (None: all, in order), what to gather for them, and 0 or -inf for each gathered position."""
+
+    rows_B: Tensor | None
+    count: int
+    index: Tensor
+    mask_BL: Tensor
+
+
+class DecodeAttention:
+    """An `Attend` of one query per running row to its cached positions and itself, by gathering the rows' blocks.
+
+    Gathering copies what attention is about to read anyway, and lets one batched product read it in order: 19 us for 64 rows of
+    96 positions in bf16 (2 heads of 64, two Zen 5 cores), against 70 us for the product.
+    """
+
+    def __init__(self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64]) -> None:
+        self.cache = cache
+        self.positions_B, self.table_BM = positions_B, table_BM
+        self.blocks_B = table_BM[np.arange(len(positions_B)), positions_B // BLOCK_TOKENS]
+        self.places = cache.places(self.blocks_B, positions_B)
+        self._buckets: dict[int, list[_Bucket]] = {}  # by window
+
+    def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
+        self.cache.write(layer.index, self.places, k_BJC, v_BJU)
+        if layer.window not in self._buckets:
+            self._buckets[layer.window] = self._plan(layer.window)
+        buckets = self._buckets[layer.window]
+        if len(buckets) == 1:
+            return self._attend(layer, buckets[0], q_BHC)
+        out_BHU = q_BHC.new_empty(*q_BHC.shape[:2], v_BJU.shape[-1])
+        for bucket in buckets:
+            assert bucket.rows_B is not None, "only a bucket of all rows goes without their numbers"
+            out_BHU.index_copy_(0, bucket.rows_B, self._attend(layer, bucket, q_BHC.index_select(0, bucket.rows_B)))
+        return out_BHU
+
+    def _plan(self, window: int) -> list[_Bucket]:
+        first_B = np.maximum(self.positions_B - window + 1, 0) // BLOCK_TOKENS if window else 0 * self.positions_B
+        count_B = self.positions_B // BLOCK_TOKENS - first_B + 1
+        if count_B.min() >= _BUCKET_SHARE * count_B.max():
+            return [self._bucket(None, first_B, int(count_B.max()), self.positions_B, self.table_BM, window)]
+        buckets, order = [], np.argsort(-count_B, kind="stable")
+        while len(order):
+            longest = int(count_B[order[0]])
+            size = int((count_B[order] >= _BUCKET_SHARE * longest).sum())
+            rows, order = order[:size], order[size:]
+            buckets.append(
+                self._bucket(rows, first_B[rows], longest, self.positions_B[rows], self.table_BM[rows], window)
+            )
+        return buckets
+
+    def _bucket(
+        self,
+        rows: NDArray[np.int64] | None,
+        first_B: NDArray[np.int64],
+        longest: int,
+        positions_B: NDArray[np.int64],
+        table_BM: NDArray[np.int64],
+        window: int,
+    ) -> _Bucket:
+        block_BM = first_B[:, None] + np.arange(longest)
+        # Beyond a row's last block any block will do: its positions are masked.
+        held_BM = np.take_along_axis(table_BM, np.minimum(block_BM, positions_B[:, None] // BLOCK_TOKENS), 1)
+        at_BL = (block_BM[..., None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(len(positions_B), -1)
+        age_BL = positions_B[:, None] - at_BL
+        hidden_BL = age_BL < 0
+        if window:
+            hidden_BL |= age_BL >= window
+        device, dtype = self.cache.device, self.cache.dtype
+        mask_BL = torch.zeros(hidden_BL.shape, device=device, dtype=dtype)
+        mask_BL.masked_fill_(torch.from_numpy(hidden_BL).to(device), float("-inf"))
+        rows_B = None if rows is None else torch.from_numpy(rows).to(device)
+        return _Bucket(rows_B, len(positions_B), self.cache.gather_index(held_BM), mask_BL)
+
+    def _attend(self, layer: AttentionLayer, bucket: _Bucket, q_BHC: Tensor) -> Tensor:
+        b, heads, width = q_BHC.shape
+        k_NLC, v_NLU = self.cache.gather(layer.index, bucket.index, b)
+        length = k_NLC.shape[1]
+        q_NGC = q_BHC.reshape(k_NLC.shape[0], -1, width).to(k_NLC.dtype)
+        scores_BHL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(layer.scale).view(b, heads, length)
+        scores_BHL.add_(bucket.mask_BL.unsqueeze(1))
+        if layer.sinks_H is None:
+            weights_BHL = scores_BHL.softmax(-1)
+        else:
+            sinks_BH1 = layer.sinks_H.to(scores_BHL.dtype).view(1, -1, 1).expand(b, -1, -1)
+            weights_BHL = torch.cat([scores_BHL, sinks_BH1], -1).softmax(-1)[..., :-1]
+        weights_NGL = weights_BHL.reshape(k_NLC.shape[0], -1, length)
+        return torch.bmm(weights_NGL, v_NLU).view(b, heads, -1).to(q_BHC.dtype)

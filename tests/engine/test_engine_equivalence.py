@@ -1,0 +1,165 @@
+"""A request gives the same tokens and log-probabilities whatever happens around it, for every family: in any batch, with its
+prompt computed in parts, after a prefix hit, after it lost its cache to another, and recomputed by the learner."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_family
+
+from nmoe.engine.api import EngineStats, Request, Sample, Sampling
+from nmoe.engine.native.cache import bytes_per_block
+from nmoe.engine.native.core import EngineCore
+from nmoe.learner.forward import batch_logprobs
+from nmoe.model.numerics import Numerics
+from nmoe.model.transformer import Transformer
+from nmoe.recipes.policy_batch import policy_batch
+from nmoe.rl.grading.grade import Grade
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.trajectory import Trajectory
+
+Answers = list[tuple[Request, Sample]]
+
+
+def requests() -> list[Request]:
+    """Prompts from 1 to 40 tokens, three of them with a common beginning of 33."""
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randint(48, (33,), generator=generator).tolist()
+    prompts = [torch.randint(48, (n,), generator=generator).tolist() for n in (1, 17, 40, 2, 9)]
+    prompts += [common, [*common, 7], [*common[:20], 9, 9, 9]]
+    shapes = [(3, 30), (4, 20), (1, 24), (2, 1), (3, 17), (2, 31), (2, 12), (1, 20)]
+    return [
+        Request(tuple(prompt), n, Sampling(tokens, seed=i), f"r{i}")
+        for i, (prompt, (n, tokens)) in enumerate(zip(prompts, shapes, strict=True))
+    ]
+
+
+def answers(core: EngineCore, asked: Iterable[Request]) -> Answers:
+    jobs = [core.add(request) for request in asked]
+    while not core.idle:
+        core.step()
+    return [(job.request, sample) for job in jobs for sample in job.samples if sample is not None]
+
+
+def compare(ours: Answers, theirs: Answers, exact: bool) -> None:
+    assert [(request, sample.token_ids) for request, sample in ours] == [(r, sample.token_ids) for r, sample in theirs]
+    logprobs = [torch.tensor([p for _, sample in side for p in sample.logprobs]) for side in (ours, theirs)]
+    check(*logprobs, exact)
+    for (_, mine), (_, other) in zip(ours, theirs, strict=True):
+        if other.routes is not None:
+            assert mine.routes is not None
+            assert (mine.routes == other.routes).all()
+
+
+def check(ours: torch.Tensor, theirs: torch.Tensor, exact: bool) -> None:
+    assert len(ours) == len(theirs) > 300
+    difference = (ours - theirs).abs()
+    if exact:
+        assert difference.max() == 0
+    else:
+        assert difference.mean() <= 1e-6
+        assert difference.max() <= 1e-4
+
+
+def exact_where_it_can_be(numerics: Numerics) -> bool:
+    return numerics == "exact" and torch.backends.mkldnn.is_available()
+
+
+def in_a_batch(model: Transformer) -> tuple[Answers, EngineStats]:
+    core = EngineCore(model, 32)
+    return answers(core, requests()), core.stats()
+
+
+def in_few_rows(model: Transformer) -> tuple[Answers, EngineStats]:
+    core = EngineCore(model, 5)
+    return answers(core, requests()), core.stats()
+
+
+def in_parts(model: Transformer) -> tuple[Answers, EngineStats]:
+    core = EngineCore(model, 7, prefill_tokens=6)
+    found = answers(core, requests())
+    assert core.stats().decode_steps > 30
+    return found, core.stats()
+
+
+def after_a_prefix_hit(model: Transformer) -> tuple[Answers, EngineStats]:
+    core = EngineCore(model, 32)
+    answers(core, requests())
+    assert core.stats().prefix_hit_tokens == 0  # all were computed at once
+    found = answers(core, requests())
+    # Whole blocks of 16, and the last token always computed: 17, 40, 33, 34 and 23 tokens long.
+    assert core.stats().prefix_hit_tokens == 16 + 32 + 32 + 32 + 16
+    return found, core.stats()
+
+
+def in_little_memory(model: Transformer) -> tuple[Answers, EngineStats]:
+    dtype = torch.float64 if model.exact else torch.float32
+    core = EngineCore(model, 32, cache_bytes=7 * bytes_per_block(model.config, dtype))
+    found = answers(core, requests())
+    assert core.stats().preemptions > 3
+    return found, core.stats()
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", [in_a_batch, in_few_rows, in_parts, after_a_prefix_hit, in_little_memory])
+def test_whatever_happens_around_it(
+    alone: Callable[[str, Numerics], tuple[Transformer, Answers]], family: str, numerics: Numerics, way: Any
+) -> None:
+    model, expected = alone(family, numerics)
+    found, stats = way(model)
+    compare(found, expected, exact_where_it_can_be(numerics))
+    assert stats.cache_use == 0  # everything was given back
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_by_the_learner(
+    alone: Callable[[str, Numerics], tuple[Transformer, Answers]], family: str, numerics: Numerics
+) -> None:
+    model, expected = alone(family, numerics)
+    problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
+    trajectories = [
+        Trajectory(problem, i, 0, request.prompt_ids, sample, grade) for i, (request, sample) in enumerate(expected)
+    ]
+    batch = policy_batch(trajectories, torch.ones(len(trajectories)), "token", 35)
+    emitted = torch.tensor([p for _, sample in expected for p in sample.logprobs])
+    for routes in (batch, batch.without_routes()):
+        check(batch_logprobs(model, routes, 100, 1.0), emitted, exact_where_it_can_be(numerics))
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_logprobs_of_what_was_sampled(
+    alone: Callable[[str, Numerics], tuple[Transformer, Answers]], family: str, numerics: Numerics
+) -> None:
+    model, expected = alone(family, numerics)
+    core = EngineCore(model, 3, prefill_tokens=13)
+    jobs = [
+        core.add_scoring([*request.prompt_ids, *s.token_ids], 1.0, f"{i}") for i, (request, s) in enumerate(expected)
+    ]
+    while not core.idle:
+        core.step()
+    scores: list[float] = []
+    for job, (request, sample) in zip(jobs, expected, strict=True):
+        assert job.scores is not None
+        assert len(job.scores) == len(request.prompt_ids) + len(sample.token_ids) - 1
+        scores += job.scores[len(request.prompt_ids) - 1 :]
+    emitted = torch.tensor([p for _, sample in expected for p in sample.logprobs])
+    check(torch.tensor(scores), emitted, exact_where_it_can_be(numerics))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[str, Numerics], tuple[Transformer, Answers]]:
+    """A family's model and the answers of every request on its own."""
+    known: dict[tuple[str, Numerics], tuple[Transformer, Answers]] = {}
+
+    def of(family: str, numerics: Numerics) -> tuple[Transformer, Answers]:
+        if (family, numerics) not in known:
+            model = tiny_family(family).set_numerics(numerics)
+            known[family, numerics] = model, [a for r in requests() for a in answers(EngineCore(model, r.n), [r])]
+        return known[family, numerics]
+
+    return of
