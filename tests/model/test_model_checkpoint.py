@@ -229,3 +229,16 @@ def test_a_foreign_checkpoint_becomes_an_own_one(tmp_path: Path) -> None:
     assert torch.equal(model.moe_layers()[1].gate_up[2, :, 4:], theirs["model.layers.1.mlp.experts.2.up_proj.weight"].T)
     save_model(model, tmp_path / "own")
     assert torch.equal(logits(load_model(tmp_path / "own")), logits(model))
+
+
+def test_a_tied_head_saved_all_the_same_and_tables_of_old_versions_say_nothing(tmp_path: Path) -> None:
+    save_as_qwen3_moe(tmp_path)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    edit_tensors(lambda t: t.update(old))(tmp_path)
+    untied = load_model(tmp_path)
+    edit_config(tie_word_embeddings=True)(tmp_path)
+    tied = load_model(tmp_path)
+    assert untied.head is not None
+    assert tied.head is None
+    assert torch.equal(tied.embedding.weight, untied.embedding.weight)
+    assert not torch.equal(tied.embedding.weight, untied.head.weight)

@@ -1,0 +1,165 @@
+"""The `config.json` of released checkpoints, as they lie on the hub: read whole, with the published number of parameters."""
+
+import math
+from typing import Any
+
+import pytest
+
+from nmoe.model.config import RopeScaling
+from nmoe.model.families import FAMILIES, family_of
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+_SCALING = {
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+_QWEN: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+RELEASED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.1-8B": (
+        _LLAMA
+        | {
+            "eos_token_id": 128001,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "rope_scaling": _SCALING | {"factor": 8.0},
+            "tie_word_embeddings": False,
+        },
+        8_030_261_248,
+    ),
+    "Llama-3.2-1B": (
+        _LLAMA
+        | {
+            "eos_token_id": [128001, 128008, 128009],
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "rope_scaling": _SCALING | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+        1_235_814_400,
+    ),
+    "Qwen3-0.6B": (
+        _QWEN
+        | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_window_layers": 28,
+            "model_type": "qwen3",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": True,
+        },
+        596_049_920,
+    ),
+    "Qwen3-8B": (
+        _QWEN
+        | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "max_window_layers": 36,
+            "model_type": "qwen3",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": False,
+        },
+        8_190_735_360,
+    ),
+    "Qwen3-30B-A3B": (
+        _QWEN
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "decoder_sparse_step": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.001,
+            "tie_word_embeddings": False,
+        },
+        30_532_122_624,
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "parameters"), RELEASED.values(), ids=RELEASED)
+def test_a_released_configuration(raw: dict[str, Any], parameters: int) -> None:
+    family = FAMILIES[raw["model_type"]]
+    config = family.config_from_hf(raw)
+    assert sum(math.prod(entry.shape) for entry in family.entries(config)) == parameters
+    assert config.rope_theta == raw["rope_theta"]
+    assert config.context_tokens == raw["max_position_embeddings"]
+    assert config.windows == ()
+    assert family_of(config) is family
+    # Every setting that both have comes out as it went in.
+    written = family.config_to_hf(config)
+    same = raw.keys() & written.keys() - {"max_window_layers", "head_dim"}
+    assert {key: written[key] for key in same} == {key: raw[key] for key in same}
+    assert len(same) > 12
+
+
+def test_llama_3_2_stretches_its_frequencies() -> None:
+    config = FAMILIES["llama"].config_from_hf(RELEASED["Llama-3.2-1B"][0])
+    assert config.rope_scaling == RopeScaling("llama3", 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def test_qwen3_stretched_by_yarn_as_its_card_says() -> None:
+    raw = RELEASED["Qwen3-8B"][0] | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    }
+    scaling = FAMILIES["qwen3"].config_from_hf(raw).rope_scaling
+    # Attention is sharpened by 0.1 ln 4 + 1 (arXiv:2309.00071, eq. 22).
+    assert scaling == RopeScaling("yarn", 4.0, 32768, attention_factor=pytest.approx(1.1386294361))
