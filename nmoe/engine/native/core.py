@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from nmoe.engine.api import Delta, EngineStats, FinishReason, Request, Sample, S
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.blocks import BlockPool
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, bytes_per_block
+from nmoe.engine.native.graphs import decode_graphs
 from nmoe.engine.native.jobs import Job, Paused, Prefill, Prompt
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
@@ -64,7 +66,10 @@ class EngineCore:
         blocks = cache_bytes // one if cache_bytes else min(max_sequences * (context + 1), _CACHE_BYTES // one)
         if blocks < 1:
             raise UserError(f"a cache of {cache_bytes} bytes holds not even one block of this model ({one} bytes)")
-        self.cache = PagedCache(model.config, blocks, weight.device, dtype)
+        # On a GPU one block more, which the pool knows nothing of, for rows of padding to write to.
+        on_gpu = weight.device.type == "cuda"
+        self.cache = PagedCache(model.config, blocks + on_gpu, weight.device, dtype)
+        self.graphs = decode_graphs(model, self.cache, scratch=blocks) if on_gpu else None
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
         self.rows = Rows(max_sequences, context, weight.device)
         self.version = 0
@@ -443,11 +448,17 @@ class EngineCore:
             return []
         positions = self.rows.position[running].copy()
         width = int(self.rows.held[running].max())
-        attend, trace = DecodeAttention(self.cache, positions, self.rows.table[running, :width]), RouterTrace()
-        positions_B = torch.from_numpy(positions).to(self.rows.device)
-        x_BD = self.model(self.rows["last_token"][running], positions_B, attend, trace)
-        if trace.chosen_TK:
-            self.cache.write_routes(attend.blocks_B, positions, trace.routes())
+        table = self.rows.table[running, :width]
+        if self.graphs is not None:
+            x_BD, routes_BYK = self.graphs.run(self.rows["last_token"][running], positions, table)
+        else:
+            attend, trace = DecodeAttention(self.cache, positions, table), RouterTrace()
+            positions_B = torch.from_numpy(positions).to(self.rows.device)
+            x_BD = self.model(self.rows["last_token"][running], positions_B, attend, trace)
+            routes_BYK = trace.routes() if trace.chosen_TK else None
+        if routes_BYK is not None:
+            blocks_B = table[np.arange(len(positions)), positions // BLOCK_TOKENS]
+            self.cache.write_routes(blocks_B, positions, routes_BYK)
         self.rows.position[running] += 1
         return self._sample(self.model.logits(x_BD), running)
 

@@ -1,0 +1,158 @@
+"""Decode on a GPU: the forward pass of all running rows as one recorded graph, replayed on new inputs.
+
+A decode step of a small model is a thousand launches of a few microseconds, more than the host can keep up with; a graph is one. A
+graph wants everything at a fixed address and of a fixed shape: rows are padded to a few batch sizes, tables to a few widths, and
+inputs lie in buffers that each step overwrites. Rows of padding write to a block that nothing else uses. Weights are read where
+they lie, those of an adapter too, so an update in place needs no new recording; which modules have an adapter must not change.
+"""
+
+# Shapes: B rows, M blocks of a row, P positions of a block, J key-value heads, D width, Y layers, K chosen experts.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.model.attention import AttentionLayer
+from nmoe.model.kernels.paged_attention import paged_attention
+from nmoe.model.moe import RouterTrace, grouped_mm_fits
+from nmoe.model.transformer import Transformer
+
+# The narrowest table that a graph is made for; wider ones double. It is what one split of decode attention reads.
+_LEAST_BLOCKS = 32
+
+# `record(run)` calls `run` at least once and returns what does the same again, on what then lies in the buffers.
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class PagedDecodeAttention:
+    """An `Attend` of one query per row to its cached positions and itself, which reads the blocks where they lie. All it is given
+    are tensors on the device, so that it can be recorded."""
+
+    def __init__(self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor) -> None:
+        self.cache, self.table_BM = cache, table_BM
+        self.lengths_B = (positions_B + 1).int()
+        block_B1 = table_BM.gather(1, positions_B.div(BLOCK_TOKENS, rounding_mode="floor").unsqueeze(1)).long()
+        heads_BJ = block_B1 * cache.kv_heads + torch.arange(cache.kv_heads, device=table_BM.device)
+        self.places = (heads_BJ * BLOCK_TOKENS + positions_B.unsqueeze(1) % BLOCK_TOKENS).flatten()
+
+    def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
+        self.cache.write(layer.index, self.places, k_BJC, v_BJU)
+        keys_NJPC, values_NJPU = self.cache.keys[layer.index], self.cache.values[layer.index]
+        return paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, self.table_BM, self.lengths_B)
+
+
+@dataclass
+class _Graph:
+    """One recording: its inputs, what runs it, and where its results appear."""
+
+    tokens_B: Tensor
+    positions_B: Tensor
+    table_BM: Tensor
+    states_BD: Tensor | None = None
+    routes_BYK: Tensor | None = None
+    replay: Callable[[], None] = lambda: None
+
+
+class DecodeGraphs:
+    """The model's decode step over a cache whose block `scratch` no sequence holds.
+
+    The head is left out: it is two launches, and its logits of a whole vocabulary would be held once per recording.
+    """
+
+    def __init__(self, model: Transformer, cache: PagedCache, scratch: int, record: Record) -> None:
+        self.model, self.cache, self.scratch, self.record = model, cache, scratch, record
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def run(
+        self, tokens_B: Tensor, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states `[B, D]` and own router picks `[B, Y, K]` (None in a dense model) of tokens at their positions; keys
+        and values go to the cache. Both are overwritten by the next call."""
+        rows, blocks = table_BM.shape
+        size = _at_least(rows, 1), _at_least(blocks, _LEAST_BLOCKS)
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = self._recorded(*size)
+        positions, table = np.zeros(size[0], dtype=np.int64), np.full(size, self.scratch, dtype=np.int32)
+        positions[:rows], table[:rows, :blocks] = positions_B, table_BM
+        graph.tokens_B[:rows].copy_(tokens_B)
+        graph.positions_B.copy_(torch.from_numpy(positions))
+        graph.table_BM.copy_(torch.from_numpy(table))
+        graph.replay()
+        assert graph.states_BD is not None, "recording ran it"
+        return graph.states_BD[:rows], None if graph.routes_BYK is None else graph.routes_BYK[:rows]
+
+    def _recorded(self, rows: int, blocks: int) -> _Graph:
+        device = self.cache.device
+        graph = _Graph(
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.full((rows, blocks), self.scratch, dtype=torch.int32, device=device),
+        )
+
+        def step() -> None:
+            attend, trace = PagedDecodeAttention(self.cache, graph.positions_B, graph.table_BM), RouterTrace()
+            graph.states_BD = self.model(graph.tokens_B, graph.positions_B, attend, trace)
+            graph.routes_BYK = trace.routes() if trace.chosen_TK else None
+
+        graph.replay = self.record(step)
+        return graph
+
+
+def decode_graphs(model: Transformer, cache: PagedCache, scratch: int) -> DecodeGraphs:
+    """On CUDA; where a model can not be recorded its steps run as they are written."""
+    return DecodeGraphs(model, cache, scratch, CudaRecorder() if recordable(model) else run_plainly)
+
+
+def recordable(model: Transformer) -> bool:
+    """Whether a decode step never asks the host. Experts whose row counts have to be known there do, and attention in fp64."""
+    weight = model.embedding.weight
+    if model.exact:
+        return False
+    if not model.config.experts:
+        return True
+    adapters = [a for moe in model.moe_layers() for a in (moe.gate_up_adapter, moe.down_adapter) if a is not None]
+    fits = grouped_mm_fits(weight[:1], model.config.expert_width, *(adapter.rank for adapter in adapters))
+    return fits and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+
+
+def run_plainly(run: Callable[[], None]) -> Callable[[], None]:
+    """No recording: every replay is a call."""
+    run()
+    return run
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory, since they are replayed one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Libraries choose kernels and Triton compiles them in the first calls, which a recording could not hold.
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+def _at_least(count: int, least: int) -> int:
+    """The least power of two times `least` that holds `count`."""
+    size = least
+    while size < count:
+        size *= 2
+    return size

@@ -1,0 +1,80 @@
+"""Recorded decoding on a CUDA device. Left out unless asked for (`scripts/gpu_check.sh`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import DENSE, FAMILIES, MOE, peaked_model
+
+from nmoe.engine.api import Request, Sample, Sampling
+from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.graphs import CudaRecorder
+from nmoe.model.config import ModelConfig
+from nmoe.model.logprobs import head_logprobs
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
+from nmoe.model.precision import Precision, set_precision
+
+pytestmark = pytest.mark.gpu
+
+
+ENGINE_MODELS = {
+    "dense": DENSE | {"head_dim": 16},
+    "moe": MOE | {"head_dim": 16},
+    "windows": DENSE | {"head_dim": 16, "windows": (0, 8)},
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "deepseek_v3": FAMILIES["deepseek_v3"],
+}
+
+
+def sampled(core: EngineCore) -> list[Sample]:
+    shapes = [(5, 3, 40), (17, 9, 24), (33, 2, 16), (1, 1, 60)]
+    jobs = [
+        core.add(Request(tuple(range(3, 3 + length)), n, Sampling(new, seed=n), f"request {n}"))
+        for length, n, new in shapes
+    ]
+    while not core.idle:
+        core.step()
+    return [sample for job in jobs for sample in job.samples if sample is not None]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ENGINE_MODELS)
+def test_recorded_decoding_agrees_with_the_learner(name: str, precision: Precision) -> None:
+    model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS[name])), precision).to("cuda")
+    core = EngineCore(model, 12)
+    assert core.graphs is not None
+    recorded = not model.config.experts or precision == "bfloat16"
+    assert isinstance(core.graphs.record, CudaRecorder) == recorded
+    samples = sampled(core)
+    assert len(samples) == 15
+    prompts = [5] * 3 + [17] * 9 + [33] * 2 + [1]
+    differences = []
+    with torch.no_grad():
+        for sample, prompt in zip(samples, prompts, strict=True):
+            ids = torch.tensor([*range(3, 3 + prompt), *sample.token_ids], device="cuda")
+            replay = None if sample.routes is None else torch.from_numpy(sample.routes).cuda()
+            attend = PackedAttention([len(ids) - 1], ids.device)
+            states = model(ids[:-1], torch.arange(len(ids) - 1, device="cuda"), attend, RouterTrace(replay=replay))
+            logprobs, _ = head_logprobs(states[prompt - 1 :], model.head_weight, ids[prompt:])
+            differences.append(logprobs.cpu() - torch.tensor(sample.logprobs))
+    difference = torch.cat(differences)
+    if precision == "float32":
+        assert difference.abs().max() < 1e-3
+        assert difference.abs().mean() < 1e-5
+    else:
+        # These models are tiny and peaked, and amplify rounding more than trained ones.
+        assert (difference.exp() - 1 - difference).mean() < 5e-3
+
+
+def test_new_weights_are_read_where_they_lie() -> None:
+    model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), "bfloat16").to("cuda")
+    core = EngineCore(model, 16)
+    before = sampled(core)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.o_proj.weight.mul_(-1)
+    core.commit(1)
+    after, fresh = sampled(core), sampled(EngineCore(model, 16))
+    assert [s.token_ids for s in after] == [s.token_ids for s in fresh]
+    assert [s.token_ids for s in after] != [s.token_ids for s in before]
