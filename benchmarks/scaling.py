@@ -1,0 +1,182 @@
+"""How the cost of a training pass and of a decode step grows: linear in the number of sequences, `a + bT + cT^2` in their length.
+
+    python benchmarks/scaling.py                 all of it, two minutes on two cores
+    python benchmarks/scaling.py --repeats 9     medians of more runs
+
+The model is the 5M dense Qwen3 of qwen3_dense_5m.json with a longer context, random weights, fp32. The quadratic term of training
+is compared with attention's own: the same packed attention alone, forward and backward, in as many layers. Every decode line
+states the mismatch of its own run. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from machine import machine, versions
+
+from nmoe.engine.api import Request, Sampling
+from nmoe.engine.native.core import EngineCore
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import cross_entropy
+from nmoe.learner.optimizer import OptimizerSettings
+from nmoe.model.attention import AttentionLayer
+from nmoe.model.config import ModelConfig
+from nmoe.model.families import qwen3
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
+from nmoe.model.transformer import Transformer
+from nmoe.recipes.pretrain import document_batch
+from nmoe.recipes.setup import keep_freed_memory
+
+CONFIG_FILE = Path(__file__).with_name("qwen3_dense_5m.json")
+COUNTS = (2, 4, 8, 16, 32)
+TRAINED_LENGTH = 128
+LENGTHS = (128, 256, 512, 1024, 2048)
+TRAINED_COUNT = 2
+DECODED = (16, 32, 64, 128, 256)
+PROMPT, NEW = 32, 32
+
+
+def model_config() -> ModelConfig:
+    config = qwen3.config_from_hf(json.loads(CONFIG_FILE.read_text()))
+    return replace(config, context_tokens=max(LENGTHS))
+
+
+def median_seconds(act: Callable[[], object], repeats: int) -> float:
+    act()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def train_seconds(model: Transformer, count: int, length: int, repeats: int) -> float:
+    """Forward and backward over `count` sequences of `length` predicting positions, all at once."""
+    learner = Learner(model, OptimizerSettings(1e-4), total_steps=10, tokens_per_microbatch=count * length)
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(model.config.vocab_size, size=length + 1) for _ in range(count)]
+    batch = document_batch(rows)
+
+    def act() -> None:
+        learner.forward_backward(batch, cross_entropy).result()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return median_seconds(act, repeats)
+
+
+def attention_seconds(config: ModelConfig, count: int, length: int, repeats: int) -> float:
+    """The packed attention of all layers alone, forward and backward."""
+    attend = PackedAttention([length] * count, torch.device("cpu"))
+    layer = AttentionLayer(0, config.scale)
+    shapes = [(count * length, heads, config.head_dim) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    upstream = torch.randn(shapes[0])
+
+    def act() -> None:
+        for _ in range(config.layers):
+            attend(layer, q, k, v).backward(upstream)
+
+    return median_seconds(act, repeats)
+
+
+def decode(model: Transformer, count: int, repeats: int) -> tuple[float, float, float]:
+    """Seconds of a decode step with `count` sequences, and the mean and largest mismatch against one full forward pass."""
+    generator = np.random.default_rng(count)
+    seconds = []
+    for _ in range(repeats):
+        core = EngineCore(model, count)
+        prompts = [tuple(generator.integers(model.config.vocab_size, size=PROMPT).tolist()) for _ in range(count)]
+        jobs = [core.add(Request(p, 1, Sampling(NEW, seed=i), str(i))) for i, p in enumerate(prompts)]
+        core.step()
+        began = time.perf_counter()
+        while not core.idle:
+            core.step()
+        seconds.append((time.perf_counter() - began) / (NEW - 2))
+    differences = []
+    with torch.no_grad():
+        for job in jobs:
+            (sample,) = job.samples
+            assert sample is not None, "the engine is idle"
+            ids = torch.tensor([*job.request.prompt_ids, *sample.token_ids])
+            positions = torch.arange(len(ids) - 1)
+            attend = PackedAttention([len(ids) - 1], ids.device)
+            logits = model.logits(model(ids[:-1], positions, attend, RouterTrace())[PROMPT - 1 :])
+            logprobs = logits.log_softmax(-1).gather(1, ids[PROMPT:, None]).flatten()
+            differences.append((logprobs - torch.tensor(sample.logprobs)).abs())
+    every = torch.cat(differences)
+    return statistics.median(seconds), float(every.mean()), float(every.max())
+
+
+def fit(x: tuple[int, ...], y: list[float], degree: int) -> tuple[list[float], float]:
+    """Coefficients from the constant up by least squares of relative errors, and the largest relative error."""
+    design = np.vander(np.array(x, dtype=float), degree + 1, increasing=True)
+    observed = np.array(y)
+    coefficients, *_ = np.linalg.lstsq(design / observed[:, None], np.ones(len(y)), rcond=None)
+    return coefficients.tolist(), float(np.abs(design @ coefficients / observed - 1).max())
+
+
+def main() -> None:
+    """Every sweep with its fit, then the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each point, at least 1")
+    repeats = parser.parse_args().repeats
+    if repeats < 1:
+        parser.error("--repeats must be at least 1")
+    keep_freed_memory()
+    config = model_config()
+    model = Transformer(config).initialize(0)
+    with torch.no_grad():
+        model.embedding.weight.mul_(8)  # a peaked output: a nearly uniform one hides a mismatch
+
+    by_count = [train_seconds(model, count, TRAINED_LENGTH, repeats) for count in COUNTS]
+    (fixed, each), off_count = fit(COUNTS, by_count, 1)
+    print(
+        f"training {TRAINED_LENGTH} tokens x B sequences: {1e3 * fixed:.1f} + {1e3 * each:.2f} B ms, within {off_count:.0%}"
+    )
+
+    by_length = [train_seconds(model, TRAINED_COUNT, length, repeats) for length in LENGTHS]
+    (a, b, c), off_length = fit(LENGTHS, by_length, 2)
+    own = [attention_seconds(config, TRAINED_COUNT, length, repeats) for length in LENGTHS]
+    (_, _, c_own), off_own = fit(LENGTHS, own, 2)
+    print(
+        f"training {TRAINED_COUNT} sequences of T tokens: {1e3 * a:.1f} + {1e3 * b:.4f} T + {1e9 * c:.1f}e-6 T^2 ms, within "
+        f"{off_length:.0%}; attention alone has {1e9 * c_own:.1f}e-6 T^2 (within {off_own:.0%}): ratio {c / c_own:.2f}"
+    )
+
+    decoded = [decode(model, count, repeats) for count in DECODED]
+    (start, row), off_decode = fit(DECODED, [seconds for seconds, _, _ in decoded], 1)
+    for count, (seconds, mean, largest) in zip(DECODED, decoded, strict=True):
+        print(
+            f"decoding {count} sequences: {1e3 * seconds:.2f} ms a step, mismatch mean {mean:.1e}, largest {largest:.1e}"
+        )
+    print(f"decoding B sequences: {1e3 * start:.2f} + {1e3 * row:.4f} B ms a step, within {off_decode:.0%}")
+    result = {
+        "train_count": {"counts": COUNTS, "seconds": by_count, "fit": [fixed, each], "largest_error": off_count},
+        "train_length": {"lengths": LENGTHS, "seconds": by_length, "fit": [a, b, c], "largest_error": off_length},
+        "attention_length": {"lengths": LENGTHS, "seconds": own, "c": c_own, "ratio_c": c / c_own},
+        "decode": {
+            "counts": DECODED,
+            "seconds": [s for s, _, _ in decoded],
+            "fit": [start, row],
+            "largest_error": off_decode,
+        },
+        "mismatch": {"mean": [m for _, m, _ in decoded], "largest": [m for _, _, m in decoded]},
+        "machine": machine(),
+        "versions": versions("nmoe", "torch"),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
