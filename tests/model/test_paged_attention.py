@@ -66,6 +66,14 @@ def test_splits_join_to_the_whole(
     torch.testing.assert_close(kernels.paged_attention_triton(*cache.arguments()), expected, rtol=2e-6, atol=2e-6)
 
 
+def test_a_row_may_fill_its_table_to_the_last_split(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SPLIT_POSITIONS", 32)
+    monkeypatch.setattr(kernels, "TILE_POSITIONS", 16)
+    cache = Cache([64, 30], 4, 2, 16, 16, dtype=torch.float32, spare_blocks=0)
+    expected = paged_attention_reference(*cache.arguments())
+    torch.testing.assert_close(kernels.paged_attention_triton(*cache.arguments()), expected, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_row_does_not_depend_on_the_others(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
     """To the bit: alone a row of one split is not joined, beside longer rows it is."""
