@@ -3,6 +3,9 @@
 LoRA, Hu et al. 2021 (arXiv:2106.09685, section 4.1). A linear layer that holds several projections end to end (query, key and
 value; gate and up) has an update for each of some of them. Their A are one matrix, because small products cost their launch more
 than their arithmetic; each B adds to its own columns of the output.
+
+Only the frozen weight's product is `nmoe.model.products`'. With the narrow ones by oneDNN too, decoding with adapted experts took
+three times as long (docs/decisions.md).
 """
 
 # Shapes: N rows, D inputs, F outputs, G projections with an update, r rank, S outputs of those projections together, E experts,
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model import products
@@ -45,7 +49,7 @@ class LowRank(nn.Module):
         self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, a_GD: Tensor, b_Sr: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The layer's output and `x @ A.T`."""
-        out_NF, low_NG = products.linear(x_ND, weight_FD, bias_F), products.linear(x_ND, a_GD)
+        out_NF, low_NG = products.linear(x_ND, weight_FD, bias_F), F.linear(x_ND, a_GD)
         for (start, stop), ranks, rows in self.parts():
             out_NF[:, start:stop].addmm_(low_NG[:, ranks], b_Sr[rows].t(), alpha=self.scale)
         return out_NF, low_NG
@@ -100,7 +104,7 @@ class _LinearWithUpdates(torch.autograd.Function):
             torch.mm(part_NF.t(), low_NG[:, ranks], out=grad_b_Sr[rows])
         grad_low_NG *= ctx.low_rank.scale
         grad_b_Sr *= ctx.low_rank.scale
-        grad_a_GD = products.weight_gradient(x_ND, grad_low_NG)
+        grad_a_GD = grad_low_NG.t() @ x_ND
         grad_x_ND = None
         if ctx.needs_input_grad[0]:
             grad_x_ND = products.input_gradient(grad_NF, weight_FD).addmm_(grad_low_NG, a_GD)

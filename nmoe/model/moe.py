@@ -16,7 +16,7 @@ from nmoe.model.kernels.combine import combine, dispatch
 from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
-from nmoe.model.numerics import linear, sigmoid, with_full_groups
+from nmoe.model.numerics import least_rows, least_rows_of_mkl, linear, sigmoid, with_full_groups
 from nmoe.model.products import by_onednn, linear_by_group
 
 
@@ -99,20 +99,29 @@ class ExpertWeights:
     down_adapter: ExpertsLowRank | None = None
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
 ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
 
 
 def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
     """The experts one after another, each over its own rows. Rows are sorted by expert; `counts_E` says how many each has."""
-    counts = counts_E.tolist()
+    counts, offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
 
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
         return linear_by_group(rows_RD, weight_EDF, counts)
 
-    hidden_RF = _adapted(product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
+    def narrow(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
+        # Not by oneDNN, as `low_rank` says.
+        if grouped_mm_fits(rows_RD, weight_EDF.shape[-1]):
+            return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
+        return torch.cat([part @ weight for part, weight in zip(rows_RD.split(counts), weight_EDF, strict=True)])
+
+    hidden_RF = _adapted(product, narrow, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter)
+    out_RD = _adapted(
+        product, narrow, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter
+    )
     if weights.down_bias_ED is not None:
         out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
     return out_RD
@@ -126,10 +135,12 @@ def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
         return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
 
-    hidden_RF = _adapted(product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
+    hidden_RF = _adapted(product, product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
     if weights.gate_up_bias_EF is not None:
         hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = _adapted(product, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter)
+    out_RD = _adapted(
+        product, product, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter
+    )
     if weights.down_bias_ED is not None:
         out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
     return out_RD
@@ -142,21 +153,25 @@ def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -
     shift_E = torch.arange(experts, device=x_RD.device) * longest - first_E
     place_R = torch.arange(x_RD.shape[0], device=x_RD.device) + shift_E.repeat_interleave(counts_E)
     padded = x_RD.new_zeros(experts * longest, x_RD.shape[1]).index_copy(0, place_R, x_RD)
-    hidden = _adapted(torch.bmm, padded.view(experts, longest, -1), weights.gate_up_EDF, weights.gate_up_adapter)
+    hidden = _adapted(
+        torch.bmm, torch.bmm, padded.view(experts, longest, -1), weights.gate_up_EDF, weights.gate_up_adapter
+    )
     if weights.gate_up_bias_EF is not None:
         hidden = hidden + weights.gate_up_bias_EF.unsqueeze(1)
-    out = _adapted(torch.bmm, swiglu(hidden, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter)
+    out = _adapted(
+        torch.bmm, torch.bmm, swiglu(hidden, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter
+    )
     if weights.down_bias_ED is not None:
         out = out + weights.down_bias_ED.unsqueeze(1)
     return out.flatten(0, 1).index_select(0, place_R)
 
 
 def _adapted(
-    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight_EDF: Tensor, adapter: ExpertsLowRank | None
+    product: Product, narrow: Product, x: Tensor, weight_EDF: Tensor, adapter: ExpertsLowRank | None
 ) -> Tensor:
-    """Each row by its expert's weight, and by that expert's update where there is an adapter."""
+    """Each row by its expert's weight and, where there is an adapter, by that expert's update, whose products are `narrow`."""
     out = product(x, weight_EDF)
-    return out if adapter is None else out + adapter(x, product)
+    return out if adapter is None else out + adapter(x, narrow)
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
@@ -233,7 +248,11 @@ class MoE(nn.Module):
         def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
             return experts(rows_RD, counts_E, weights)
 
-        out_RD = with_full_groups(run, rows_RD, expert_R, counts_E) if exact else run(rows_RD, counts_E)
+        if exact:
+            least = least_rows(rows_RD) if adapters == (None, None) else least_rows_of_mkl()
+            out_RD = with_full_groups(run, rows_RD, expert_R, counts_E, least)
+        else:
+            out_RD = run(rows_RD, counts_E)
         out_TD = combine(out_RD, weights_TK, row_TK)
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 

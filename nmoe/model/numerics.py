@@ -49,11 +49,10 @@ def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool, bias_F: Tensor | None =
 
 
 def with_full_groups(
-    experts: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, expert_R: Tensor, counts_E: Tensor
+    experts: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, expert_R: Tensor, counts_E: Tensor, least: int
 ) -> Tensor:
-    """`experts(rows, counts)` with every group padded by rows of zeros up to `least_rows`. `expert_R` is each row's expert,
+    """`experts(rows, counts)` with every group padded by rows of zeros up to `least`. `expert_R` is each row's expert,
     ascending."""
-    least = least_rows(rows_RD)
     if int(counts_E.min()) >= least:
         return experts(rows_RD, counts_E)
     padded_E = counts_E.clamp(min=least)

@@ -155,6 +155,34 @@ def test_checkpoints_of_other_places_that_can_not_be_read(
     assert not list(tmp_path.glob(".*"))
 
 
+def test_adapters_that_can_not_be_loaded(command: Nmoe, nmoe: Nmoe, workshop: Path, base: Path, tmp_path: Path) -> None:
+    train = ("rl", "train", workshop / "rl.toml", "--run.directory=runs", "--run.steps=1")
+    small = ("--batch.prompts_per_step=2", "--batch.group_size=2")
+    made = nmoe(*train, *small, "--lora.rank=2", "--run.directory=made")
+    assert (made.code, made.err) == (0, "")
+    good = resolve_checkpoint(tmp_path / "made" / "rl")
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"
+    for directory in ("poisoned", "cut", "wide"):
+        shutil.copytree(good, tmp_path / directory)
+    tensors = load_file(good / "adapter_model.safetensors")
+    save_file(tensors | {name: tensors[name] * float("nan")}, tmp_path / "poisoned" / "adapter_model.safetensors")
+    save_file(tensors | {name: tensors[name][:, 1:].clone()}, tmp_path / "wide" / "adapter_model.safetensors")
+    cut = (good / "adapter_model.safetensors").read_bytes()[:-100]
+    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(cut)
+    messages = {
+        "poisoned": (f"poisoned/adapter_model.safetensors: {name} holds NaN or infinite values",),
+        "cut": ("cut/adapter_model.safetensors: torn",),
+        "wide": ("wide/adapter_model.safetensors: an adapter for another base: ", f"{name} has shape [2, 63]"),
+        "nowhere": ("nowhere: neither a checkpoint",),
+    }
+    for directory, message in messages.items():
+        refused(nmoe(*train, f"--lora.path={directory}"), *message)
+    refused(command(*train, "--lora.path=wide"), *messages["wide"])
+    refused(nmoe(*train, '--lora.targets=["q_b_proj"]'), "lora target 'q_b_proj' is not in this model", "did you mean")
+    refused(nmoe("chat", "poisoned"), *messages["poisoned"])
+    assert nothing_started(tmp_path)
+
+
 def test_pools_and_documents_that_can_not_be_read(
     command: Nmoe, nmoe: Nmoe, workshop: Path, pool: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -257,3 +257,22 @@ def test_exact_numerics_go_with_nothing_that_rounds_otherwise(config: Write, key
     (refusal,) = refusals(path, PretrainConfig, "--model.numerics=exact", f"--model.{keys}")
     assert "model.numerics" in refusal
     assert message in refusal
+
+
+def test_an_adapter_has_a_base_and_one_source_of_its_settings(config: Write) -> None:
+    assert refusals(config(SHAPE + ENVIRONMENT), RLConfig, "--lora.rank=8")[0].endswith(
+        "an adapter is trained beside a base; name its checkpoint in model.path"
+    )
+    path = config('[run]\nsteps = 1\n[model]\npath = "base"\n' + ENVIRONMENT + "[lora]\n")
+    for overrides, problems in {
+        ("--lora.path=adapter", "--lora.rank=4", "--lora.rslora=true"): ["the adapter in lora.path has its own"] * 2,
+        ('--lora.targets=["o_proj", "q_projj"]',): ["did you mean 'q_proj'?"],
+        ("--lora.rank=0",): ["must be more than 0"],
+        ("--lora.alpha=-1",): ["must be more than 0"],
+    }.items():
+        found = refusals(path, RLConfig, *overrides)
+        assert [message[-len(end) :] for message, end in zip(found, problems, strict=True)] == problems
+    lora = load_run(path, RLConfig, ['--lora.targets=["q_proj", "experts.down_proj"]']).lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (32, 64.0, False, ("q_proj", "experts.down_proj"))
+    assert load_run(config(SHAPE + ENVIRONMENT), RLConfig).lora is None

@@ -44,7 +44,7 @@ def test_padding_groups_changes_neither_values_nor_gradients(counts: list[int]) 
         def experts(rows_RD: Tensor, counts_E: Tensor, gate_up=gate_up, down=down) -> Tensor:
             return experts_by_grouped_mm(rows_RD, counts_E, ExpertWeights(gate_up, down))
 
-        out = with_full_groups(experts, x, expert_R, counts_E) if padded else experts(x, counts_E)
+        out = with_full_groups(experts, x, expert_R, counts_E, least_rows(x)) if padded else experts(x, counts_E)
         out.backward(upstream)
         results.append((out.detach(), x.grad, gate_up.grad, down.grad))
     for ours, theirs in zip(*results, strict=True):
@@ -68,7 +68,7 @@ def test_groups_are_padded_and_cut_back() -> None:
         return torch.cat([part * (10**e) for e, part in enumerate(rows.split(counts.tolist()))])
 
     rows = torch.arange(1.0, 5.0).unsqueeze(-1)
-    out = with_full_groups(experts, rows, torch.tensor([0, 0, 2, 2]), torch.tensor([2, 0, 2]))
+    out = with_full_groups(experts, rows, torch.tensor([0, 0, 2, 2]), torch.tensor([2, 0, 2]), least_rows(rows))
     assert out.flatten().tolist() == [1.0, 2.0, 300.0, 400.0]
     least = least_rows(rows)
     assert least > 1
