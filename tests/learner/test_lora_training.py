@@ -22,6 +22,7 @@ from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import adapter_tensors
+from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
 
 Make = Callable[..., Transformer]
@@ -192,3 +193,22 @@ def test_the_engine_samples_from_base_and_adapter(tiny_model: Make, numerics: An
     with trained.lora.disabled():
         base = trained.logprobs(Batch(lengths, inputs, targets, scored, scored / 1.0)).result()
     assert float((base - sampled).abs().mean()) > 0.01, "the adapter took part"
+
+
+def test_checkpointed_activations_and_low_precision(tiny_model: Make, tmp_path: Path) -> None:
+    def losses(learner: Learner) -> list[float]:
+        return [step(learner) for _ in range(4)]
+
+    plain, checkpointed = learner(tiny_model()), learner(tiny_model())
+    checkpointed.model.checkpoint_activations = True
+    expected = losses(plain)
+    assert losses(checkpointed) == expected
+    low = learner(set_precision(tiny_model(), "bfloat16"))
+    assert losses(low) == pytest.approx(expected, abs=0.05)
+    assert low.lora is not None
+    assert {parameter.dtype for parameter in low.lora.parameters()} == {torch.bfloat16}
+    assert {master.dtype for master in low.optimizer.masters} == {torch.float32}
+    low.save(tmp_path)
+    resumed = learner(set_precision(tiny_model(), "bfloat16"))
+    resumed.load(tmp_path)
+    assert losses(resumed) == losses(low)
