@@ -15,13 +15,23 @@ from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.ranks import Ranks
 
 
-def split(batch: Batch, model: Transformer, tokens_per_microbatch: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Micro-batches on the model's device, each with where its positions stood in the batch."""
-    for sequences in micro_batches(batch, tokens_per_microbatch):
-        micro, rows_T = batch.select(sequences)
-        yield micro.to(model.embedding.weight.device), rows_T
+def split(
+    batch: Batch, model: Transformer, tokens_per_microbatch: int, ranks: Ranks
+) -> Iterator[tuple[Batch, Tensor, bool]]:
+    """This rank's micro-batches on the model's device, each with where its positions stood in the batch, and whether it counts.
+
+    All ranks run as many: a sharded model's weights are gathered by all at once. A rank that has fewer runs the first one
+    again, which must not count.
+    """
+    share = -(-batch.tokens // ranks.size)
+    parts = list(micro_batches(batch, min(tokens_per_microbatch, share)))
+    for first in range(0, len(parts), ranks.size):
+        own = first + ranks.rank
+        micro, rows_T = batch.select(parts[own] if own < len(parts) else parts[0])
+        yield micro.to(model.embedding.weight.device), rows_T, own < len(parts)
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
@@ -52,10 +62,17 @@ def score(model: Transformer, micro: Batch, trace: RouterTrace, temperature: flo
 
 
 @torch.no_grad()
-def batch_logprobs(model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float) -> Tensor:
+def batch_logprobs(
+    model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float, ranks: Ranks | None = None
+) -> Tensor:
     """Log-probabilities of the batch's scored tokens, `[N]`, in its order, over recorded routes where the batch has them."""
+    ranks = ranks or Ranks()
     parts, places = [], []
-    for micro, rows_T in split(batch, model, tokens_per_microbatch):
-        parts.append(score(model, micro, RouterTrace(replay=micro.routes_TYK), temperature).logprobs_N.cpu())
-        places.append(rows_T[micro.scored_T.cpu()])
-    return torch.cat(parts)[torch.cat(places).argsort()]
+    for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
+        logprobs_N = score(model, micro, RouterTrace(replay=micro.routes_TYK), temperature).logprobs_N.cpu()
+        if counts:
+            parts.append(logprobs_N)
+            places.append(rows_T[micro.scored_T.cpu()])
+    gathered = ranks.gather((parts, places))
+    parts_all = [part for parts, _ in gathered for part in parts]
+    return torch.cat(parts_all)[torch.cat([place for _, places in gathered for place in places]).argsort()]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs, score, scored_states, split
 from nmoe.learner.future import Done, Future
@@ -27,6 +28,7 @@ from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
 from nmoe.model.peft_format import resume_adapter, save_adapter
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.ranks import Ranks, full_state, release, set_full_state
 
 
 class WeightReceiver(Protocol):
@@ -52,7 +54,10 @@ class PassResult:
 
 
 class Learner:
-    """Trains one model in one process: all of it or, where it is given one, its adapter alone.
+    """Trains one model: all of it or, where it is given one, its adapter alone.
+
+    It does so in one process or, all of a model, on all ranks of `torch.distributed`'s default group: each is given the same
+    model and makes the same calls, runs a part of every batch, holds a part of the weights, and returns what one process would.
 
     `tokens_per_microbatch` bounds the memory of a pass; it never changes a gradient. `temperature` is the one that
     sampling uses: log-probabilities are those of the distribution that was sampled from.
@@ -66,9 +71,14 @@ class Learner:
         tokens_per_microbatch: int,
         temperature: float = 1.0,
         lora: Lora | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
         self.model, self.lora = model, lora
+        self.ranks = ranks or Ranks()
+        if lora is not None and self.ranks.size > 1:
+            raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
+        self.ranks.shard(model, model.blocks)
         self.optimizer = Optimizer(model, optimizer, total_steps)
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
@@ -83,50 +93,54 @@ class Learner:
         config = self.model.config
         balancing = config.experts > 0 and config.router_aux_loss_coef > 0
         share_YE = self._load_shares(batch) if balancing else None
-        loss = auxiliary = 0.0
-        columns: dict[str, list[Tensor]] = {}
-        places: list[Tensor] = []
-        routing = RoutingStatistics.empty(len(config.moe_layers), config.experts) if config.experts else None
-        for micro, rows_T in split(batch, self.model, self.tokens_per_microbatch):
+        part = _Part(RoutingStatistics.empty(len(config.moe_layers), config.experts) if config.experts else None)
+        for micro, rows_T, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
             outputs = score(self.model, micro, trace, self.temperature)
             objective_sum, statistics = objective(outputs, _scored(micro))
             total = objective_sum
+            auxiliary = 0.0
             if share_YE is not None:
                 extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
-                auxiliary += float(extra.detach())
+                auxiliary = float(extra.detach())
                 total = total + extra
-            (total * self.optimizer.loss_scale).backward()
-            loss += float(objective_sum.detach())
+            # Ranks that shard a model average their gradients; what is wanted is the sum.
+            (total * (self.optimizer.loss_scale * self.ranks.size * counts)).backward()
+            if not counts:
+                continue
+            part.loss += float(objective_sum.detach())
+            part.auxiliary_loss += auxiliary
             statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
             for name, values_N in statistics.items():
-                columns.setdefault(name, []).append(values_N.cpu())
-            places.append(rows_T[micro.scored_T.cpu()])
-            if routing is not None:
-                self._load_YE += routing.add(trace)
-        order_N = torch.cat(places).argsort()
-        tokens = {name: torch.cat(parts)[order_N] for name, parts in columns.items()}
-        return Done(PassResult(loss, auxiliary, tokens, routing))
+                part.columns.setdefault(name, []).append(values_N.cpu())
+            part.places.append(rows_T[micro.scored_T.cpu()])
+            if part.routing is not None:
+                self._load_YE += part.routing.add(trace)
+        return Done(_joined(self.ranks.gather(part)))
 
     @torch.no_grad()
     def _load_shares(self, batch: Batch) -> Tensor:
         """Share of the batch's router picks per layer and expert. The auxiliary loss needs the whole batch's shares before
         the first backward; otherwise its gradient would depend on how the batch was split."""
         load_YE = self._no_load()
-        for micro, _ in split(batch, self.model, self.tokens_per_microbatch):
+        for micro, _, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
             scored_states(self.model, micro, trace)
-            load_YE += count_load(trace, self.model.config.experts)
+            if counts:
+                load_YE += count_load(trace, self.model.config.experts)
+        self.ranks.sum(load_YE)
         return load_YE / load_YE.sum(-1, keepdim=True)
 
     def logprobs(self, batch: Batch) -> Future[Tensor]:
         """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
-        return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature))
+        return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature, self.ranks))
 
     def optim_step(self) -> Future[StepResult]:
         """Clips, steps, moves the router biases (which belong to the base, where that is frozen), advances the schedule and clears
         the gradient."""
+        release(self.model)
         result = self.optimizer.step()
+        self.ranks.sum(self._load_YE)
         if not result.overflow and self.lora is None:
             move_router_bias(self.model, self._load_YE)
         self._load_YE.zero_()
@@ -142,31 +156,72 @@ class Learner:
     def save(self, directory: Path) -> None:
         """Writes what is trained and its optimizer into `directory`, which exists: an adapter comes with a reference to its base,
         not with the base."""
-        if self.lora is None:
-            save_model(self.model, directory)
-        else:
+        writes = self.ranks.rank == 0
+        if self.lora is not None:
             save_adapter(self.lora, directory)
-        self.optimizer.save(directory)
+        else:
+            model = self._unsharded()
+            if writes:
+                save_model(model, directory)
+        self.optimizer.save(directory, writes)
+        self.ranks.wait()
 
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
         """Writes into an existing, empty directory what others load: "hf" a Hugging Face checkpoint of the family that the model
         fits, an adapter added to its base; "peft" the adapter alone. The tokenizer is not the learner's:
         `tokenizer.save(directory)` puts it beside. Raises UserError (`export_model`)."""
         if format == "hf":
-            with nullcontext(self.model) if self.lora is None else self.lora.merged() as model:
-                export_model(model, directory)
+            with nullcontext(self._unsharded()) if self.lora is None else self.lora.merged() as model:
+                if self.ranks.rank == 0:
+                    export_model(model, directory)
         else:
             assert self.lora is not None, "a learner of the whole model has no adapter"
             save_adapter(self.lora, directory)
+        self.ranks.wait()
 
     def load(self, directory: Path) -> None:
         """Takes what is trained and its optimizer from what `save` wrote. Raises UserError where the base is no longer the one that
         the adapter was trained beside."""
-        if self.lora is None:
-            load_weights(self.model, directory)
-        else:
+        if self.lora is not None:
             resume_adapter(self.lora, directory)
+        else:
+            model = self._unsharded()
+            load_weights(model, directory)
+            if model is not self.model:
+                set_full_state(self.model, model.state_dict())
         self.optimizer.load(directory)
+
+    def _unsharded(self) -> Transformer:
+        """The model with its weights whole: itself, or where ranks share it a copy, which every rank has to ask for."""
+        if self.ranks.size == 1:
+            return self.model
+        copy = Transformer(self.model.config)
+        copy.load_state_dict(full_state(self.model), assign=True)
+        copy.generation = self.model.generation
+        return copy
+
+
+@dataclass
+class _Part:
+    """What one rank's micro-batches gave."""
+
+    routing: RoutingStatistics | None
+    loss: float = 0.0
+    auxiliary_loss: float = 0.0
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    places: list[Tensor] = field(default_factory=list)
+
+
+def _joined(parts: list[_Part]) -> PassResult:
+    """The ranks' parts as one pass, per-token columns in the batch's order."""
+    order_N = torch.cat([place for part in parts for place in part.places]).argsort()
+    names = next(part.columns for part in parts if part.columns)
+    tokens = {name: torch.cat([v for part in parts for v in part.columns.get(name, [])])[order_N] for name in names}
+    routing = parts[0].routing
+    for part in parts[1:]:
+        if routing is not None and part.routing is not None:
+            routing.join(part.routing)
+    return PassResult(sum(part.loss for part in parts), sum(part.auxiliary_loss for part in parts), tokens, routing)
 
 
 def _scored(micro: Batch) -> Scored:

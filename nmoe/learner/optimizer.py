@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nmoe.errors import DivergenceError, UserError
 from nmoe.learner.schedule import learning_rate_factor
+from nmoe.parallel.ranks import like, total_norm, whole
 
 # Those of torch.amp.GradScaler.
 FIRST_LOSS_SCALE = 2.0**16
@@ -90,12 +91,15 @@ class Optimizer:
         factor = learning_rate_factor(self.steps, self.total_steps, settings.warmup_steps, settings.min_lr_ratio)
         for group in self.adamw.param_groups:
             group["lr"] = settings.learning_rate * factor
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:  # sharded: its gradient comes without a hook
+                _move_gradient(master, parameter)
         scale = self.loss_scale
         if scale != 1.0:
             for master in self.masters:
                 if master.grad is not None:
                     master.grad.div_(scale)
-        norm = nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
+        norm = total_norm([master.grad for master in self.masters if master.grad is not None])
         grad_norm = float(norm)
         if not grad_norm < float("inf"):
             if not self.scaled or scale <= 1.0:
@@ -125,7 +129,7 @@ class Optimizer:
         bad = [
             name
             for name, master in zip(self.names, self.masters, strict=True)
-            if master.grad is not None and not bool(master.grad.isfinite().all())
+            if master.grad is not None and not bool(whole(master.grad).isfinite().all())
         ]
         where = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         found = f"the gradient of {where} is not finite" if bad else f"the gradient's norm is {grad_norm}"
@@ -134,13 +138,16 @@ class Optimizer:
             "diverged: resume from the last checkpoint with a lower optimizer.learning_rate"
         )
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, writes: bool = True) -> None:
+        """Writes the state into `directory`. Where it is sharded every rank calls this, and one `writes`."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{name}/{key}"] = value.contiguous()
+                tensors[f"{name}/{key}"] = whole(value).contiguous()
             if master is not parameter:
-                tensors[f"{name}/master"] = master.detach()
+                tensors[f"{name}/master"] = whole(master.detach())
+        if not writes:
+            return
         save_file(tensors, directory / "optimizer.safetensors")
         state = {"steps": self.steps, "loss_scale": self.loss_scale, "good_steps": self.good_steps}
         (directory / "optimizer.json").write_text(json.dumps(state) + "\n")
@@ -164,10 +171,10 @@ class Optimizer:
                     f"run trains in {precision}; resume with the model.precision that the run began with"
                 )
             if low:
-                master.data.copy_(states.pop("master"))
+                master.data.copy_(like(states.pop("master"), master))
             if not states and self.steps:
                 raise UserError(f"{directory / 'optimizer.safetensors'}: no state for parameter {name}")
-            self.adamw.state[master] = states
+            self.adamw.state[master] = {key: like(value, master) for key, value in states.items()}
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -74,6 +74,15 @@ class RoutingStatistics:
             self._compare(trace, trace.replay)
         return load_YE
 
+    def join(self, other: RoutingStatistics) -> None:
+        """Adds another part of the same batch."""
+        self.load_YE += other.load_YE
+        self.entropy_sum_Y += other.entropy_sum_Y
+        self.tokens += other.tokens
+        self.picks += other.picks
+        self.flips += other.flips
+        self.largest_flip_gap = max(self.largest_flip_gap, other.largest_flip_gap)
+
     def _compare(self, trace: RouterTrace, replay_TYK: Tensor) -> None:
         """Counts picks that differ from the recorded ones. Where one flips, the gap is how far the recorded expert's score
         lies below the one picked here: rounding makes it tiny, a real disagreement does not."""
