@@ -103,6 +103,11 @@ class RoutingStatistics:
         load_YE = self.load_YE.double()
         return (load_YE.amax(-1) / load_YE.mean(-1) - 1).tolist()
 
+    def load_shares(self) -> list[list[float]]:
+        """Per layer, every expert's share of the picks."""
+        load_YE = self.load_YE.double()
+        return (load_YE / load_YE.sum(-1, keepdim=True)).tolist()
+
     def dead_experts(self) -> list[int]:
         """Per layer, how many experts no token of the batch went to."""
         return (self.load_YE == 0).sum(-1).tolist()

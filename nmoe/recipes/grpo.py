@@ -48,6 +48,7 @@ from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
 from nmoe.runs.provenance import provenance
+from nmoe.runs.watch import ExpertWatch
 from nmoe.text.tokenizer import Tokenizer
 
 # Before clipping; what lies above is kept with its problems in spikes.jsonl.
@@ -122,6 +123,7 @@ class _Grpo:
         )
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         self.collector = Collector(self.engine, environment, model.config.context_tokens)
+        self.expert_watch = ExpertWatch(model.config.experts)
         algorithm = config.algorithm
         self.objective = policy_gradient(
             algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.kl_coef, algorithm.kl_estimator
@@ -261,6 +263,9 @@ class _Grpo:
         """One line of metrics, the step's first group as samples, and every infrastructure failure."""
         ledger = self.run.ledger
         ledger.metrics(step, metrics)
+        if (message := self.expert_watch.observe(metrics)) is not None:
+            ledger.alert({"step": step, "message": message})
+            self.progress.note(f"step {step}: {message}")
         shown = rollouts.groups[0].trajectories
         ledger.samples(step, (t.record(step, self.tokenizer.decode(t.sample.token_ids)) for t in shown))
         if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,11 +80,11 @@ def optimizer_metrics(step: StepResult) -> dict[str, float]:
     return metrics
 
 
-def routing_metrics(result: PassResult) -> dict[str, float]:
+def routing_metrics(result: PassResult) -> dict[str, Any]:
     """What the routers did, per layer; nothing for a dense model."""
     if result.routing is None:
         return {}
-    metrics = {
+    metrics: dict[str, Any] = {
         "route_picks": float(result.routing.picks),
         "route_flips": float(result.routing.flips),
         "route_flip_gap_max": result.routing.largest_flip_gap,
@@ -96,6 +97,8 @@ def routing_metrics(result: PassResult) -> dict[str, float]:
     }
     for name, values in per_layer.items():
         metrics |= {f"{name}/{layer}": float(value) for layer, value in enumerate(values)}
+    for layer, shares_E in enumerate(result.routing.load_shares()):
+        metrics[f"expert_load/{layer}"] = [round(share, 5) for share in shares_E]
     return metrics
 
 

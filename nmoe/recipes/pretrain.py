@@ -39,6 +39,7 @@ from nmoe.runs.checkpoint import save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
 from nmoe.runs.provenance import provenance
+from nmoe.runs.watch import ExpertWatch
 
 
 def document_batch(documents: Sequence[Document]) -> Batch:
@@ -101,6 +102,7 @@ def pretrain(config: PretrainConfig) -> Path:
             f"{len(documents):,} documents of {tokens:,} tokens: {epochs:.2f} epochs",
         ]:
             progress.note(line)
+        expert_watch = ExpertWatch(model.config.experts)
         for step in range(run.start_step + 1, config.run.steps + 1):
             began = time.perf_counter()
             batch = document_batch(stream.take(config.data.tokens_per_step))
@@ -121,6 +123,9 @@ def pretrain(config: PretrainConfig) -> Path:
                 metrics["held_out_loss"] = float(-logprobs_N.mean())
                 progress.note(f"step {step}: held-out loss {metrics['held_out_loss']:.4f}")
             run.ledger.metrics(step, metrics)
+            if (message := expert_watch.observe(metrics)) is not None:
+                run.ledger.alert({"step": step, "message": message})
+                progress.note(f"step {step}: {message}")
             progress.step(step, {"loss": result.loss, "tokens/s": batch.tokens / seconds})
             if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
                 save_checkpoint(run.checkpoints, step, save, config.checkpoint.keep)

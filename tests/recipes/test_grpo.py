@@ -19,6 +19,7 @@ from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import GradingError
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.tasks import TASKS
+from nmoe.runs import watch
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 
@@ -191,3 +192,13 @@ def test_the_best_checkpoint_is_marked_also_where_a_kill_came_before_its_mark(re
     best.unlink()
     reinforce(*evaluated, "--run.resume=true")
     assert best.readlink() == Path("step_000003")
+
+
+def test_collapsing_experts_are_told_of(reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "COLLAPSE_VIOLATION", 0.0)  # any load is too uneven, and none recovers
+    monkeypatch.setattr(watch, "RECOVERED_VIOLATION", 0.0)
+    monkeypatch.setattr(watch, "COLLAPSE_STEPS", 1)
+    run = reinforce(*SMALL, "--run.steps=2")
+    (alert,) = read_lines(run / "alerts.jsonl")
+    assert alert["step"] == 1
+    assert "experts collapse in layer 0" in alert["message"]

@@ -101,5 +101,5 @@ def test_every_name_recorded_is_documented(base: Path, trained: Path) -> None:
         for row in read_metrics(run)
         for name in row
     }
-    per_layer = {"expert_load_max_violation/*", "router_entropy/*", "dead_experts/*"}
+    per_layer = {"expert_load/*", "expert_load_max_violation/*", "router_entropy/*", "dead_experts/*"}
     assert recorded - {f"{name}" for name in documented} - per_layer == set()

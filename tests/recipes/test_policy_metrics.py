@@ -136,4 +136,6 @@ def test_routing_metrics_by_layer() -> None:
         "router_entropy/1": 0.25,
         "dead_experts/0": 0.0,
         "dead_experts/1": 1.0,
+        "expert_load/0": [0.75, 0.25],
+        "expert_load/1": [1.0, 0.0],
     }

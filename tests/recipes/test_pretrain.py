@@ -15,8 +15,9 @@ from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.pretrain import document_batch, pretrain
+from nmoe.runs import watch
 from nmoe.runs.directory import recorded_threads
-from nmoe.runs.ledger import read_metrics
+from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
@@ -67,3 +68,21 @@ def test_a_run_does_not_go_on_with_other_documents(workshop: Path, tmp_path: Pat
     documents.write_text("\n".join([json.dumps({"token_ids": [*first[:-1], first[0]]}), *lines[1:100]]))
     with pytest.raises(UserError, match=r"documents\.jsonl: not the documents that this run began with"):
         pretrain(load_run(workshop / "base.toml", PretrainConfig, [*overrides, "--run.steps=2", "--run.resume=true"]))
+
+
+def test_collapsing_experts_are_told_of_once(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "COLLAPSE_VIOLATION", 0.0)  # any load is too uneven, and none recovers
+    monkeypatch.setattr(watch, "RECOVERED_VIOLATION", 0.0)
+    monkeypatch.setattr(watch, "COLLAPSE_STEPS", 2)
+    overrides = [f"--run.directory={tmp_path}", *SHORT, "--run.steps=4"]
+    run = pretrain(load_run(workshop / "base.toml", PretrainConfig, overrides))
+    (alert,) = read_lines(run / "alerts.jsonl")
+    assert alert["step"] == 2
+    assert "experts collapse in layer 0" in alert["message"]
+    assert "raise router_aux_loss_coef" in alert["message"]
+    assert capfd.readouterr().out.count("experts collapse") == 1
+    shares = read_metrics(run)[-1]["expert_load/1"]
+    assert len(shares) == 4
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
