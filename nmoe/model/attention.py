@@ -72,6 +72,10 @@ class Attention(nn.Module):
         return out_TD
 
 
+# What DeepSeek's release and transformers norm latents with, whatever rms_norm_eps says.
+_LATENT_NORM_EPS = 1e-6
+
+
 class LatentAttentionBlock(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19), keys and values expanded per head."""
 
@@ -81,10 +85,10 @@ class LatentAttentionBlock(nn.Module):
         latent = self.latent = config.latent
         self.layer, self.scale, self.window, self.heads = layer, config.scale, config.window(layer), config.heads
         self.q_a_proj = Linear(config.hidden_size, latent.q_rank) if latent.q_rank else None
-        self.q_a_norm = RMSNorm(latent.q_rank, config.norm_eps) if latent.q_rank else None
+        self.q_a_norm = RMSNorm(latent.q_rank, _LATENT_NORM_EPS) if latent.q_rank else None
         self.q_proj = Linear(latent.q_rank or config.hidden_size, config.heads * config.head_dim)
         self.kv_a_proj = Linear(config.hidden_size, latent.kv_rank + latent.rope_dim)
-        self.kv_a_norm = RMSNorm(latent.kv_rank, config.norm_eps)
+        self.kv_a_norm = RMSNorm(latent.kv_rank, _LATENT_NORM_EPS)
         self.kv_b_proj = Linear(latent.kv_rank, config.heads * (latent.nope_dim + latent.value_dim))
         self.o_proj = Linear(config.heads * latent.value_dim, config.hidden_size)
 

@@ -80,7 +80,9 @@ class Router(nn.Module):
         chosen_TK = own_TK if trace.replay is None else trace.replay[:, layer].long()
         weights_TK = scores_TE.gather(-1, chosen_TK)
         if self.renormalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            total_T1 = weights_TK.sum(-1, keepdim=True)
+            # Sigmoids can all be 0; DeepSeek-V3's release adds this. A softmax's best K never are: for it nothing changes.
+            weights_TK = weights_TK / (total_T1 + 1e-20 if self.sigmoid else total_T1)
         return weights_TK if self.scale == 1 else weights_TK * self.scale, chosen_TK
 
     def _limit_groups(self, choice_TE: Tensor) -> Tensor:

@@ -131,8 +131,13 @@ def test_an_export_is_the_checkpoint_it_came_from(checkpoint: Checkpoint, tmp_pa
 
 
 def test_the_released_form_of_a_configuration_is_the_same_decoder(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    raw = json.loads((checkpoint.directory / "config.json").read_text()) | checkpoint.case.released
-    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    raw = json.loads((checkpoint.directory / "config.json").read_text())
+    for key, value in checkpoint.case.released.items():
+        if value is None:
+            raw.pop(key, None)
+        else:
+            raw[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_config(tmp_path)[1] == checkpoint.model.config
     # That transformers reads it the same way is what makes the test's form a right one.
     config = AutoConfig.from_pretrained(tmp_path)

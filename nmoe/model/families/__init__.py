@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import llama, native, qwen3, qwen3_moe
+from nmoe.model.families import deepseek_v3, gpt_oss, llama, native, qwen3, qwen3_moe
 from nmoe.model.families.base import Family
 
-HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe)
+HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe, gpt_oss, deepseek_v3)
 FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (native, *HF_FAMILIES)}
 
 # How training goes on, which no family's checkpoint says.

@@ -51,7 +51,7 @@ class Entry:
 @dataclass(frozen=True)
 class Packing:
     """Quantised storage: where all of `theirs + suffix` are stored, `unpack(*them)` in this order is the tensor that an entry
-    calls `theirs`. Only reading knows of it; what is written is never packed."""
+    calls `theirs`, or raises UserError with what is wrong. Only reading knows of it; what is written is never packed."""
 
     suffixes: tuple[str, ...]
     unpack: Callable[..., Tensor]
@@ -91,8 +91,13 @@ def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: 
         state[name].zero_()
     for entry in entries:
         names, unpack = stored[entry.theirs]
-        tensor = unpack(*(shards.read(name) for name in names))
         file = shards.files[names[0]]
+        parts = [shards.read(name) for name in names]
+        try:
+            tensor = unpack(*parts)
+        except UserError as error:
+            raise UserError(f"{file}: {entry.theirs}: {error}") from None
+        del parts
         if tensor.shape != entry.shape:
             raise UserError(f"{file}: {_wrong_shape(entry, tuple(tensor.shape))}")
         part = state[entry.ours][entry.index]

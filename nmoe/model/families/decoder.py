@@ -22,11 +22,11 @@ SHAPE_KEYS = (
 )
 
 
-def decoder_settings(settings: Settings) -> dict[str, Any]:
+def decoder_settings(settings: Settings, quantised: str = "") -> dict[str, Any]:
     """What every family's ModelConfig takes from the same keys. Query, key, value and output projections have biases together,
-    as transformers' `attention_bias` means it."""
+    as transformers' `attention_bias` means it. `quantised` is the storage that the family unpacks."""
     settings.only("hidden_act", "silu")
-    settings.refuse_quantised()
+    settings.refuse_quantised(quantised)
     heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
     rope_theta, rope_scaling = settings.rope()
     biases = settings.flag("attention_bias")

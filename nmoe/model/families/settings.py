@@ -54,25 +54,27 @@ class Settings:
             known = " or ".join(repr(value) for value in values)
             raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported, only {known}")
 
-    def refuse_quantised(self) -> None:
-        if "quantization_config" in self.raw:
-            found = self.raw["quantization_config"]
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise UserError(f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported")
+    def section(self, key: str) -> Settings:
+        """The keys of a table, none where it is absent."""
+        found = self._get(key, {})
+        if not isinstance(found, dict):
+            raise UserError(f"{key} = {found!r} is not a table")
+        return Settings(found, f"{self.model_type}, {key}")
+
+    def refuse_quantised(self, known: str = "") -> None:
+        """Raises UserError where weights are stored in any other quantised form than `known`."""
+        method = self.section("quantization_config").raw.get("quant_method")
+        if "quantization_config" in self.raw and method != known:
+            only = f", only {known!r}" if known else ""
+            raise UserError(f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported{only}")
 
     def rope(self, default_theta: float = 10_000.0) -> tuple[float, RopeScaling | None]:
         """The base of the rotary frequencies and their scaling, from `rope_parameters` as transformers 5 writes it or from
         `rope_theta` and `rope_scaling` as released checkpoints have it."""
-        rope: dict[str, Any] = {"rope_theta": self.real("rope_theta", default_theta)}
-        for key in ("rope_scaling", "rope_parameters"):
-            found = self._get(key, {})
-            if not isinstance(found, dict):
-                raise UserError(f"{key} = {found!r} is not a table")
-            rope |= {name: value for name, value in found.items() if value is not None}
-        settings = Settings(rope, self.model_type)
+        settings = self.rope_section()
         settings.only("partial_rotary_factor", 1, 1.0)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        theta = settings.real("rope_theta")
+        kind = settings.raw.get("rope_type", settings.raw.get("type", "default"))
+        theta = settings.real("rope_theta", self.real("rope_theta", default_theta))
         if kind == "default":
             return theta, None
         if kind not in ("llama3", "yarn", "linear"):
@@ -98,6 +100,10 @@ class Settings:
             truncate=settings.flag("truncate", True),
         )
         return theta, scaling
+
+    def rope_section(self) -> Settings:
+        """The keys of `rope_parameters` and, where it has them not, of `rope_scaling`."""
+        return Settings(self.section("rope_scaling").raw | self.section("rope_parameters").raw, self.model_type)
 
     def _get(self, key: str, default: Any) -> Any:
         if key not in self.raw and default is _MISSING:
