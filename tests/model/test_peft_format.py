@@ -15,7 +15,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model
@@ -41,10 +49,27 @@ FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2),
+    # Two that keep outputs in another order than we: gate and up of the experts interleaved; the rotated dimensions in pairs.
+    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2, sliding_window=8),
+    "deepseek_v3": DeepseekV3Config(
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4},
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
 }
 DENSE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 EXPERTS = ATTENTION | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+LATENT = {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
 CASES = [
     ("llama", DENSE),
     ("llama", {"target_modules": ["v_proj", "down_proj"], "use_rslora": True}),
@@ -53,6 +78,8 @@ CASES = [
     ("qwen3_moe", ATTENTION),
     ("qwen3_moe", EXPERTS),
     ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
+    ("gpt_oss", EXPERTS),
+    ("deepseek_v3", EXPERTS | LATENT),
 ]
 LENGTHS = [5, 1, 17, 9]
 

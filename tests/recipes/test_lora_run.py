@@ -153,6 +153,12 @@ def test_exports_of_an_adapter(base: Path, reinforce: Reinforce, tmp_path: Path)
     with pytest.raises(UserError, match="a whole model; format peft is that of an adapter"):
         export_checkpoint(plain, tmp_path / "no", format="peft")
 
+    model.norm.weight.data[0] += 1
+    save_model(model, plain)
+    with pytest.raises(
+        UserError, match=r"base\.json: trained beside .* now holds another configuration or other weights"
+    ):
+        export_checkpoint(run, tmp_path / "no")
     shutil.rmtree(plain)
     with pytest.raises(UserError, match=r"plain, is not a directory with a config\.json"):
         export_checkpoint(run, tmp_path / "no")
