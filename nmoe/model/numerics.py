@@ -51,11 +51,12 @@ def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool, bias_F: Tensor | None =
 def with_full_groups(
     experts: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, expert_R: Tensor, counts_E: Tensor, least: int
 ) -> Tensor:
-    """`experts(rows, counts)` with every group padded by rows of zeros up to `least`. `expert_R` is each row's expert,
-    ascending."""
-    if int(counts_E.min()) >= least:
-        return experts(rows_RD, counts_E)
-    padded_E = counts_E.clamp(min=least)
+    """`experts(rows, counts)` with every group padded by rows of zeros up to `least`, and to one of 16 sizes of its octave:
+    oneDNN makes a program for each new shape, for about a millisecond, and groups have other sizes at every step. `expert_R` is
+    each row's expert, ascending."""
+    octave_E = counts_E.clamp(min=1).log2().floor().long()
+    step_E = torch.bitwise_left_shift(torch.ones_like(counts_E), (octave_E - 4).clamp(min=3))
+    padded_E = ((counts_E + step_E - 1) // step_E * step_E).clamp(min=least)
     shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
     place_R = torch.arange(rows_RD.shape[0], device=rows_RD.device) + shift_E[expert_R]
     padded = rows_RD.new_zeros(int(padded_E.sum()), rows_RD.shape[1]).index_copy(0, place_R, rows_RD)
