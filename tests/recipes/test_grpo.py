@@ -179,7 +179,7 @@ def test_a_grader_that_raises_stops_the_run_with_its_sample(
         reinforce(*SMALL)
     run = tmp_path / "rl"
     (record,) = read_lines(run / "failures.jsonl")
-    assert (record["failure"], record["problem"]) == ("grader_error", graded[-1])
+    assert (record["failure"], record["problem"]) == ("grader_error", graded[39])
     assert record["step"] == len(read_metrics(run)) + 1
     assert len(record["token_ids"]) > 5
     assert list((run / "checkpoints").iterdir()) == []
