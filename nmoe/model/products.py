@@ -57,13 +57,16 @@ class PackedWeights:
 _packed_weights: PackedWeights | None = None
 
 
-def _can_pack(x: Tensor) -> bool:
+def _can_pack(x: Tensor, weight: Tensor) -> bool:
+    """Whether the weight is a parameter whose changes show: one made under `inference_mode` does not count them."""
     return (
         _AVAILABLE
         and _packed_weights is not None
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
         and not torch.is_grad_enabled()
+        and isinstance(weight, nn.Parameter)
+        and not weight.is_inference()
     )
 
 
@@ -75,7 +78,7 @@ def by_onednn(x: Tensor) -> bool:
 
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`."""
-    if _can_pack(x_ND) and isinstance(weight_FD, nn.Parameter):
+    if _can_pack(x_ND, weight_FD):
         assert _packed_weights is not None, "looked at"
         return _product(x_ND, _packed_weights.of(weight_FD, lambda weight: [weight])[0], bias_F, weight_FD.shape[0])
     if not by_onednn(x_ND):
@@ -103,7 +106,7 @@ def weight_gradient(x_ND: Tensor, grad_NF: Tensor) -> Tensor:
 
 def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
     """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order."""
-    if _can_pack(x_RD) and isinstance(weight_EDF, nn.Parameter):
+    if _can_pack(x_RD, weight_EDF):
         assert _packed_weights is not None, "looked at"
         packed = _packed_weights.of(weight_EDF, lambda weight: weight.mT.unbind(0))
         outputs = weight_EDF.shape[2]

@@ -65,7 +65,9 @@ def test_learner_recomputes_the_engines_logprobs(
         assert int(result.routing.load_YE.sum()) == batch.routes_TYK.numel()
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="what oneDNN gives of a row's bits, others may not"
+)
 @pytest.mark.parametrize("experts", [6, 0], ids=["moe", "dense"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.8}], ids=str)
 def test_exact_numerics_agree_to_the_bit(

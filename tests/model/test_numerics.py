@@ -51,7 +51,9 @@ def test_padding_groups_changes_neither_values_nor_gradients(counts: list[int]) 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="what oneDNN gives of a row's bits, others may not"
+)
 def test_rows_do_not_depend_on_their_number() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 96, generator=generator), torch.randn(160, 96, generator=generator)
@@ -96,7 +98,9 @@ def test_exact_values_are_those_of_the_fast_path(tiny_model: MakeModel, experts:
     assert all(map(torch.equal, logits(model.set_numerics("fast"), sequences), fast))
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of a row's bits, others may not")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="what oneDNN gives of a row's bits, others may not"
+)
 @pytest.mark.parametrize("experts", [6, 0], ids=["moe", "dense"])
 def test_exact_bits_do_not_depend_on_the_batch(tiny_model: MakeModel, experts: int) -> None:
     generator = torch.Generator().manual_seed(0)

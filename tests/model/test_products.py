@@ -89,3 +89,12 @@ def test_packed_weights_give_the_same_bits_and_follow_changes(dtype: torch.dtype
     with packs.active():  # a gradient is asked for
         assert products.linear(x, weight).requires_grad
     assert not packs._packed
+
+
+def test_a_weight_whose_changes_do_not_show_is_not_packed() -> None:
+    with torch.inference_mode():
+        x, weight = draw(6, 32), nn.Parameter(draw(48, 32), requires_grad=False)
+        packs = products.PackedWeights()
+        with packs.active():
+            torch.testing.assert_close(products.linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+        assert not packs._packed
