@@ -5,6 +5,7 @@ Sides take turns: a side works only between a question and its answer.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -54,8 +55,10 @@ class Side:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.poll() is None and kind is None:
-            self.connection.send(None)
+        if kind is None:
+            # A side may end by itself after its last answer, as a trainer told to do so many steps.
+            with contextlib.suppress(BrokenPipeError):
+                self.connection.send(None)
             try:
                 self.process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
