@@ -213,7 +213,7 @@ class OptimizerSection(Section):
     """[optimizer]: AdamW with linear warm-up and cosine decay."""
 
     learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up, fewer than run.steps")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate as a share of the peak")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
@@ -262,6 +262,12 @@ class RunConfig(Section):
         shape = self.model.shape
         if self.lora is not None and self.model.path is None:
             yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
+        if self.optimizer.warmup_steps >= self.run.steps:
+            yield Conflict(
+                "optimizer.warmup_steps",
+                f"the warm-up is not over when the run is (run.steps = {self.run.steps}), so that its learning rate would "
+                "never be what was asked for; lower it, or raise run.steps",
+            )
         if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
             yield Conflict(
                 "batch.tokens_per_microbatch",

@@ -227,7 +227,14 @@ def test_a_generated_prompt_that_outgrows_the_context(nmoe: Nmoe, workshop: Path
 
 
 def test_a_run_is_not_written_over_and_not_resumed_as_another(nmoe: Nmoe, workshop: Path, tmp_path: Path) -> None:
-    verb = ("pretrain", workshop / "base.toml", "--run.directory=runs", "--run.steps=1", "--eval.every_steps=0")
+    verb = (
+        "pretrain",
+        workshop / "base.toml",
+        "--run.directory=runs",
+        "--run.steps=1",
+        "--optimizer.warmup_steps=0",
+        "--eval.every_steps=0",
+    )
     assert nmoe(*verb).code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     refused(nmoe(*verb), "runs/base: exists and is not empty; pass --run.resume=true", "--run.name=NAME")

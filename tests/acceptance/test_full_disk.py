@@ -18,7 +18,13 @@ PRIVATE_MOUNTS = ["unshare", "--user", "--mount", "--map-root-user", "sh", "-c"]
 
 def run_of(workshop: Path, directory: Path) -> list[str]:
     """A run of three steps that keeps a checkpoint of each."""
-    overrides = ["--run.steps=3", "--checkpoint.every_steps=1", "--checkpoint.keep=3", "--eval.every_steps=0"]
+    overrides = [
+        "--run.steps=3",
+        "--optimizer.warmup_steps=2",
+        "--checkpoint.every_steps=1",
+        "--checkpoint.keep=3",
+        "--eval.every_steps=0",
+    ]
     return [*NMOE, "pretrain", f"{workshop}/base.toml", f"--run.directory={directory}", *overrides]
 
 

@@ -141,6 +141,14 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (["--algorithm.clip_low=1"], ["--algorithm.clip_low=1: must be less than 1"]),
         (["--sampling.top_p=0"], ["--sampling.top_p=0: must be more than 0"]),
         (["--run.steps=0"], ["--run.steps=0: must be more than 0"]),
+        (["--optimizer.warmup_steps=9", "--run.steps=10"], []),
+        (
+            ["--optimizer.warmup_steps=10", "--run.steps=10"],
+            [
+                "--optimizer.warmup_steps=10: the warm-up is not over when the run is (run.steps = 10), so that its learning "
+                "rate would never be what was asked for; lower it, or raise run.steps"
+            ],
+        ),
         (["--run.seed=-1"], ["--run.seed=-1: must be at least 0"]),
     ],
 )

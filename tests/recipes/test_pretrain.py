@@ -21,7 +21,7 @@ from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
-SHORT = ("--run.steps=1", "--eval.every_steps=0", "--data.tokens_per_step=64")
+SHORT = ("--run.steps=1", "--optimizer.warmup_steps=0", "--eval.every_steps=0", "--data.tokens_per_step=64")
 
 
 def test_every_token_after_the_first_is_predicted() -> None:
