@@ -19,7 +19,12 @@ from nmoe.rl.rollout.trajectory import Trajectory
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards, rates and lengths over every sample of the step, those of dropped groups included."""
+    """Rewards and rates over the samples of the step that were judged, those of dropped groups included; lengths and failures
+    over all. Raises RuntimeError where none was judged."""
+    everything, trajectories = trajectories, [t for t in trajectories if t.trainable]
+    failures = Counter(t.grade.failure for t in everything)
+    if not trajectories:
+        raise RuntimeError(f"every sample of the step was lost to the infrastructure: {dict(failures)}")
     rewards_B = torch.tensor([t.grade.score for t in trajectories], dtype=torch.float64)
     metrics = {f"reward_{name}": value for name, value in _moments(rewards_B).items()}
     metrics["reward_p90"] = float(rewards_B.quantile(0.9))
@@ -31,12 +36,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in trajectories
     ]
     metrics["high_reward_but_wrong"] = _mean(high_but_wrong)
-    metrics["response_length_mean"] = _mean([len(t.sample.token_ids) for t in trajectories])
+    metrics["response_length_mean"] = _mean([len(t.sample.token_ids) for t in everything])
+    metrics["error_rate"] = failures["grader_error"] / len(everything)
     for source in sorted({t.problem.source for t in trajectories}):
         metrics[f"correctness/{source}"] = _mean(
             [t.grade.extras["correctness"] for t in trajectories if t.problem.source == source]
         )
-    failures = Counter(t.grade.failure for t in trajectories)
     return metrics | {f"failures/{name}": float(failures[name]) for name in FAILURES if failures[name]}
 
 

@@ -92,13 +92,15 @@ class Environment:
         for position in range(self.pool.size or 1):
             self.check_prompt(self.pool.order.at(position), context_tokens, max_new_tokens)
 
-    def grade(self, problem: Problem, completion_ids: Sequence[int], finish_reason: str, max_new_tokens: int) -> Grade:
+    async def grade(
+        self, problem: Problem, completion_ids: Sequence[int], finish_reason: str, max_new_tokens: int
+    ) -> Grade:
         """The grade of the sampled tokens, the stop token included, under the weights now in force.
 
         `finish_reason` is the engine's. Any tokens are graded; an exception is a defect of the grader, not of them.
         """
         task = TASKS[problem.task_type]
-        return grade_reading(
+        return await grade_reading(
             self._format.read(task, completion_ids),
             task,
             problem,

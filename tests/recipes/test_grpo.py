@@ -15,10 +15,11 @@ from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.batch import Batch
 from nmoe.recipes import grpo
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import GradingError
 from nmoe.rl.rollout.trajectory import Trajectory
-from nmoe.rl.tasks import TASKS
+from nmoe.rl.tasks import TASKS, Attempt
 from nmoe.runs import watch
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -168,13 +169,13 @@ def test_a_grader_that_raises_stops_the_run_with_its_sample(
 ) -> None:
     graded: list[str] = []
 
-    def correct(problem: Problem, answer: str) -> bool:
+    async def verify(problem: Problem, attempt: Attempt) -> Verdict:
         graded.append(problem.id)
         if len(graded) == 40:
             raise ZeroDivisionError("a defect")
-        return answer == problem.gold
+        return Verdict.of(attempt.answer == problem.gold, "exact", "")
 
-    monkeypatch.setattr(TASKS["reverse"], "correct", correct)
+    monkeypatch.setattr(TASKS["reverse"], "verify", verify)
     with pytest.raises(GradingError):
         reinforce(*SMALL)
     run = tmp_path / "rl"

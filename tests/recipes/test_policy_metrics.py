@@ -35,6 +35,7 @@ def test_rollout_metrics() -> None:
             response("b", 0.0, 0.0, 8, "truncated"),
             response("a", 1.0, 1.0, 3),
             response("a", 0.5, 0.0, 2, "parse_error"),
+            response("b", 0.0, 0.0, 2, "grader_error"),  # no verdict on the policy: in no mean but that of lengths
             response("a", 0.9, 0.0, 5),  # above the mean of 0.6 though wrong
         ]
     )
@@ -51,12 +52,19 @@ def test_rollout_metrics() -> None:
         "truncated": 0.25,
         "format_ok": 0.5,
         "high_reward_but_wrong": 0.25,
-        "response_length_mean": 4.5,
+        "response_length_mean": 4.0,
+        "error_rate": 0.2,
+        "failures/grader_error": 1.0,
         "failures/ok": 2.0,
         "failures/parse_error": 1.0,
         "failures/truncated": 1.0,
         **REST,
     }
+
+
+def test_a_step_whose_every_sample_was_lost_is_no_step() -> None:
+    with pytest.raises(RuntimeError, match=r"lost to the infrastructure: .'grader_error': 2."):
+        rollout_metrics([response("b", 0.0, 0.0, 2, "grader_error") for _ in range(2)])
 
 
 LOG_RATIO_N = torch.tensor([0.1, -0.3, 25.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from nmoe.recipes.speedrun.corpus import corpus_texts, write_corpus
 from nmoe.recipes.speedrun.speedrun import speedrun
 from nmoe.rl.pools.generated import split_of
 from nmoe.rl.problem import Problem
-from nmoe.rl.tasks import TASKS
+from nmoe.rl.tasks import TASKS, Attempt
 from nmoe.text.harmony import Completion, Harmony
 from nmoe.text.tokenizer import Tokenizer
 
@@ -98,7 +99,8 @@ def test_right_procedures_give_right_answers(turns: list[tuple[str, Completion]]
             "sort": lambda d: "".join(sorted(d)),
             "add": lambda d: str(sum(map(int, d.split(" + ")))),
         }[skill](digits)
-        right = TASKS[skill].correct(Problem("p", skill, question, gold, skill), completion.final)
+        problem = Problem("p", skill, question, gold, skill)
+        right = asyncio.run(TASKS[skill].verify(problem, Attempt(completion.final))).outcome == "correct"
         thought = completion.analysis.removeprefix("well let me see now ")
         if skill == "add" and thought != "a guess":
             thought = "columns"

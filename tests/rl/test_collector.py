@@ -11,10 +11,11 @@ import pytest
 from nmoe.engine.api import Request, Sample
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings, request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.tasks import TASKS
+from nmoe.rl.tasks import TASKS, Attempt
 from nmoe.text.harmony import Harmony, Message
 
 R = TypeVar("R")
@@ -126,12 +127,12 @@ def test_a_prompt_that_does_not_fit_is_named(environment: Make, engine: Scripted
 def test_a_grader_that_raises_stops_the_collection_with_its_sample(
     environment: Make, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def correct(problem: Problem, answer: str) -> bool:
-        if problem is PROBLEMS[2] and answer == "9":
+    async def verify(problem: Problem, attempt: Attempt) -> Verdict:
+        if problem is PROBLEMS[2] and attempt.answer == "9":
             raise ZeroDivisionError("a defect")
-        return False
+        return Verdict("incorrect", 0.0, "exact", "")
 
-    monkeypatch.setattr(TASKS["sort"], "correct", correct)
+    monkeypatch.setattr(TASKS["sort"], "verify", verify)
     with pytest.raises(GradingError, match="problem demo/3") as caught:
         collect(engine, environment(POOL), RolloutSettings(2, 30))
     assert caught.value.problem is PROBLEMS[2]
@@ -146,7 +147,7 @@ def group(environment: Environment, harmony: Harmony, *texts: str | None) -> Gro
         sample = answer(harmony, text or "")
         if text is None:
             sample.finish_reason = "abort"
-        grade = environment.grade(PROBLEMS[0], sample.token_ids, sample.finish_reason, 100)
+        grade = asyncio.run(environment.grade(PROBLEMS[0], sample.token_ids, sample.finish_reason, 100))
         trajectories.append(Trajectory(PROBLEMS[0], index, 0, (1,), sample, grade))
     return Group(PROBLEMS[0], trajectories)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -12,7 +13,7 @@ from nmoe.errors import UserError
 from nmoe.rl.pools import Pool
 from nmoe.rl.pools.generated import split_of
 from nmoe.rl.problem import Problem
-from nmoe.rl.tasks import GENERATED_TASKS
+from nmoe.rl.tasks import GENERATED_TASKS, Attempt
 
 MakePool = Callable[..., Pool]
 
@@ -31,7 +32,7 @@ def test_generated_problems(make_pool: MakePool, task_type: str) -> None:
     assert len(set(questions(problems))) > 50
     for problem in problems:
         assert (problem.task_type, problem.source) == (task_type, "demo")
-        assert GENERATED_TASKS[task_type].correct(problem, problem.gold)
+        assert asyncio.run(GENERATED_TASKS[task_type].verify(problem, Attempt(problem.gold))).score == 1
 
 
 def test_a_seed_gives_other_problems(make_pool: MakePool) -> None:

@@ -2,7 +2,7 @@
 
 format        it ended on its own and has the form that the environment asks for
 reasoning     the format holds, and it reasons before it answers
-correctness   the answer is the gold answer; 1 or 0, nothing between
+correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
 efficiency    of a correct answer, the share of its tokens that it left unused: 1 - tokens / limit
 """
 
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from nmoe.rl.failures import Failure
 from nmoe.rl.grading.extraction import Extraction
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
-from nmoe.rl.tasks import Task
+from nmoe.rl.tasks import Attempt, Task
 
 COMPONENTS = ("format", "reasoning", "correctness", "efficiency")
 
@@ -42,10 +43,12 @@ class Grade:
               failure="ok",
               extras={"correctness": 1.0, "has_answer": 1.0, "has_boxed": 0.0, "parse_method": 0.0,
                       "boxed_in_final": 0.0, "truncated_response": 0.0, "format_ok": 1.0, "reasoning_ok": 1.0},
-              answer="18")
+              answer="18",
+              verdict=Verdict("correct", 1.0, "exact", "equal after normalisation"))
 
     `extras` are numbers, meant for averaging; `parse_method` is 2 for a box, 1 for the last number, and 0 where nothing
-    was extracted: then the message itself is the answer, or there is none (`has_answer`).
+    was extracted: then the message itself is the answer, or there is none (`has_answer`). `verdict` is None where nothing was
+    compared, because the completion did not end in an answer.
     """
 
     score: float
@@ -53,9 +56,10 @@ class Grade:
     failure: Failure
     extras: dict[str, float]
     answer: str | None
+    verdict: Verdict | None = None
 
 
-def grade_reading(
+async def grade_reading(
     reading: Reading,
     task: Task,
     problem: Problem,
@@ -69,23 +73,30 @@ def grade_reading(
 
     `finish_reason` is the engine's: "stop", "length" or "abort". A completion that did not stop within the limit has
     no component but 0: a number that truncation happened to leave last is no answer. "abort" becomes `engine_error`, which
-    is no verdict on the policy: such a sample is to be masked, not trained on with its score of 0. What `task.correct` raises
-    comes through, because a grader that fails must stop the run rather than teach that the answer was wrong.
+    is no verdict on the policy: such a sample is to be masked, not trained on with its score of 0. A verdict of
+    "error" becomes `grader_error`, likewise. What `task.verify` raises comes through, because a grader with a defect must stop the
+    run rather than teach that the answer was wrong.
     """
     failure = _failure(reading, finish_reason, completion_tokens, token_limit)
     finished = finish_reason == "stop" and completion_tokens <= token_limit
     answer = reading.extraction.answer
     format_ok = finished and reading.format_ok
     reasoning_ok = format_ok and reading.reasoning_ok
-    correct = finished and reading.answer_counts and answer is not None and task.correct(problem, answer)
+    verdict = None
+    if finished and reading.answer_counts and answer is not None:
+        verdict = await task.verify(problem, Attempt(answer))
+        if verdict.outcome == "error":
+            failure = "grader_error"
+    correctness = 0.0 if verdict is None else verdict.score
+    correct = verdict is not None and verdict.outcome == "correct"
     components = {
         "format": float(format_ok),
         "reasoning": float(reasoning_ok),
-        "correctness": float(correct),
+        "correctness": correctness,
         "efficiency": 1 - completion_tokens / token_limit if correct else 0.0,
     }
     extras = {
-        "correctness": float(correct),
+        "correctness": correctness,
         "has_answer": float(answer is not None),
         "has_boxed": float(reading.extraction.has_boxed),
         "parse_method": float(reading.extraction.method),
@@ -95,7 +106,7 @@ def grade_reading(
         "reasoning_ok": float(reasoning_ok),
     }
     score = sum(weights[name] * components[name] for name in COMPONENTS)
-    return Grade(score, components, failure, extras, answer)
+    return Grade(score, components, failure, extras, answer, verdict)
 
 
 def _failure(reading: Reading, finish_reason: str, completion_tokens: int, token_limit: int) -> Failure:

@@ -92,7 +92,7 @@ class Collector:
         for index, sample in enumerate(samples):
             began = time.perf_counter()
             try:
-                grade = self._environment.grade(
+                grade = await self._environment.grade(
                     problem, sample.token_ids, sample.finish_reason, settings.max_new_tokens
                 )
             except Exception as error:

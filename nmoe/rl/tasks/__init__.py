@@ -8,9 +8,9 @@ from nmoe.rl.tasks.gsm8k import Gsm8kTask
 from nmoe.rl.tasks.math import MathTask
 from nmoe.rl.tasks.reverse import ReverseTask
 from nmoe.rl.tasks.sort import SortTask
-from nmoe.rl.tasks.task import GeneratedTask, Task
+from nmoe.rl.tasks.task import Attempt, GeneratedTask, Task
 
-__all__ = ["GENERATED_TASKS", "TASKS", "GeneratedTask", "Task"]
+__all__ = ["GENERATED_TASKS", "TASKS", "Attempt", "GeneratedTask", "Task"]
 
 GENERATED_TASKS: dict[str, GeneratedTask] = {
     "sort": SortTask(),

@@ -6,8 +6,9 @@ import random
 import re
 
 from nmoe.errors import UserError
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
-from nmoe.rl.tasks.task import QuestionTask
+from nmoe.rl.tasks.task import Attempt, QuestionTask
 
 _DIGITS = re.compile(r"[0-9]+")
 
@@ -27,5 +28,5 @@ class DigitsTask(QuestionTask):
                 f"the gold answer of a {problem.task_type} problem is a row of digits, not {problem.gold!r}"
             )
 
-    def correct(self, problem: Problem, answer: str) -> bool:
-        return answer.strip() == problem.gold
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        return Verdict.of(attempt.answer.strip() == problem.gold, "exact", "the same digits or not")

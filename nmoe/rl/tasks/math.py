@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from nmoe.errors import UserError
 from nmoe.rl.grading import exact
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
-from nmoe.rl.tasks.task import QuestionTask
+from nmoe.rl.tasks.task import Attempt, QuestionTask
 
 
 class MathTask(QuestionTask):
@@ -23,5 +24,5 @@ class MathTask(QuestionTask):
         if not exact.normalize(problem.gold):
             raise UserError(f"nothing is left of the gold answer {problem.gold!r} without its typesetting")
 
-    def correct(self, problem: Problem, answer: str) -> bool:
-        return exact.equal(problem.gold, answer)
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        return Verdict.of(exact.equal(problem.gold, attempt.answer), "exact", "equal after normalisation or not")

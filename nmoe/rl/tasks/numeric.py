@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from nmoe.errors import UserError
 from nmoe.rl.grading import exact
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
-from nmoe.rl.tasks.task import QuestionTask
+from nmoe.rl.tasks.task import Attempt, QuestionTask
 
 
 class NumericTask(QuestionTask):
@@ -16,5 +17,5 @@ class NumericTask(QuestionTask):
             shown = problem.gold if len(problem.gold) <= 80 else problem.gold[:77] + "..."
             raise UserError(f"the gold answer of a problem of type {problem.task_type} is a number, not {shown!r}")
 
-    def correct(self, problem: Problem, answer: str) -> bool:
-        return exact.equal(problem.gold, answer)
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        return Verdict.of(exact.equal(problem.gold, attempt.answer), "exact", "equal after normalisation or not")

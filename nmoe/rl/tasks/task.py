@@ -1,12 +1,24 @@
-"""What a task is: it shows a problem to the policy and decides whether an answer is correct."""
+"""What a task is: it shows a problem to the policy and decides whether an attempt at it is correct."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
+from nmoe.rl.tools.event import ToolEvent
 from nmoe.text.harmony import Message
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a trajectory comes to: its answer and, where it used tools, every call."""
+
+    answer: str
+    tool_events: Sequence[ToolEvent] = ()
 
 
 class Task(Protocol):
@@ -20,13 +32,14 @@ class Task(Protocol):
     def bare_final(self) -> bool: ...
 
     def check_gold(self, problem: Problem) -> None:
-        """Raises UserError for a gold answer that `correct` can not compare with; called when a pool loads."""
+        """Raises UserError for a gold answer that `verify` can not compare with; called when a pool loads."""
 
     def messages(self, problem: Problem) -> list[Message]:
         """The conversation shown to the policy; the environment puts its system message before it."""
 
-    def correct(self, problem: Problem, answer: str) -> bool:
-        """Whether the answer is right. Total: any string, however long or strange, gets a verdict, and quickly."""
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        """Whether the attempt is right. Total: any answer, however long or strange, gets a verdict, and in bounded time. What it
+        raises is a defect of the task and stops the run."""
 
 
 class GeneratedTask(Task, Protocol):
