@@ -120,7 +120,10 @@ def train(arguments: ConfigAndOverrides) -> None:
 def evaluate(
     checkpoint: Checkpoint,
     environment: Annotated[
-        Path, typer.Argument(metavar="ENVIRONMENT", help="The TOML file of the environment to evaluate on.")
+        Path,
+        typer.Argument(
+            metavar="ENVIRONMENT", help="The environment to evaluate on: a TOML file, a directory, a packaged name."
+        ),
     ],
     problems: Annotated[int, typer.Option(min=1, help="How many problems.")] = 200,
     samples: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = 1,

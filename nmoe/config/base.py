@@ -1,7 +1,9 @@
 """What every settings table is made of: a frozen, strict section whose combination checks name the key at fault."""
 
-from collections.abc import Iterator
-from typing import Annotated, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Strict, model_validator
 
@@ -11,12 +13,26 @@ Array = Annotated[tuple[T, ...], Strict(False)]
 """A TOML array as an immutable tuple. TOML readers give lists, which a strict tuple would refuse; the items stay strict."""
 
 
+@dataclass(frozen=True)
 class FromFile:
-    """Marks a section that may lie in a TOML file of its own: `Annotated[Settings | None, FromFile()]`.
+    """Marks a section that may lie in a TOML file of its own: `Annotated[Settings | None, FromFile(find)]`.
 
-    Where that table has a `path = "file.toml"`, which starts from the directory of the file that says so, the loader
-    puts the named file's contents in its place. Keys that stand beside `path`, overrides among them, replace the file's.
+    Where that table has a `path = "file.toml"`, the loader puts the named file's contents in its place: `find` gets that
+    text and the directory of the file that says so, and returns the file or raises UserError. Keys that stand beside
+    `path`, overrides among them, replace the file's.
     """
+
+    find: Callable[[str, Path], Path]
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """Marks a string that is a path to data: `path: Annotated[str, DataPath()]`. In the file of a section with `own_file` a
+    relative one starts from that file's directory, so that file and data can be moved together; everywhere else from the
+    working directory. With `may_be_name` it is a path only where something lies there, and otherwise stays what it is.
+    """
+
+    may_be_name: bool = False
 
 
 class Conflict(NamedTuple):
@@ -46,6 +62,9 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    own_file: ClassVar[bool] = False
+    """Whether a file that holds this section alone is the start of the paths in it: see `DataPath`."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields every combination of this section's values that can not work. Sections override it."""

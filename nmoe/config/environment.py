@@ -1,15 +1,18 @@
 """The settings of an environment: where its problems come from, what a good answer earns, and in which order it is learned.
 
 An environment is a TOML file of its own or the `[environment]` table of a run; both are this one schema. Relative paths
-in it start from the directory that the command runs in.
+in its own file start from that file's directory, those in a run's table from the directory that the command runs in.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nmoe.config.base import Array, Conflict, Section
+from nmoe.config.base import Array, Conflict, DataPath, Section
+from nmoe.config.loader import load
+from nmoe.config.packaged import find_environment
 
 GeneratedTask = Literal["sort", "reverse", "add", "arithmetic"]
 """Tasks that make their own problems."""
@@ -59,21 +62,23 @@ class JsonlPool(DatasetKeys):
     """A local file with one JSON object per line."""
 
     type: Literal["jsonl"]
-    path: str = Field(min_length=1, description="the JSONL file")
+    path: Annotated[str, DataPath()] = Field(min_length=1, description="the JSONL file")
 
 
 class ParquetPool(DatasetKeys):
     """A local Parquet file."""
 
     type: Literal["parquet"]
-    path: str = Field(min_length=1, description="the Parquet file")
+    path: Annotated[str, DataPath()] = Field(min_length=1, description="the Parquet file")
 
 
 class HubPool(DatasetKeys):
     """One split of a Hugging Face dataset, from the hub or from a local directory or file."""
 
     type: Literal["hf"]
-    dataset: str = Field(min_length=1, description="name on the hub, or a local directory or file")
+    dataset: Annotated[str, DataPath(may_be_name=True)] = Field(
+        min_length=1, description="name on the hub, or a local directory or file"
+    )
     subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
     split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
 
@@ -186,8 +191,11 @@ class BudgetSettings(Section):
 class EnvironmentSettings(Section):
     """An environment: task pool, format contract, rewards and their order."""
 
+    own_file: ClassVar[bool] = True
+
     env_id: str = Field(min_length=1, description="name of the environment")
     version: str = Field(default="1", min_length=1, description="version of the environment, changed with its meaning")
+    description: str = Field(default="", description="what it is, in one line, for lists of environments")
     format: Literal["harmony", "boxed"] = Field(
         default="harmony", description="where the answer stands: Harmony's final channel, or the last \\boxed{}"
     )
@@ -196,6 +204,11 @@ class EnvironmentSettings(Section):
     rubric: Rubric = Field(default=Rubric(), description="weights of the reward when there is no curriculum")
     curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
+
+
+def load_environment(named: Path) -> EnvironmentSettings:
+    """The settings in a TOML file, in a directory's environment.toml, or of a packaged environment. Raises UserError."""
+    return load(find_environment(str(named)), EnvironmentSettings)
 
 
 def held_out(settings: EnvironmentSettings) -> EnvironmentSettings | None:

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from nmoe.config.base import FromFile, Section
+from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import lay_over, malformed, override_document, read_override
 from nmoe.config.problems import ConfigError, Problem, at, explain
-from nmoe.config.schema import follow, sections_of
+from nmoe.config.schema import follow, item_of, section_for, sections_of
+from nmoe.errors import UserError
 
 S = TypeVar("S", bound=Section)
 
@@ -35,6 +36,7 @@ def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
         data, where = _read(path)
     except ConfigError as error:
         raise ConfigError(error.problems + problems) from None
+    _start_paths(data, schema, path.parent)
     for text in overrides:
         if override := read_override(text):
             lay_over(data, where, *override_document(*override, text))
@@ -82,8 +84,9 @@ def _read_sections(
             if len(sections) == 1 and isinstance(value, dict):
                 unread += _read_sections(value, sections[0], where, path, problems)
         elif isinstance(value, dict) and "path" in value:
+            mark = next(mark for mark in known.metadata if isinstance(mark, FromFile))
             try:
-                data[key] = _read_section(value, where, path)
+                data[key] = _read_section(value, sections[0], mark, where, path)
             except ConfigError as error:
                 problems.extend(error.problems)
                 del data[key]
@@ -91,17 +94,53 @@ def _read_sections(
     return unread
 
 
-def _read_section(beside: dict[str, Any], where: Locator, path: KeyPath) -> dict[str, Any]:
+def _read_section(
+    beside: dict[str, Any], section: type[Section], mark: FromFile, where: Locator, path: KeyPath
+) -> dict[str, Any]:
     """The contents of the file that the table at `path` names, under the keys that stand beside its `path`."""
     file, place = beside.pop("path"), where.place((*path, "path"))
     if not isinstance(file, str):
         problem = at(where, (*path, "path"), "expected the path of a TOML file, as a string", file)
         raise ConfigError([problem])
-    data, where_file = _read(place.directory / file, named_at=str(place))
+    try:
+        found = mark.find(file, place.directory)
+    except UserError as error:
+        raise ConfigError([Problem(place, str(error))]) from None
+    data, where_file = _read(found, named_at=str(place))
+    _start_paths(data, section, found.parent)
     where_file = where_file.below(path)
     lay_over(data, where_file, beside, where, path)
     where.adopt(path, where_file)
     return data
+
+
+def _start_paths(data: dict[str, Any], section: type[Section], directory: Path) -> None:
+    """Makes the data paths of a section that has the file to itself start from where that file lies."""
+    if section.own_file:
+        _start_paths_below(data, section, directory)
+
+
+def _start_paths_below(value: Any, annotation: Any, directory: Path) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _start_paths_below(item, item_of(annotation, 0), directory)
+    section = section_for(annotation, value)
+    if section is None:
+        return
+    for key in value.keys() & section.model_fields.keys():
+        known = section.model_fields[key]
+        marks = [mark for mark in known.metadata if isinstance(mark, DataPath)]
+        if not marks:
+            _start_paths_below(value[key], known.annotation, directory)
+        elif isinstance(value[key], str) and (not marks[0].may_be_name or _exists(directory / value[key])):
+            value[key] = str(directory / value[key])
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except ValueError:  # a null character in it
+        return False
 
 
 def _read(path: Path, named_at: str = "") -> tuple[dict[str, Any], Locator]:

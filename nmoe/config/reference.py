@@ -14,8 +14,9 @@ from nmoe.config.run import RunConfig
 _INTRODUCTION = """# Configuration
 
 A run is one TOML file; `--section.key=value` on the command line takes the place of a value in it. An environment is a
-file of its own, named by `[environment] path`, or that table itself. Relative paths start from the working directory,
-except those that name another TOML file. This page is printed by `python -m nmoe.config.reference`.
+file of its own, named by `[environment] path`, or that table itself. Relative paths start from the working directory, except
+the one that names an environment and those in an environment's own file: these start from the file they stand in. This page is
+printed by `python -m nmoe.config.reference`.
 """
 
 

@@ -1,7 +1,7 @@
 """The settings of a run: one class per table of its TOML file, every key with its meaning, default and limits.
 
-Relative paths start from the directory that the command runs in, except those that name another TOML file: these
-start from the file they stand in.
+Relative paths start from the directory that the command runs in, except those that name an environment's file, which start
+from the file they stand in, as do the paths in that file.
 """
 
 import re
@@ -14,6 +14,7 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict, FromFile, Section
 from nmoe.config.environment import MAX_SEED, EnvironmentSettings, held_out
 from nmoe.config.loader import load
+from nmoe.config.packaged import find_environment
 
 NAME = r"\w[\w.+=-]*"
 
@@ -227,7 +228,7 @@ class EvalSection(Section):
 
     every_steps: int = Field(default=0, ge=0, description="steps between evaluations; 0: none during the run")
     problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
-    environment: Annotated[EnvironmentSettings | None, FromFile()] = Field(
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="held-out environment, or its `path`; default: the training environment's eval split"
     )
 
@@ -246,8 +247,8 @@ class RunConfig(Section):
     model: ModelSection = Field(description="checkpoint or shape")
     lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
     data: DataSection | None = Field(default=None, description="text to pretrain on")
-    environment: Annotated[EnvironmentSettings | None, FromFile()] = Field(
-        default=None, description="the environment, or the `path` of its TOML file"
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
+        default=None, description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
     engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
     sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
@@ -289,8 +290,8 @@ class PretrainConfig(RunConfig):
 class RLConfig(RunConfig):
     """A run of `nmoe rl train`: [environment] is required."""
 
-    environment: Annotated[EnvironmentSettings, FromFile()] = Field(
-        description="the environment, or the `path` of its TOML file"
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
+        description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
 
     def conflicts(self) -> Iterator[Conflict]:

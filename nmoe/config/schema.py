@@ -24,6 +24,14 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
     return ()
 
 
+def section_for(annotation: Any, value: Any) -> type[Section] | None:
+    """The section class that a table is read as; None where it is no table or its tag is no section's."""
+    sections = sections_of(annotation)
+    if not isinstance(value, dict) or len(sections) < 2:
+        return sections[0] if sections and isinstance(value, dict) else None
+    return next((section for section in sections if tag_of(section) == value.get(TAG)), None)
+
+
 def tag_of(section: type[Section]) -> str:
     """The value of the `type` key by which a union knows this section."""
     return str(get_args(section.model_fields[TAG].annotation)[0])
@@ -57,14 +65,15 @@ def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]
             known = sections[0].model_fields.get(str(step))
             annotations.append(known.annotation if known else None)
         else:
-            annotations.append(_item_of(annotations[-1], step))
+            annotations.append(item_of(annotations[-1], step))
     return path, annotations
 
 
-def _item_of(annotation: Any, index: str | int) -> Any:
+def item_of(annotation: Any, index: str | int) -> Any:
+    """The annotation of an array's item; None where the annotation is no array's."""
     if get_origin(annotation) in (Annotated, Union, UnionType):
         arrays = [member for member in get_args(annotation) if member is not NoneType]
-        return _item_of(arrays[0], index)
+        return item_of(arrays[0], index)
     if get_origin(annotation) is not tuple:
         return None
     items = get_args(annotation)

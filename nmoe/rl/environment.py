@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmoe.config import load
-from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
 from nmoe.errors import UserError
 from nmoe.rl.curriculum import Curriculum
 from nmoe.rl.formats import FORMATS, Format
@@ -41,13 +40,14 @@ class Environment:
     def from_settings(
         cls, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1
     ) -> Environment:
-        """The environment of checked settings. Relative paths in them start from the working directory."""
+        """The environment of checked settings."""
         return cls(settings, tokenizer, Shard(rank, world_size))
 
     @classmethod
     def from_toml(cls, path: Path, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1) -> Environment:
-        """The environment of a TOML file. Raises ConfigError with every mistake in it, by line."""
-        return cls.from_settings(load(path, EnvironmentSettings), tokenizer, rank=rank, world_size=world_size)
+        """The environment of a TOML file, of a directory with environment.toml, or of a packaged name. Raises ConfigError with
+        every mistake in it, by line."""
+        return cls.from_settings(load_environment(path), tokenizer, rank=rank, world_size=world_size)
 
     def held_out(self) -> Environment:
         """This environment from the start of its eval split, whose problems training never meets.

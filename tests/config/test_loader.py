@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field
 
 from nmoe.config import Array, ConfigError, Conflict, FromFile, Locator, Place, Section, load, parse
+from nmoe.config.packaged import find_environment
 from nmoe.errors import UserError
 
 
@@ -52,7 +53,7 @@ class Inner(Section):
 
 class WithFile(Section):
     count: int = 1
-    inner: Annotated[Inner | None, FromFile()] = None
+    inner: Annotated[Inner | None, FromFile(find_environment)] = None
     table: Outer = Outer()
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -362,11 +362,12 @@ def test_where_nothing_is_held_out(text: str, environment: Make, tmp_path: Path)
         demo.held_out()
 
 
-def test_paths_start_from_the_working_directory(
+def test_paths_start_from_the_environments_file(
     environment: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "sort.jsonl").write_text('{"problem": "Sort: 21", "answer": "12"}\n')
+    (tmp_path / "elsewhere" / "sort.jsonl").write_text('{"problem": "Sort: 31", "answer": "13"}\n')
+    (tmp_path / "sort.jsonl").write_text('{"problem": "Sort: 21", "answer": "12"}\n')
     monkeypatch.chdir(tmp_path / "elsewhere")
     demo = environment('[task_pool]\ntype = "jsonl"\ntask_type = "sort"\npath = "sort.jsonl"\n')
     assert demo.pool.take(1)[0].gold == "12"
