@@ -1,0 +1,1 @@
+"""Sandboxes: where everything that a policy wrote runs (docs/sandbox.md)."""
