@@ -92,6 +92,10 @@ class Environment:
         for position in range(self.pool.size or 1):
             self.check_prompt(self.pool.order.at(position), context_tokens, max_new_tokens)
 
+    def answer_ids(self, problem: Problem, answer: str) -> list[int]:
+        """The tokens of a completion in the best form that gives this answer, the stop token included."""
+        return self._format.answer_ids(TASKS[problem.task_type], answer)
+
     async def grade(
         self, problem: Problem, completion_ids: Sequence[int], finish_reason: str, max_new_tokens: int
     ) -> Grade:

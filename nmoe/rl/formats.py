@@ -11,6 +11,8 @@ from nmoe.rl.tasks import Task
 from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
 from nmoe.text.harmony_format import END_OF_TEXT
 
+_REASONING = "The answer follows."
+
 
 class Format(Protocol):
     """How messages become prompt tokens, and completion tokens a reading. `read` is total: any ids are read."""
@@ -21,6 +23,9 @@ class Format(Protocol):
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...
 
     def read(self, task: Task, completion_ids: Sequence[int]) -> Reading: ...
+
+    def answer_ids(self, task: Task, answer: str) -> list[int]:
+        """A completion in the best form, reasoning included, that gives this answer."""
 
 
 class HarmonyFormat:
@@ -52,6 +57,12 @@ class HarmonyFormat:
             parse_error=not well_formed,
         )
 
+    def answer_ids(self, task: Task, answer: str) -> list[int]:
+        final = answer if task.bare_final else rf"\boxed{{{answer}}}"
+        return self._harmony.render_completion(
+            [Message("assistant", _REASONING, channel="analysis"), Message("assistant", final, channel="final")]
+        )
+
 
 class BoxedFormat:
     r"""Plain text, for models that do not speak Harmony: the answer stands in the last `\boxed{}` of the completion.
@@ -79,6 +90,9 @@ class BoxedFormat:
             answer_counts=True,
             parse_error=False,
         )
+
+    def answer_ids(self, task: Task, answer: str) -> list[int]:
+        return [*self._tokenizer.encode(rf"{_REASONING} \boxed{{{answer}}}"), self.stop_ids[0]]
 
 
 FORMATS: dict[str, type[HarmonyFormat] | type[BoxedFormat]] = {"harmony": HarmonyFormat, "boxed": BoxedFormat}

@@ -404,3 +404,23 @@ def test_the_packaged_mixture_runs_on_local_copies(
     for problem in problems:
         ids = turn(harmony, ANALYSIS, Message("assistant", answers[problem.task_type], channel="final"))
         assert asyncio.run(mixture.grade(problem, ids, "stop", 1000)).score == 1.1
+
+
+# --- the answers that a check of an environment grades -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["harmony", "boxed"])
+@pytest.mark.parametrize(
+    ("task_type", "gold"),
+    [("sort", "013"), ("reverse", "9"), ("add", "-7"), ("arithmetic", "0"), ("gsm8k", "1,250.5"), ("gsm8k", "-3/4")]
+    + [
+        ("math", gold)
+        for gold in (r"\frac{1}{2}", r"\{1, 2\}", "x^2+1", r"\text{Tuesday at 3 o'clock}", "(1, 2]", "12")
+    ],
+)
+def test_example_answers(environment: Make, form: str, task_type: str, gold: str) -> None:
+    demo = environment(f'format = "{form}"\n{POOL}{RUBRIC}')
+    problem = Problem("demo/0", task_type, "?", gold, "demo")
+    for answer, correct in zip(tasks.TASKS[task_type].example_answers(problem), (1.0, 0.0), strict=True):
+        grade = asyncio.run(demo.grade(problem, demo.answer_ids(problem, answer), "stop", 200))
+        assert (grade.failure, parts(grade)[:3]) == ("ok", (1.0, 1.0, correct))

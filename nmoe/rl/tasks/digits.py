@@ -28,5 +28,8 @@ class DigitsTask(QuestionTask):
                 f"the gold answer of a {problem.task_type} problem is a row of digits, not {problem.gold!r}"
             )
 
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, problem.gold + problem.gold[-1]
+
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         return Verdict.of(attempt.answer.strip() == problem.gold, "exact", "the same digits or not")

@@ -24,5 +24,8 @@ class MathTask(QuestionTask):
         if not exact.normalize(problem.gold):
             raise UserError(f"nothing is left of the gold answer {problem.gold!r} without its typesetting")
 
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, f"({problem.gold}) + 1"
+
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         return Verdict.of(exact.equal(problem.gold, attempt.answer), "exact", "equal after normalisation or not")

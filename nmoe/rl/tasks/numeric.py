@@ -17,5 +17,10 @@ class NumericTask(QuestionTask):
             shown = problem.gold if len(problem.gold) <= 80 else problem.gold[:77] + "..."
             raise UserError(f"the gold answer of a problem of type {problem.task_type} is a number, not {shown!r}")
 
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        value = exact.number(exact.normalize(problem.gold))
+        assert value is not None, "check_gold refuses a gold that is no number"
+        return problem.gold, str(value + 1)
+
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         return Verdict.of(exact.equal(problem.gold, attempt.answer), "exact", "equal after normalisation or not")

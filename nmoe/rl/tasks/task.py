@@ -37,6 +37,9 @@ class Task(Protocol):
     def messages(self, problem: Problem) -> list[Message]:
         """The conversation shown to the policy; the environment puts its system message before it."""
 
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        """A right answer and one that is wrong by little, as a policy would give them: `nmoe env check` grades both."""
+
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         """Whether the attempt is right. Total: any answer, however long or strange, gets a verdict, and in bounded time. What it
         raises is a defect of the task and stops the run."""
