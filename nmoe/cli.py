@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="nmoe", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
+env = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 rl = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(rl, name="rl")
+app.add_typer(env, name="env")
 
 # The overrides of a training verb are options that only the configuration's schema knows.
 WITH_OVERRIDES = {"ignore_unknown_options": True}
@@ -82,6 +84,16 @@ def reinforcement_learning() -> None:
     """
 
 
+@env.callback()
+def environments() -> None:
+    """Look at environments: where problems come from, what a good answer earns.
+
+    \b
+    Example:
+      nmoe env check environments/skills.toml
+    """
+
+
 @app.command(context_settings=WITH_OVERRIDES)
 def pretrain(arguments: ConfigAndOverrides) -> None:
     """Pretrain a model on documents.
@@ -114,6 +126,45 @@ def train(arguments: ConfigAndOverrides) -> None:
     from nmoe.recipes.grpo import train
 
     train(config)
+
+
+@env.command()
+def check(
+    environment: Annotated[
+        str,
+        typer.Argument(metavar="ENVIRONMENT", help="A TOML file, a directory with environment.toml, a packaged name."),
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR_OR_RUN", help="Whose tokenizer to render with; one of bytes without it.")
+    ] = None,
+) -> None:
+    """Validate an environment: its settings, its local data, a rendered prompt, and the grades of a right and a wrong answer.
+    No user code is imported and no network reached.
+
+    \b
+    Example:
+      nmoe env check environments/skills.toml
+    Example, with the tokens of a trained model:
+      nmoe env check my_environment --tokenizer runs/speedrun
+    """
+    from nmoe.rl.check import check_environment
+
+    for line in check_environment(Path(environment), tokenizer):
+        typer.echo(line)
+
+
+@env.command("list")
+def list_() -> None:
+    """List the environments that have a name: those of nmoe and those that installed packages offer.
+
+    \b
+    Example:
+      nmoe env list
+    """
+    from nmoe.rl.check import list_environments
+
+    for line in list_environments():
+        typer.echo(line)
 
 
 @app.command("eval")

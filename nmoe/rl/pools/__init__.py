@@ -14,18 +14,19 @@ from nmoe.rl.pools.parquet import read_parquet
 from nmoe.rl.pools.pool import Pool, Shard
 from nmoe.rl.pools.records import record_order
 
-__all__ = ["Order", "Pool", "Shard", "build_pool"]
+__all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 
 
 def build_pool(name: str, settings: TaskPool, shard: Shard) -> Pool:
-    """Loads and checks everything the pool will hand out; relative paths start from the working directory.
+    """Loads and checks everything the pool will hand out.
 
     Raises UserError for data that can not be read, is malformed, or is not there.
     """
-    return Pool(_build_order(name, settings), shard)
+    return Pool(build_order(name, settings), shard)
 
 
-def _build_order(name: str, settings: TaskPool) -> Order:
+def build_order(name: str, settings: TaskPool) -> Order:
+    """The order that all shards of a pool share; raises as `build_pool` does."""
     match settings:
         case GeneratedPool():
             return generated_order(name, settings)
@@ -37,5 +38,5 @@ def _build_order(name: str, settings: TaskPool) -> Order:
         case HubPool():
             return record_order(name, settings, read_hf(settings), f"dataset {settings.dataset!r}")
         case MixturePool():
-            sources = [_build_order(source.name, source) for source in settings.sources]
+            sources = [build_order(source.name, source) for source in settings.sources]
             return Mixture(name, sources, [source.weight for source in settings.sources], settings.seed)

@@ -38,7 +38,7 @@ def read_hf(settings: HubPool) -> Iterator[Record]:
     """
     import datasets
 
-    local = _local_copy(settings.dataset)
+    local = local_copy(settings.dataset)
     try:
         dataset = _load_hub(settings) if local is None else _load_local(settings, local)
     # RuntimeError is how the library refuses a dataset that is a script.
@@ -55,7 +55,8 @@ def read_hf(settings: HubPool) -> Iterator[Record]:
         yield f"{where}: {settings.split} row {number}", row
 
 
-def _local_copy(name: str) -> Path | None:
+def local_copy(name: str) -> Path | None:
+    """Where a dataset lies on this machine, by the first two of the places above."""
     kept = os.environ.get("NMOE_DATASETS")
     candidates = [Path(name)] + ([Path(kept, name)] if kept else [])
     return next((candidate for candidate in candidates if candidate.exists()), None)

@@ -1,0 +1,183 @@
+"""`nmoe env` as an author of environments uses it: what a check shows, and what it finds wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Result
+
+from nmoe.config.packaged import SHIPPED
+from nmoe.rl import tasks
+from nmoe.rl.grading.verdict import Verdict
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+Nmoe = Callable[..., Result]
+
+SORT = """
+env_id = "digits"
+version = "3"
+description = "Sorting what the file holds"
+system = "Sort."
+[task_pool]
+type = "jsonl"
+path = "data.jsonl"
+task_type = "sort"
+[rubric]
+format = 0.5
+correctness = 1.0
+[budget]
+completion_tokens = 20
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A directory with an environment and its data, in the current directory."""
+    directory = tmp_path / "own"
+    directory.mkdir()
+    (directory / "environment.toml").write_text(SORT)
+    (directory / "data.jsonl").write_text(json.dumps({"problem": "Sort: 21", "answer": "12"}) + "\n")
+    return directory
+
+
+def rows(out: str) -> tuple[list[str], list[int], list[int]]:
+    """The token table of a check: texts, ids and mask."""
+    texts, ids, mask = (
+        [cell for line in re.findall(rf"^[ \d]{{5}} {label} +(.*)$", out, re.MULTILINE) for cell in line.split()]
+        for label in ("text", "id", "mask")
+    )
+    return texts, [int(id_) for id_ in ids], [int(one) for one in mask]
+
+
+def test_a_check_shows_prompt_tokens_mask_and_grades(command: Nmoe, own: Path, workshop: Path) -> None:
+    result = command("env", "check", "own", "--tokenizer", workshop / "tokenizer")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[:2] == [
+        "environment  digits, version 3, from own/environment.toml",
+        "             Sorting what the file holds",
+    ]
+    assert "pool         jsonl own/data.jsonl as sort" in lines
+    assert [line.partition(", efficiency")[0] for line in lines[-5:]] == [
+        "problem digits/0, gold '12'",
+        "  right answer '12': correct (exact: the same digits or not); format 1, reasoning 1, correctness 1",
+        "  wrong answer '122': incorrect (exact: the same digits or not); format 1, reasoning 1, correctness 0",
+        "",
+        "ok",
+    ]
+    prompt = "<|start|>system<|message|>Sort.<|end|><|start|>user<|message|>Sort: 21<|end|><|start|>assistant"
+    assert f"  | {prompt}" in lines
+    harmony = Harmony(Tokenizer.load(workshop / "tokenizer"))
+    prompt_ids = harmony.render_prompt([Message("system", "Sort."), Message("user", "Sort: 21")])
+    _, ids, mask = rows(result.out)
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert mask == [0] * len(prompt_ids) + [1] * (len(ids) - len(prompt_ids))
+    sampled = harmony.parse_completion(ids[len(prompt_ids) :])
+    assert (sampled.final, sampled.end, sampled.error) == ("12", "return", None)
+
+
+def test_a_check_needs_no_tokenizer(nmoe: Nmoe, own: Path) -> None:
+    result = nmoe("env", "check", own / "environment.toml")
+    assert (result.code, result.err) == (0, "")
+    texts, ids, _ = rows(result.out)
+    assert texts[:8] == ["<|start|>", *"system", "<|message|>"]
+    assert "Sort:·21" in "".join(texts)
+    assert max(ids) < 264
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("**/*.toml")), ids=lambda path: path.stem)
+def test_what_is_shipped_passes_without_a_network(nmoe: Nmoe, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*address: Any) -> None:
+        raise AssertionError(f"a check reached out to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    monkeypatch.delenv("NMOE_DATASETS", raising=False)
+    result = nmoe("env", "check", path)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("\nok\n")
+    assert result.out.count("right answer '") == result.out.count(": correct (") >= 1
+    if 'type = "hf"' in path.read_text():
+        assert "not here and not fetched, so that its records were not checked" in result.out
+
+
+def test_every_mistake_is_one_line(nmoe: Nmoe, own: Path) -> None:
+    def refused(*parts: str) -> list[str]:
+        result = nmoe("env", "check", "own")
+        assert result.code == 2, result
+        assert "Traceback" not in result.err
+        for part in parts:
+            assert part in result.err
+        return result.err.splitlines()
+
+    file = own / "environment.toml"
+    file.write_text(SORT.replace("version", "verion").replace("format = 0.5", "format = 'x'"))
+    assert refused("error: 2 problems") == [
+        "error: 2 problems",
+        "own/environment.toml:3: verion = \"3\": unknown key; did you mean 'version'?",
+        'own/environment.toml:11: [rubric] format = "x": expected a number, got a string',
+    ]
+    file.write_text(SORT.replace("data.jsonl", "absent.jsonl"))
+    refused("error: own/environment.toml: source digits: own/absent.jsonl: can not be read")
+    file.write_text(SORT)
+    (own / "data.jsonl").write_text(
+        '{"problem": "Sort: 21", "answer": "12"}\n{"problem": "Sort: 31", "answer": "one"}\n'
+    )
+    refused("own/data.jsonl:2: the gold answer of a sort problem is a row of digits, not 'one'")
+    two = SORT[: SORT.index("[task_pool]")] + "".join(
+        f'[[task_pool.sources]]\nname = "{name}"\nweight = 1\ntype = "jsonl"\npath = "{name}.jsonl"\ntask_type = "sort"\n'
+        for name in ("first", "second")
+    ).join(['[task_pool]\ntype = "mixture"\n', ""])
+    file.write_text(two)
+    lines = refused("error: 2 problems")
+    assert [line.partition(": ")[2].partition(" ")[2].partition(":")[0] for line in lines[1:]] == ["first", "second"]
+    assert nmoe("env", "check", "own", "--tokenizer=nowhere").err.startswith("error: nowhere: neither a checkpoint")
+
+
+def test_a_grader_that_is_wrong_is_found(nmoe: Nmoe, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def always(outcome: bool, *_: Any) -> Verdict:
+        return Verdict.of(outcome, "broken", "always so")
+
+    for outcome, message in [
+        (True, "the wrong answer '122' has to be graded incorrect, and is correct (broken: always so)"),
+        (False, "its gold answer '12' has to be graded correct, and is incorrect (broken: always so)"),
+    ]:
+        monkeypatch.setattr(tasks.TASKS["sort"], "verify", lambda *_, outcome=outcome: always(outcome), raising=False)
+        result = nmoe("env", "check", "own")
+        assert result.code == 2
+        assert result.err.startswith("error: own/environment.toml: problem digits/0: " + message)
+
+
+def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    (site / "mine/environments/countdown").mkdir(parents=True)
+    (site / "mine/__init__.py").write_text("raise SystemExit('imported')")
+    (site / "mine/environments/countdown/environment.toml").write_text(SORT)
+    (site / "mine/environments/countdown/data.jsonl").write_text('{"problem": "Sort: 21", "answer": "12"}\n')
+    info = site / "mine-0.4.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.4\n")
+    (info / "entry_points.txt").write_text(
+        "[nmoe.environments]\ncountdown = mine.environments.countdown\nlost = mine.environments.lost\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    result = nmoe("env", "list")
+    assert (result.code, result.err) == (0, "")
+    cells = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in result.out.splitlines()}
+    assert cells["NAME"] == ["VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"]
+    assert cells["skills"][:4] == ["1", "harmony", "mixture", "nmoe"]
+    assert cells["countdown"] == ["3", "harmony", "jsonl", "mine 0.4", "Sorting what the file holds"]
+    assert cells["lost"][3] == "mine 0.4"
+    assert cells["lost"][4].startswith(
+        "can not be used: the entry point 'mine.environments.lost' leads to no environment"
+    )
+    checked = nmoe("env", "check", "countdown")
+    assert (checked.code, checked.err) == (0, "")
+    assert "gold '12'" in checked.out
