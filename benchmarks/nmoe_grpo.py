@@ -44,6 +44,7 @@ from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.turn import Turn
 
 TOKENS_PER_MICROBATCH = 16384
 
@@ -126,7 +127,7 @@ class NmoeGrpo:
         problem = Problem("benchmark", "benchmark", "", "", "benchmark")
         grade = Grade(0.0, {}, "ok", {}, None)
         trajectories = [
-            Trajectory(problem, row, 0, tuple(prompt), sample, grade)
+            Trajectory(problem, row, tuple(prompt), (Turn((), sample),), grade, Sampling(MAX_NEW_TOKENS))
             for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
         ]
         return policy_batch(trajectories, advantages_B, "token", MAX_NEW_TOKENS)

@@ -87,7 +87,8 @@ R = TypeVar("R")
 
 
 class Engine(Protocol):
-    """What a rollout talks to. `generate` returns the n samples in order of their index; `score` the log-probability of every token
+    """What a rollout talks to. `samples` yields each of the n samples with its index as it finishes, so that none waits for a
+    longer one; `generate` returns all of them in order of their index; `score` the log-probability of every token
     but the first, given those before it, under the model at this temperature.
 
     `run` runs a coroutine that awaits the other methods to its end: an engine that computes in this process does so on the
@@ -99,6 +100,8 @@ class Engine(Protocol):
     """
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
+
+    def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]: ...
 
     async def generate(self, request: Request) -> list[Sample]: ...
 

@@ -209,7 +209,7 @@ class _Grpo:
             "time_learn_s": now - learn_began - sync_s,
             "time_sync_s": sync_s,
             "time_step_s": now - began,
-            "tokens_per_second": sum(len(t.sample.token_ids) for t in rollouts.trajectories) / rollouts.rollout_s,
+            "tokens_per_second": sum(t.sampled_tokens for t in rollouts.trajectories) / rollouts.rollout_s,
         }
         self._record(step, rollouts, metrics)
 
@@ -248,7 +248,7 @@ class _Grpo:
                         "step": step,
                         "failure": "grader_error",
                         "problem": error.problem.id,
-                        "token_ids": error.sample.token_ids,
+                        "token_ids": [turn.sample.token_ids for turn in error.turns],
                     }
                 )
                 raise
@@ -267,13 +267,13 @@ class _Grpo:
             ledger.alert({"step": step, "message": message})
             self.progress.note(f"step {step}: {message}")
         shown = rollouts.groups[0].trajectories
-        ledger.samples(step, (t.record(step, self.tokenizer.decode(t.sample.token_ids)) for t in shown))
+        ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in shown))
         if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:
             ratios = {name: metrics[name] for name in ("grad_norm", "log_ratio_raw_max", "log_ratio_min", "ratio_max")}
             ledger.spike({"step": step, **ratios, "problems": [group.problem.id for group in rollouts.kept]})
         for trajectory in rollouts.trajectories:
             if not trajectory.trainable:
-                ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.sample.token_ids)))
+                ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.token_ids)))
         numbers = {
             "reward": metrics["reward_mean"],
             "correctness": metrics["correctness"],

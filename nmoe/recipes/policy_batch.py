@@ -18,15 +18,15 @@ from nmoe.rl.rollout.trajectory import Trajectory
 def policy_batch(
     trajectories: Sequence[Trajectory], advantages_B: Tensor, aggregation: Aggregation, constant_length: int
 ) -> Batch:
-    """One sequence per trajectory. Only tokens that the policy sampled are scored, its stop token among them."""
-    lengths = tuple(len(t.prompt_ids) + len(t.sample.token_ids) - 1 for t in trajectories)
-    tokens = [np.array(t.prompt_ids + tuple(t.sample.token_ids)) for t in trajectories]
-    # Position len(prompt) - 1 is the first to predict a sampled token.
-    first = [len(t.prompt_ids) - 1 for t in trajectories]
-    scored_T = torch.cat([torch.arange(n) >= start for n, start in zip(lengths, first, strict=True)])
-    behaviour_T = np.concatenate(
-        [np.r_[np.zeros(start), t.sample.logprobs] for t, start in zip(trajectories, first, strict=True)]
+    """One sequence per trajectory. Only tokens that the policy sampled are scored, its stop tokens among them; what tools answered
+    is read and not learned."""
+    lengths = tuple(len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories)
+    tokens = [np.array([*t.prompt_ids, *t.token_ids]) for t in trajectories]
+    # Position len(prompt) - 1 is the first to predict a token after the prompt.
+    scored_T = (
+        torch.from_numpy(np.concatenate([np.array([0] * (len(t.prompt_ids) - 1) + t.mask) for t in trajectories])) == 1
     )
+    behaviour_T = np.concatenate([np.r_[np.zeros(len(t.prompt_ids) - 1), t.logprobs] for t in trajectories])
     return Batch(
         lengths=lengths,
         inputs_T=torch.from_numpy(np.concatenate([ids[:-1] for ids in tokens])),
@@ -36,7 +36,7 @@ def policy_batch(
         advantages_T=torch.repeat_interleave(advantages_B, torch.tensor(lengths)),
         behaviour_logprobs_T=torch.from_numpy(behaviour_T).float(),
         routes_TYK=_routes(trajectories),
-        kept_TM=_kept(trajectories, first),
+        kept_TM=_kept(trajectories),
         prefixes=_prefixes(trajectories),
     )
 
@@ -45,26 +45,28 @@ def _prefixes(trajectories: Sequence[Trajectory]) -> tuple[tuple[int, int], ...]
     """The samples of one prompt share all of it; one that has no token has not even read its prompt's last."""
     first_of: dict[tuple[int, ...], int] = {}
     return tuple(
-        (first_of.setdefault(t.prompt_ids, i), len(t.prompt_ids)) if t.sample.token_ids else (i, 0)
+        (first_of.setdefault(t.prompt_ids, i), len(t.prompt_ids)) if t.token_ids else (i, 0)
         for i, t in enumerate(trajectories)
     )
 
 
 def _routes(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    if any(t.sample.routes is None for t in trajectories):
+    routes = [picks for t in trajectories if (picks := t.routes) is not None]
+    if len(routes) < len(trajectories):
         return None
-    return torch.from_numpy(np.concatenate([t.sample.routes for t in trajectories]))
+    return torch.from_numpy(np.concatenate(routes))
 
 
-def _kept(trajectories: Sequence[Trajectory], first: Sequence[int]) -> Tensor | None:
+def _kept(trajectories: Sequence[Trajectory]) -> Tensor | None:
     """Kept sets `[T, M]` filled up with -1, where sampling cut the support."""
-    if all(t.sample.kept_ids is None for t in trajectories):
+    kept_ids = [t.kept_ids for t in trajectories]
+    if all(kept is None for kept in kept_ids):
         return None
     rows: list[list[int]] = []
-    for trajectory, start in zip(trajectories, first, strict=True):
-        rows += [[]] * start
-        rows += trajectory.sample.kept_ids or [[]] * len(trajectory.sample.token_ids)
+    for trajectory, kept in zip(trajectories, kept_ids, strict=True):
+        rows += [[]] * (len(trajectory.prompt_ids) - 1)
+        rows += kept or [[]] * len(trajectory.token_ids)
     kept_TM = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
-    for row, kept in zip(kept_TM, rows, strict=True):
-        row[: len(kept)] = kept
+    for row, ids in zip(kept_TM, rows, strict=True):
+        row[: len(ids)] = ids
     return torch.from_numpy(kept_TM)

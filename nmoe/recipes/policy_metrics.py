@@ -36,7 +36,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in trajectories
     ]
     metrics["high_reward_but_wrong"] = _mean(high_but_wrong)
-    metrics["response_length_mean"] = _mean([len(t.sample.token_ids) for t in everything])
+    metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
     metrics["error_rate"] = failures["grader_error"] / len(everything)
     for source in sorted({t.problem.source for t in trajectories}):
         metrics[f"correctness/{source}"] = _mean(

@@ -26,6 +26,7 @@ from nmoe.rl.environment import Environment
 from nmoe.rl.pools.hf import local_copy
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
+from nmoe.rl.turn import single_turn
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
@@ -160,7 +161,7 @@ def _graded(environment: Environment, problem: Problem) -> tuple[_Graded, _Grade
 
 def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool) -> _Graded:
     ids = environment.answer_ids(problem, answer)
-    grade = asyncio.run(environment.grade(problem, ids, "stop", len(ids)))
+    grade = asyncio.run(environment.grade(problem, single_turn(ids), len(ids)))
     if grade.verdict is None:
         said, correct = f"not compared ({grade.failure})", False
     else:

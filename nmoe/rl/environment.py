@@ -7,18 +7,26 @@ know of a domain. Packaged ones lie in `environments/`; `Environment.from_toml` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
 from nmoe.errors import UserError
 from nmoe.rl.curriculum import Curriculum
+from nmoe.rl.failures import Failure
 from nmoe.rl.formats import FORMATS, Format
 from nmoe.rl.grading.grade import Grade, grade_reading
 from nmoe.rl.pools import Shard, build_pool
+from nmoe.rl.pools.order import fingerprint_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
+from nmoe.rl.tools.event import ToolEvent
+from nmoe.rl.turn import Turn
 from nmoe.text.harmony import HarmonyTokenizer, Message
+
+if TYPE_CHECKING:
+    from nmoe.rl.sandbox.api import Sandbox
 
 
 class Environment:
@@ -97,22 +105,39 @@ class Environment:
         return self._format.answer_ids(TASKS[problem.task_type], answer)
 
     async def grade(
-        self, problem: Problem, completion_ids: Sequence[int], finish_reason: str, max_new_tokens: int
+        self,
+        problem: Problem,
+        turns: Sequence[Turn],
+        max_new_tokens: int,
+        *,
+        ended: Failure | None = None,
+        tool_events: Sequence[ToolEvent] = (),
+        sandbox: Sandbox | None = None,
     ) -> Grade:
-        """The grade of the sampled tokens, the stop token included, under the weights now in force.
+        """The grade of a trajectory of one turn or more, under the weights now in force.
 
-        `finish_reason` is the engine's. Any tokens are graded; an exception is a defect of the grader, not of them.
+        `ended` is what ended it before the policy did, if anything. Any tokens are graded; an exception is a defect of the
+        grader, not of them.
         """
         task = TASKS[problem.task_type]
         return await grade_reading(
-            self._format.read(task, completion_ids),
+            self._format.read(task, [turn.sample.token_ids for turn in turns]),
             task,
             problem,
-            finish_reason=finish_reason,
-            completion_tokens=len(completion_ids),
+            turns=turns,
+            ended=ended,
+            tool_events=tool_events,
+            sandbox=sandbox,
             token_limit=self.token_limit(max_new_tokens),
             weights=self.weights,
         )
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Which environment this is: `fingerprint` is over all its settings."""
+        settings = self.settings
+        fingerprint = fingerprint_of(settings.model_dump_json())
+        return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}
 
     def state(self) -> dict[str, Any]:
         """The position in the pool and in the curriculum, JSON-able, for a checkpoint."""

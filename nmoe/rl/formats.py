@@ -15,23 +15,24 @@ _REASONING = "The answer follows."
 
 
 class Format(Protocol):
-    """How messages become prompt tokens, and completion tokens a reading. `read` is total: any ids are read."""
+    """How messages become prompt tokens, and the tokens that were sampled, turn by turn, a reading. `read` is total: any ids are
+    read."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...
 
-    def read(self, task: Task, completion_ids: Sequence[int]) -> Reading: ...
+    def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading: ...
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         """A completion in the best form, reasoning included, that gives this answer."""
 
 
 class HarmonyFormat:
-    """Harmony: the turn parses, ends in <|return|>, and its last final message, not blank, is the answer.
+    """Harmony: every turn parses, the last ends in <|return|>, and its last final message, not blank, is the answer.
 
-    The reasoning is an analysis message that is not blank, before that final message. An answer counts only in this
+    The reasoning is an analysis message that is not blank, before that final message, in any turn. An answer counts only in this
     form: wherever else it may stand, nobody could tell it from a thought.
     """
 
@@ -42,12 +43,17 @@ class HarmonyFormat:
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._harmony.render_prompt(messages)
 
-    def read(self, task: Task, completion_ids: Sequence[int]) -> Reading:
-        completion = self._harmony.parse_completion(completion_ids)
+    def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
+        *calls, completion = [self._harmony.parse_completion(token_ids) for token_ids in turns]
         extraction = from_final(completion.final or "", bare_final=task.bare_final)
-        well_formed = completion.error is None and completion.end == "return" and bool((completion.final or "").strip())
+        well_formed = (
+            all(call.end == "call" for call in calls)
+            and completion.end == "return"
+            and bool((completion.final or "").strip())
+        )
         finals = [index for index, message in enumerate(completion.messages) if message.channel == "final"]
         thoughts = completion.messages[: finals[-1]] if finals else ()
+        thoughts = (*(message for call in calls for message in call.messages), *thoughts)
         reasons = any(message.channel == "analysis" and message.content.strip() for message in thoughts)
         return Reading(
             extraction,
@@ -79,7 +85,8 @@ class BoxedFormat:
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(message.content for message in messages) + "\n")
 
-    def read(self, task: Task, completion_ids: Sequence[int]) -> Reading:
+    def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
+        (completion_ids,) = turns
         ended = bool(completion_ids) and completion_ids[-1] in self.stop_ids
         text = self._tokenizer.decode(completion_ids[:-1] if ended else completion_ids)
         box = last_boxed(text)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -91,6 +92,53 @@ def test_a_request_that_can_not_fit_fails_alone(model: Transformer, request_of: 
     assert [len(sample.token_ids) for sample in samples] == [9, 9]
     with pytest.raises(UserError, match="prompt of 60 tokens"):
         engine.run(engine.generate(bad))
+
+
+@pytest.mark.usefixtures("slow")
+def test_samples_come_as_each_finishes_and_are_those_of_generate(model: Transformer, request_of: MakeRequest) -> None:
+    """With two rows for three samples, the third starts when the first has ended; a stop id makes their lengths differ."""
+    engine = NativeEngine(model, 2)
+    request = request_of("a", 5, 3, 30, stop_ids=(4, 30))
+    expected = engine.run(engine.generate(request))
+    assert len({len(sample.token_ids) for sample in expected}) > 1
+    generated: list[int] = []  # by the engine, as each sample was heard of
+
+    async def heard_of() -> dict[int, Sample]:
+        before, samples = engine.stats().generated_tokens, {}
+        async for index, sample in engine.samples(request):
+            samples[index] = sample
+            generated.append(engine.stats().generated_tokens - before)
+        return samples
+
+    samples = engine.run(heard_of())
+    assert record([samples[index] for index in range(3)]) == record(expected)
+    total = sum(len(sample.token_ids) for sample in expected)
+    assert generated[0] < generated[-1] <= total
+    assert generated[0] < total
+
+
+@pytest.mark.usefixtures("slow")
+def test_samples_left_early_are_not_sampled_on(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 1)
+
+    async def only_the_first() -> Sample:
+        async with aclosing(engine.samples(request_of("a", 5, 4, 12))) as samples:
+            async for _, sample in samples:
+                return sample
+        raise AssertionError("no sample came")
+
+    assert len(engine.run(only_the_first()).token_ids) == 12
+    assert engine.stats().generated_tokens < 4 * 12
+
+
+def test_a_request_for_samples_that_can_not_fit_is_refused(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 1)
+
+    async def gathered(request: Request) -> list[tuple[int, Sample]]:
+        return [one async for one in engine.samples(request)]
+
+    with pytest.raises(UserError, match="prompt of 60 tokens"):
+        engine.run(gathered(request_of("bad", 60, 2, 9)))
 
 
 async def heard(engine: NativeEngine, request: Request) -> list[Delta]:

@@ -19,6 +19,7 @@ from nmoe.recipes.policy_batch import policy_batch
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.turn import Turn
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]
@@ -26,7 +27,11 @@ MakeRequest = Callable[..., Request]
 
 def trajectories_of(answers: Iterable[tuple[Request, Sample | None]]) -> list[Trajectory]:
     problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
-    return [Trajectory(problem, 0, 0, r.prompt_ids, sample, grade) for r, sample in answers if sample is not None]
+    return [
+        Trajectory(problem, 0, r.prompt_ids, (Turn((), sample),), grade, r.sampling)
+        for r, sample in answers
+        if sample is not None
+    ]
 
 
 @pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
@@ -46,12 +51,12 @@ def test_learner_recomputes_the_engines_logprobs(
     while not core.idle:
         core.step()
     trajectories = trajectories_of((job.request, sample) for job in jobs for sample in job.samples)
-    assert {t.sample.finish_reason for t in trajectories} == {"stop", "length"}
+    assert {reason for t in trajectories for reason in t.finish_reasons} == {"stop", "length"}
     batch = policy_batch(trajectories, torch.randn(12, generator=torch.Generator().manual_seed(0)), "token", 35)
     assert (batch.kept_TM is not None) == ("top_p" in sampling or "top_k" in sampling)
     temperature = sampling.get("temperature", 1.0)
     learner = Learner(model, OptimizerSettings(1e-3), 10, 100, temperature)
-    emitted = torch.tensor([logprob for t in trajectories for logprob in t.sample.logprobs])
+    emitted = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
     mismatch = (learner.logprobs(batch).result() - emitted).abs()
     assert mismatch.mean() <= 1e-6 / min(1.0, temperature)
     assert mismatch.max() <= 1e-4
@@ -85,6 +90,6 @@ def test_exact_numerics_agree_to_the_bit(
     trajectories = trajectories_of((request, sample) for request, samples in answers for sample in samples)
     batch = policy_batch(trajectories, torch.zeros(len(trajectories)), "token", 35)
     recomputed = batch_logprobs(model, batch.without_routes(), 100, sampling.get("temperature", 1.0))
-    emitted = torch.tensor([logprob for t in trajectories for logprob in t.sample.logprobs])
+    emitted = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
     assert torch.equal(recomputed, emitted)
     assert emitted.std() > 0.1

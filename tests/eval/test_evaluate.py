@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,11 +44,12 @@ class ScriptedEngine:
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run(coroutine)
 
-    async def generate(self, request: Request) -> list[Sample]:
+    async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
         self.requests.append(request)
         user = self.harmony.parse(list(request.prompt_ids)[: -len(self.harmony.render_prompt([]))])[-1]
         self.questions.append(user.content)
-        return [self.sample(user.content) for _ in range(request.n)]
+        for index in range(request.n):
+            yield index, self.sample(user.content)
 
     def sample(self, question: str) -> Sample:
         task, _, digits = question.partition(": ")

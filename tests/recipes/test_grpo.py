@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_groups_all_alike_are_dropped_counted_and_replaced_once(
         for problem_id in kept:
             assert {t.grade.score for t in trajectories if t.problem.id == problem_id} == {0.0, 1.0}
         assert row["groups"] - row["groups_zero_variance"] == len(kept) <= 6
-        assert row["tokens_in_batch"] == sum(len(t.sample.token_ids) for t in trajectories)
+        assert row["tokens_in_batch"] == sum(t.sampled_tokens for t in trajectories)
         assert row["refills"] == (row["groups"] > 6)
         assert len(kept) == 6 or row["refills"] == 1, "a step short of groups has used its refill"
     assert sum(row["refills"] for row in rows) > 0
@@ -136,13 +136,15 @@ def test_no_reference_without_a_coefficient(reinforce: Reinforce) -> None:
 class FailingEngine(NativeEngine):
     """Loses the first sample of every prompt after a token, as an engine that is shut down does."""
 
-    async def generate(self, request: Request) -> list[Sample]:
-        first, *others = await super().generate(request)
-        if others:
-            assert first.routes is not None
-            routes = first.routes[: len(request.prompt_ids)]
-            first = Sample(first.token_ids[:1], first.logprobs[:1], first.versions[:1], "abort", routes=routes)
-        return [first, *others]
+    async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
+        async for index, sample in super().samples(request):
+            if index == 0 and request.n > 1:
+                assert sample.routes is not None
+                routes = sample.routes[: len(request.prompt_ids)]
+                lost = Sample(sample.token_ids[:1], sample.logprobs[:1], sample.versions[:1], "abort", routes=routes)
+                yield index, lost
+            else:
+                yield index, sample
 
 
 def test_aborted_samples_are_masked_and_recorded(
@@ -158,7 +160,7 @@ def test_aborted_samples_are_masked_and_recorded(
         # Two alike of three judged would differ from a reward of 0 for the lost one, and must not.
         for problem_id in {t.problem.id for t in trajectories}:
             assert {t.grade.score for t in trajectories if t.problem.id == problem_id} == {0.0, 1.0}
-        assert row["tokens_in_batch"] == sum(len(t.sample.token_ids) for t in trajectories)
+        assert row["tokens_in_batch"] == sum(t.sampled_tokens for t in trajectories)
         of_step = [record for record in lost if record["step"] == row["step"]]
         assert len(of_step) == row["groups"]
         assert {(r["failure"], r["index"], len(r["token_ids"])) for r in of_step} == {("engine_error", 0, 1)}
@@ -182,7 +184,7 @@ def test_a_grader_that_raises_stops_the_run_with_its_sample(
     (record,) = read_lines(run / "failures.jsonl")
     assert (record["failure"], record["problem"]) == ("grader_error", graded[39])
     assert record["step"] == len(read_metrics(run)) + 1
-    assert len(record["token_ids"]) > 5
+    assert len(record["token_ids"][0]) > 5
     assert list((run / "checkpoints").iterdir()) == []
 
 

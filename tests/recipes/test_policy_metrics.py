@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nmoe.engine.api import Sample
+from nmoe.engine.api import Sample, Sampling
 from nmoe.learner.learner import PassResult, StepResult
 from nmoe.learner.routing import RoutingStatistics
 from nmoe.recipes.policy_metrics import rollout_metrics, update_metrics
@@ -15,6 +15,7 @@ from nmoe.rl.failures import Failure
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.turn import Turn
 
 # The grader's other extras, averaged without further ado.
 REST = {"has_boxed": 0.0, "parse_method": 0.0, "boxed_in_final": 0.0, "reasoning_ok": 1.0}
@@ -26,7 +27,7 @@ def response(source: str, reward: float, correct: float, tokens: int, failure: F
     extras["format_ok"] = float(failure == "ok")
     sample = Sample([1] * tokens, [-1.0] * tokens, [0] * tokens, "stop")
     problem = Problem(f"{source}/0", "reverse", "Reverse: 12", "21", source)
-    return Trajectory(problem, 0, 0, (5,), sample, Grade(reward, {}, failure, extras, "21"))
+    return Trajectory(problem, 0, (5,), (Turn((), sample),), Grade(reward, {}, failure, extras, "21"), Sampling(8))
 
 
 def test_rollout_metrics() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
-from nmoe.engine.api import Request, Sample
+from nmoe.engine.api import Request, Sample, Sampling
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
 from nmoe.rl.grading.verdict import Verdict
@@ -16,6 +17,7 @@ from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings, request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.tasks import TASKS, Attempt
+from nmoe.rl.turn import Turn
 from nmoe.text.harmony import Harmony, Message
 
 R = TypeVar("R")
@@ -37,14 +39,15 @@ class ScriptedEngine:
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run(coroutine)
 
-    async def generate(self, request: Request) -> list[Sample]:
+    async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
         place = len(self.requests)
         self.requests.append(request)
         self.events.append("asked")
         for _ in range(2 * (len(self.answers) - place)):
             await asyncio.sleep(0)
         self.events.append(f"answered {place}")
-        return self.answers[place]
+        for index, sample in enumerate(self.answers[place]):
+            yield index, sample
 
 
 def answer(harmony: Harmony, text: str) -> Sample:
@@ -88,7 +91,7 @@ def test_all_requests_are_out_before_the_first_answer_and_groups_keep_the_order_
         assert (first.index, second.index) == (0, 1)
         assert (first.problem, first.seed) == (PROBLEMS[place], request_seed(*KEY, place))
         assert first.prompt_ids == engine.requests[place].prompt_ids
-        assert first.sample is engine.answers[place][0]
+        assert [turn.sample for turn in first.turns] == [engine.answers[place][0]]
         assert (first.grade.score, second.grade.score) == (1.0, 0.0)
         assert (first.grade.answer, second.grade.answer) == (PROBLEMS[place].gold, "9")
 
@@ -136,7 +139,7 @@ def test_a_grader_that_raises_stops_the_collection_with_its_sample(
     with pytest.raises(GradingError, match="problem demo/3") as caught:
         collect(engine, environment(POOL), RolloutSettings(2, 30))
     assert caught.value.problem is PROBLEMS[2]
-    assert caught.value.sample is engine.answers[2][1]
+    assert [turn.sample for turn in caught.value.turns] == [engine.answers[2][1]]
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -147,8 +150,9 @@ def group(environment: Environment, harmony: Harmony, *texts: str | None) -> Gro
         sample = answer(harmony, text or "")
         if text is None:
             sample.finish_reason = "abort"
-        grade = asyncio.run(environment.grade(PROBLEMS[0], sample.token_ids, sample.finish_reason, 100))
-        trajectories.append(Trajectory(PROBLEMS[0], index, 0, (1,), sample, grade))
+        turns = (Turn((), sample),)
+        grade = asyncio.run(environment.grade(PROBLEMS[0], turns, 100))
+        trajectories.append(Trajectory(PROBLEMS[0], index, (1,), turns, grade, Sampling(30, seed=4)))
     return Group(PROBLEMS[0], trajectories)
 
 
@@ -168,21 +172,43 @@ def test_a_group_is_informative_where_judged_rewards_differ(environment: Make, h
 def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmony: Harmony) -> None:
     trajectory = group(environment(POOL), harmony, "9").trajectories[0]
     record = trajectory.record(12, "hm 9")
+    length = len(trajectory.token_ids)
     assert record == {
         "step": 12,
+        "environment": {},
+        "model": {},
         "problem": "demo/1",
+        "task_type": "sort",
+        "source": "demo",
         "question": "Sort: 110",
         "gold": "011",
+        "metadata": {},
         "index": 0,
-        "seed": 0,
+        "seed": 4,
+        "sampling": {"max_new_tokens": 30, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_ids": (), "seed": 4},
         "prompt_ids": [1],
-        "token_ids": trajectory.sample.token_ids,
-        "logprobs": trajectory.sample.logprobs,
-        "versions": trajectory.sample.versions,
+        "token_ids": trajectory.turns[0].sample.token_ids,
+        "mask": [1] * length,
+        "logprobs": [-0.5] * length,
+        "versions": [0] * length,
+        "kept_ids": None,
+        "spans": [{"kind": "sampled", "turn": 0, "start": 0, "end": length}],
+        "finish_reasons": ["stop"],
+        "tool_events": [],
         "text": "hm 9",
-        "finish_reason": "stop",
         "failure": "ok",
         "reward": 0.0,
         "components": {"format": 1.0, "reasoning": 1.0, "correctness": 0.0, "efficiency": 0.0},
+        "weights": {"format": 0.0, "reasoning": 0.0, "correctness": 1.0, "efficiency": 0.0},
+        "extras": trajectory.grade.extras,
         "answer": "9",
+        "verdict": {"outcome": "incorrect", "score": 0.0, "layer": "exact", "reason": "the same digits or not"},
     }
+    assert json.loads(json.dumps(record))["prompt_ids"] == [1]
+
+
+def test_an_environment_s_identity_changes_with_its_settings(environment: Make) -> None:
+    first, same, other = environment(POOL), environment(POOL), environment(POOL + "[budget]\ncompletion_tokens = 5\n")
+    assert first.identity == same.identity
+    assert (first.identity["env_id"], first.identity["version"]) == ("demo", "1")
+    assert other.identity["fingerprint"] != first.identity["fingerprint"]

@@ -20,6 +20,7 @@ from nmoe.rl.failures import FAILURES, INFRASTRUCTURE
 from nmoe.rl.grading.grade import COMPONENTS, Grade
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
+from nmoe.rl.turn import single_turn
 from nmoe.text.harmony import Harmony, Message
 from nmoe.text.tokenizer import Tokenizer
 
@@ -79,7 +80,7 @@ def test_a_question_can_not_forge_control_tokens(form: str, environment: Make, t
 
 def test_a_right_answer(environment: Make, harmony: Harmony) -> None:
     ids = turn(harmony, ANALYSIS, RIGHT)
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, ids, "stop", 4 * len(ids)))
+    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 4 * len(ids)))
     assert parts(grade) == (1.0, 1.0, 1.0, 0.75)
     assert grade.score == 0.25 + 0.5 + 1.0 + 2.0 * 0.75
     assert (grade.failure, grade.answer) == ("ok", "13459")
@@ -112,7 +113,7 @@ def test_well_formed_turns(
     messages: list[Message], expected: tuple[float, ...], environment: Make, harmony: Harmony
 ) -> None:
     ids = turn(harmony, *messages)
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, ids, "stop", 2 * len(ids)))
+    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 2 * len(ids)))
     assert (parts(grade), grade.failure) == (expected, "ok")
 
 
@@ -127,7 +128,7 @@ def test_well_formed_turns(
     ids=["no final", "blank final", "answer in analysis", "tool call"],
 )
 def test_turns_without_an_answer(messages: list[Message], environment: Make, harmony: Harmony) -> None:
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, turn(harmony, *messages), "stop", 100))
+    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(turn(harmony, *messages)), 100))
     assert (parts(grade), grade.score, grade.failure) == ((0, 0, 0, 0), 0, "parse_error")
 
 
@@ -142,9 +143,9 @@ def test_a_right_answer_in_a_broken_form_earns_nothing(
         [*good[:-1], end, *tokenizer.encode(" so"), good[-1]],  # junk between messages
         [*good, good[-1]],  # tokens after the turn
     ):
-        grade = asyncio.run(demo.grade(SORT, ids, "stop", 100))
+        grade = asyncio.run(demo.grade(SORT, single_turn(ids), 100))
         assert (parts(grade), grade.failure, grade.answer) == ((0, 0, 0, 0), "parse_error", "13459")
-    assert asyncio.run(demo.grade(SORT, [], "stop", 100)).failure == "parse_error"
+    assert asyncio.run(demo.grade(SORT, single_turn([]), 100)).failure == "parse_error"
 
 
 def test_truncated_and_aborted(environment: Make, harmony: Harmony) -> None:
@@ -152,23 +153,23 @@ def test_truncated_and_aborted(environment: Make, harmony: Harmony) -> None:
     ids = turn(harmony, ANALYSIS, RIGHT)
     for finish_reason, failure, truncated in (("length", "truncated", 1.0), ("abort", "engine_error", 0.0)):
         for cut in (len(ids), len(ids) - 1, 3, 0):
-            grade = asyncio.run(demo.grade(SORT, ids[:cut], finish_reason, 100))
+            grade = asyncio.run(demo.grade(SORT, single_turn(ids[:cut], finish_reason), 100))
             assert (parts(grade), grade.score, grade.failure) == ((0, 0, 0, 0), 0, failure)
             assert grade.extras["truncated_response"] == truncated
             assert grade.extras["correctness"] == 0
     with pytest.raises(ValueError, match="not 'eos'"):
-        asyncio.run(demo.grade(SORT, ids, "eos", 100))
+        asyncio.run(demo.grade(SORT, single_turn(ids, "eos"), 100))  # type: ignore[arg-type]
 
 
 def test_the_budget_limits_the_tokens(environment: Make, harmony: Harmony) -> None:
     ids = turn(harmony, ANALYSIS, RIGHT)
     roomy = environment(POOL + RUBRIC + f"[budget]\ncompletion_tokens = {2 * len(ids)}\n")
     assert [roomy.token_limit(allowed) for allowed in (5, 1000)] == [5, 2 * len(ids)]
-    assert asyncio.run(roomy.grade(SORT, ids, "stop", 1000)).components["efficiency"] == 0.5
+    assert asyncio.run(roomy.grade(SORT, single_turn(ids), 1000)).components["efficiency"] == 0.5
     exact = environment(POOL + RUBRIC + f"[budget]\ncompletion_tokens = {len(ids)}\n")
-    assert parts(asyncio.run(exact.grade(SORT, ids, "stop", 1000))) == (1, 1, 1, 0)
+    assert parts(asyncio.run(exact.grade(SORT, single_turn(ids), 1000))) == (1, 1, 1, 0)
     tight = environment(POOL + RUBRIC + f"[budget]\ncompletion_tokens = {len(ids) - 1}\n")
-    grade = asyncio.run(tight.grade(SORT, ids, "stop", 1000))
+    grade = asyncio.run(tight.grade(SORT, single_turn(ids), 1000))
     assert (parts(grade), grade.failure) == ((0, 0, 0, 0), "budget_exceeded")
 
 
@@ -185,7 +186,7 @@ def test_the_extras_say_how_the_answer_was_found(
     final: str, extras: tuple[float, ...], environment: Make, harmony: Harmony
 ) -> None:
     grade = asyncio.run(
-        environment(POOL).grade(MATH, turn(harmony, Message("assistant", final, channel="final")), "stop", 1000)
+        environment(POOL).grade(MATH, single_turn(turn(harmony, Message("assistant", final, channel="final"))), 1000)
     )
     names = ("correctness", "has_answer", "has_boxed", "parse_method", "boxed_in_final")
     assert tuple(grade.extras[name] for name in names) == extras
@@ -200,7 +201,7 @@ def test_what_a_grader_raises_comes_through(
 
     monkeypatch.setitem(tasks.TASKS, "sort", Broken())
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(environment(POOL).grade(SORT, turn(harmony, RIGHT), "stop", 100))
+        asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, RIGHT)), 100))
 
 
 def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
@@ -218,11 +219,11 @@ def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
 
     ids = turn(harmony, ANALYSIS, RIGHT)
     monkeypatch.setitem(tasks.TASKS, "sort", Lost())
-    grade = asyncio.run(environment(POOL).grade(SORT, ids, "stop", 100))
+    grade = asyncio.run(environment(POOL).grade(SORT, single_turn(ids), 100))
     assert (grade.failure, grade.verdict, grade.score) == ("grader_error", lost, 0.0)
     assert grade.failure in INFRASTRUCTURE  # what masks the sample
     monkeypatch.setitem(tasks.TASKS, "sort", Half())
-    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, ids, "stop", 100))
+    grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 100))
     assert (grade.failure, parts(grade)) == ("ok", (1.0, 1.0, 0.5, 0.0))  # efficiency is that of a correct answer alone
     assert grade.verdict == Verdict("incorrect", 0.5, "rubric", "13459")
 
@@ -237,7 +238,7 @@ def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
 def test_any_tokens_get_a_grade(
     ids: list[int], form: str, problem: Problem, finish_reason: str, environment: Make
 ) -> None:
-    grade = asyncio.run(environment(form + POOL + RUBRIC).grade(problem, ids, finish_reason, 40))
+    grade = asyncio.run(environment(form + POOL + RUBRIC).grade(problem, single_turn(ids, finish_reason), 40))
     assert all(0 <= component <= 1 for component in grade.components.values())
     assert all(isinstance(extra, float) for extra in grade.extras.values())
     assert grade.failure in FAILURES
@@ -263,10 +264,10 @@ def test_boxed(
 ) -> None:
     demo = environment(BOXED + POOL + RUBRIC)
     ids = [*tokenizer.encode(text), *demo.stop_ids]
-    grade = asyncio.run(demo.grade(MATH, ids, "stop", 2 * len(ids)))
+    grade = asyncio.run(demo.grade(MATH, single_turn(ids), 2 * len(ids)))
     assert parts(grade) == (*expected, 0.5 * expected[-1])
     assert (grade.answer, grade.failure) == (answer, "ok")
-    truncated = asyncio.run(demo.grade(MATH, ids[:-1], "length", 2 * len(ids)))
+    truncated = asyncio.run(demo.grade(MATH, single_turn(ids[:-1], "length"), 2 * len(ids)))
     assert (parts(truncated), truncated.failure, truncated.answer) == ((0, 0, 0, 0), "truncated", answer)
 
 
@@ -288,16 +289,16 @@ weights = {correctness = 7.0}
 def test_the_stage_in_force_gives_the_weights(environment: Make, harmony: Harmony) -> None:
     demo = environment(POOL + RUBRIC + CURRICULUM)
     ids = turn(harmony, ANALYSIS, RIGHT)
-    assert asyncio.run(demo.grade(SORT, ids, "stop", 100)).score == 3.0
+    assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == 3.0
     assert demo.curriculum is not None
     demo.curriculum.observe({"format_ok": 0.5})
-    assert asyncio.run(demo.grade(SORT, ids, "stop", 100)).score == 7.0
+    assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == 7.0
     assert demo.weights == {"format": 0.0, "reasoning": 0.0, "correctness": 7.0, "efficiency": 0.0}
 
 
 def test_the_rubric_alone_rewards_correctness(environment: Make, harmony: Harmony) -> None:
-    assert asyncio.run(environment(POOL).grade(SORT, turn(harmony, RIGHT), "stop", 100)).score == 1.0
-    assert asyncio.run(environment(POOL).grade(SORT, turn(harmony, ANALYSIS, WRONG), "stop", 100)).score == 0.0
+    assert asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, RIGHT)), 100)).score == 1.0
+    assert asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, ANALYSIS, WRONG)), 100)).score == 0.0
 
 
 def test_a_resumed_environment_goes_on_exactly(environment: Make) -> None:
@@ -403,7 +404,7 @@ def test_the_packaged_mixture_runs_on_local_copies(
     assert {problem.source for problem in problems} == set(answers)
     for problem in problems:
         ids = turn(harmony, ANALYSIS, Message("assistant", answers[problem.task_type], channel="final"))
-        assert asyncio.run(mixture.grade(problem, ids, "stop", 1000)).score == 1.1
+        assert asyncio.run(mixture.grade(problem, single_turn(ids), 1000)).score == 1.1
 
 
 # --- the answers that a check of an environment grades -----------------------------------------------------------------
@@ -422,5 +423,5 @@ def test_example_answers(environment: Make, form: str, task_type: str, gold: str
     demo = environment(f'format = "{form}"\n{POOL}{RUBRIC}')
     problem = Problem("demo/0", task_type, "?", gold, "demo")
     for answer, correct in zip(tasks.TASKS[task_type].example_answers(problem), (1.0, 0.0), strict=True):
-        grade = asyncio.run(demo.grade(problem, demo.answer_ids(problem, answer), "stop", 200))
+        grade = asyncio.run(demo.grade(problem, single_turn(demo.answer_ids(problem, answer)), 200))
         assert (grade.failure, parts(grade)[:3]) == ("ok", (1.0, 1.0, correct))

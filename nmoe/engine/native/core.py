@@ -82,14 +82,20 @@ class EngineCore:
         self._jobs = self._generated = self._prefilled = self._hits = self._steps = self._preemptions = 0
         self._busy_s = 0.0
 
-    def add(self, request: Request, on_token: Callable[[int, Delta], None] | None = None) -> Job:
-        """Queues a request. Raises UserError at once where it can never run."""
+    def add(
+        self,
+        request: Request,
+        on_token: Callable[[int, Delta], None] | None = None,
+        on_sample: Callable[[int, Sample], None] | None = None,
+    ) -> Job:
+        """Queues a request. Raises UserError at once where it can never run. The callbacks hear of every token, and of every sample
+        as it ends."""
         settings = request.sampling
         if not request.prompt_ids or request.n < 1 or settings.max_new_tokens < 1:
             raise UserError(f"request {request.request_id}: prompt, n and max_new_tokens must not be empty")
         _check(request.request_id, settings)
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
-        return self._queue(Job(request, self._jobs, on_token, [None] * request.n))
+        return self._queue(Job(request, self._jobs, on_token, [None] * request.n, on_sample=on_sample))
 
     def add_scoring(self, token_ids: Sequence[int], temperature: float, request_id: str) -> Job:
         """Queues tokens to be scored: the job's `scores` will hold the log-probability of each but the first, given those before
@@ -135,7 +141,7 @@ class EngineCore:
             self._drop_prompt(job)
             job.aborted = True
             for index in range(job.started, job.request.n):
-                job.samples[index] = Sample([], [], [], "abort")
+                job.deliver(index, Sample([], [], [], "abort"))
         return jobs
 
     def abort_all(self) -> None:
@@ -528,7 +534,7 @@ class EngineCore:
         token_ids = self.rows["tokens"][row, :count].tolist()
         fed = len(job.request.prompt_ids) + count - 1
         routes = self.cache.read_routes(blocks, fed)
-        job.samples[index] = Sample(
+        sample = Sample(
             token_ids=token_ids,
             logprobs=self.rows["logprobs"][row, :count].tolist(),
             versions=self.rows["versions"][row, :count].tolist(),
@@ -537,15 +543,16 @@ class EngineCore:
             routes=None if routes is None else routes.numpy(),
         )
         # A next turn may begin with this one. Keys from before a weight update are no longer what the prefix gives.
-        if job.samples[index].versions[0] == self.version:  # type: ignore[union-attr]
+        if sample.versions[0] == self.version:
             self.pool.remember([*job.request.prompt_ids, *token_ids[:-1]], blocks)
         self.pool.release(blocks)
+        job.deliver(index, sample)
 
     def _collect_paused(self, paused: Paused) -> None:
         job, index = paused.job, paused.index
         routes = None if paused.routes_LYK is None else paused.routes_LYK.numpy()
         kept = job.kept.pop(index, None)
-        job.samples[index] = Sample(paused.token_ids, paused.logprobs, paused.versions, "abort", kept, routes)
+        job.deliver(index, Sample(paused.token_ids, paused.logprobs, paused.versions, "abort", kept, routes))
 
 
 def _order(sequence: tuple[Job, int]) -> tuple[int, int]:

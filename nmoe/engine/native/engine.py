@@ -88,12 +88,27 @@ class NativeEngine:
     async def generate(self, request: Request) -> list[Sample]:
         """The request's n samples, in order of their index. Raises UserError where it can never fit the context. A caller that
         is cancelled aborts its request, so that nothing is sampled for nobody."""
+        samples = {index: sample async for index, sample in self.samples(request)}
+        return [samples[index] for index in range(request.n)]
+
+    async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
+        """Each of the request's n samples with its index, as it finishes. Raises UserError where the request can never fit the
+        context. A caller that is cancelled, or closes the iterator early, aborts what still runs."""
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
+
+        def on_sample(index: int, sample: Sample) -> None:
+            _tell(loop, finished.put_nowait, (index, sample))
+
+        ended = self._submit(lambda: self._core.add(request, on_sample=on_sample))
+        ended.add_done_callback(lambda _: finished.put_nowait(None))
         try:
-            samples: list[Sample] = await self._submit(lambda: self._core.add(request))
-            return samples
-        except asyncio.CancelledError:
-            self.abort(request.request_id)
-            raise
+            while (one := await finished.get()) is not None:
+                yield one
+            await ended  # for what it may raise
+        finally:
+            if not ended.done():
+                self.abort(request.request_id)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """The log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises UserError

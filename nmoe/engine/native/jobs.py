@@ -32,8 +32,15 @@ class Job:
     started: int = 0
     prompt: Prompt | None = None
     kept: dict[int, list[list[int]]] = field(default_factory=dict)
+    on_sample: Callable[[int, Sample], None] | None = None
     scores: list[float] | None = None
     aborted: bool = False
+
+    def deliver(self, index: int, sample: Sample) -> None:
+        """Notes a sample that has ended, and tells whoever waits for it."""
+        self.samples[index] = sample
+        if self.on_sample is not None:
+            self.on_sample(index, sample)
 
     @property
     def scoring(self) -> bool:

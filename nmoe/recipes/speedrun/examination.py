@@ -111,7 +111,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
         longer_greedy=summarise(ask(beyond(), LONGER_PROBLEMS, 1, 0.0), longer_id, 0.0),
         format_ok=_mean(sampled, "format_ok"),
         longer_format_ok=_mean(longer_sampled, "format_ok"),
-        response_tokens=sum(len(group.trajectories[0].sample.token_ids) for group in sampled) / len(sampled),
+        response_tokens=sum(group.trajectories[0].sampled_tokens for group in sampled) / len(sampled),
         transcripts=_transcripts(sampled, tokenizer),
         outcomes=[group.trajectories[0].grade.extras["correctness"] for group in sampled],
     )
@@ -133,7 +133,7 @@ def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcri
         Transcript(
             group.problem.question,
             group.problem.gold,
-            tokenizer.decode(group.trajectories[0].sample.token_ids),
+            tokenizer.decode(group.trajectories[0].token_ids),
             group.trajectories[0].grade.extras["correctness"] == 1,
         )
         for _, group in sorted(first.items())

@@ -8,14 +8,20 @@ efficiency    of a correct answer, the share of its tokens that it left unused: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nmoe.rl.failures import Failure
 from nmoe.rl.grading.extraction import Extraction
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import Attempt, Task
+from nmoe.rl.tools.event import ToolEvent
+from nmoe.rl.turn import Turn
+
+if TYPE_CHECKING:
+    from nmoe.rl.sandbox.api import Sandbox
 
 COMPONENTS = ("format", "reasoning", "correctness", "efficiency")
 
@@ -57,6 +63,7 @@ class Grade:
     extras: dict[str, float]
     answer: str | None
     verdict: Verdict | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 async def grade_reading(
@@ -64,27 +71,31 @@ async def grade_reading(
     task: Task,
     problem: Problem,
     *,
-    finish_reason: str,
-    completion_tokens: int,
+    turns: Sequence[Turn],
+    ended: Failure | None,
+    tool_events: Sequence[ToolEvent],
+    sandbox: Sandbox | None,
     token_limit: int,
     weights: Mapping[str, float],
 ) -> Grade:
     """Grades what was read.
 
-    `finish_reason` is the engine's: "stop", "length" or "abort". A completion that did not stop within the limit has
-    no component but 0: a number that truncation happened to leave last is no answer. "abort" becomes `engine_error`, which
-    is no verdict on the policy: such a sample is to be masked, not trained on with its score of 0. A verdict of
-    "error" becomes `grader_error`, likewise. What `task.verify` raises comes through, because a grader with a defect must stop the
-    run rather than teach that the answer was wrong.
+    `ended` says what ended the trajectory before the policy did, if anything; otherwise the engine's word on the last turn
+    counts: "stop", "length" or "abort". A completion that did not stop within the limit has no component but 0: a number that
+    truncation happened to leave last is no answer. "abort" becomes `engine_error`, which is no verdict on the policy: such a sample
+    is to be masked, not trained on with its score of 0. A verdict of "error" becomes `grader_error`, likewise. What `task.verify`
+    raises comes through, because a grader with a defect must stop the run rather than teach that the answer was wrong.
     """
-    failure = _failure(reading, finish_reason, completion_tokens, token_limit)
-    finished = finish_reason == "stop" and completion_tokens <= token_limit
+    tokens = sum(len(turn.sample.token_ids) for turn in turns)
+    finish_reason = turns[-1].sample.finish_reason
+    failure = ended or _failure(reading, finish_reason, tokens, token_limit)
+    finished = failure in ("ok", "parse_error")
     answer = reading.extraction.answer
     format_ok = finished and reading.format_ok
     reasoning_ok = format_ok and reading.reasoning_ok
     verdict = None
     if finished and reading.answer_counts and answer is not None:
-        verdict = await task.verify(problem, Attempt(answer))
+        verdict = await task.verify(problem, Attempt(answer, sandbox, tool_events))
         if verdict.outcome == "error":
             failure = "grader_error"
     correctness = 0.0 if verdict is None else verdict.score
@@ -93,7 +104,7 @@ async def grade_reading(
         "format": float(format_ok),
         "reasoning": float(reasoning_ok),
         "correctness": correctness,
-        "efficiency": 1 - completion_tokens / token_limit if correct else 0.0,
+        "efficiency": 1 - tokens / token_limit if correct else 0.0,
     }
     extras = {
         "correctness": correctness,
@@ -106,16 +117,16 @@ async def grade_reading(
         "reasoning_ok": float(reasoning_ok),
     }
     score = sum(weights[name] * components[name] for name in COMPONENTS)
-    return Grade(score, components, failure, extras, answer, verdict)
+    return Grade(score, components, failure, extras, answer, verdict, weights)
 
 
-def _failure(reading: Reading, finish_reason: str, completion_tokens: int, token_limit: int) -> Failure:
+def _failure(reading: Reading, finish_reason: str, tokens: int, token_limit: int) -> Failure:
     if finish_reason == "abort":
         return "engine_error"
     if finish_reason == "length":
         return "truncated"
     if finish_reason != "stop":
         raise ValueError(f"finish_reason is 'stop', 'length' or 'abort', not {finish_reason!r}")
-    if completion_tokens > token_limit:
+    if tokens > token_limit:
         return "budget_exceeded"
     return "parse_error" if reading.parse_error else "ok"

@@ -8,19 +8,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nmoe.engine.api import Engine, Request, Sample, Sampling
+from nmoe.engine.api import Engine, Request, Sampling
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.turn import Turn
 
 
 class GradingError(Exception):
-    """A grader raised, on the sample that this holds. The run stops; an exception never becomes reward 0."""
+    """A grader raised, on the trajectory whose turns this holds. The run stops; an exception never becomes reward 0."""
 
-    def __init__(self, problem: Problem, sample: Sample) -> None:
+    def __init__(self, problem: Problem, turns: Sequence[Turn]) -> None:
         super().__init__(f"grading a sample of problem {problem.id} raised an exception")
         self.problem = problem
-        self.sample = sample
+        self.turns = turns
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,16 @@ class Collector:
             stop_ids=self._environment.stop_ids,
             seed=seed,
         )
-        samples = await self._engine.generate(Request(prompt_ids, settings.samples, sampling, request_id))
-        trajectories = []
-        for index, sample in enumerate(samples):
+        trajectories: dict[int, Trajectory] = {}
+        async for index, sample in self._engine.samples(Request(prompt_ids, settings.samples, sampling, request_id)):
             began = time.perf_counter()
+            turns = (Turn((), sample),)
             try:
-                grade = await self._environment.grade(
-                    problem, sample.token_ids, sample.finish_reason, settings.max_new_tokens
-                )
+                grade = await self._environment.grade(problem, turns, settings.max_new_tokens)
             except Exception as error:
-                raise GradingError(problem, sample) from error
+                raise GradingError(problem, turns) from error
             self._grade_s += time.perf_counter() - began
-            trajectories.append(Trajectory(problem, index, seed, prompt_ids, sample, grade))
-        return Group(problem, trajectories)
+            trajectories[index] = Trajectory(
+                problem, index, prompt_ids, turns, grade, sampling, environment=self._environment.identity
+            )
+        return Group(problem, [trajectories[index] for index in range(settings.samples)])

@@ -1,52 +1,167 @@
-"""What a rollout yields: a problem, the tokens sampled for it, and their grade; and the group that one prompt gave."""
+"""What a rollout yields: a problem, the tokens of its turns, and their grade; and the group that one prompt gave."""
+
+# Shapes: L positions, Y layers, K chosen experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
-from nmoe.engine.api import Sample
+import numpy as np
+
+from nmoe.engine.api import Sampling
 from nmoe.rl.failures import INFRASTRUCTURE
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
+from nmoe.rl.tools.event import ToolEvent
+from nmoe.rl.turn import Turn
+
+# In the place of a log-probability and a version where the policy sampled nothing.
+NOT_SAMPLED_LOGPROB, NOT_SAMPLED_VERSION = 0.0, -1
+
+
+class Span(NamedTuple):
+    """Tokens [start, end) after the prompt, and how they came there: `Span("tool", turn=1, start=12, end=20)`."""
+
+    kind: Literal["sampled", "tool"]
+    turn: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample of one prompt. Tokens are the record; text is only ever decoded from them."""
+    """One sample of one prompt, with all its turns. Tokens are the record; text is only ever decoded from them.
+
+    A turn's tokens follow those of the turn before it verbatim: `prompt_ids + token_ids` is what the engine saw last, with what
+    it then sampled. What a tool answered to the last call that no turn followed is in `tool_events` alone.
+
+    `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content.
+    """
 
     problem: Problem
     index: int
-    seed: int
     prompt_ids: tuple[int, ...]
-    sample: Sample
+    turns: tuple[Turn, ...]
     grade: Grade
+    sampling: Sampling
+    tool_events: tuple[ToolEvent, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def trainable(self) -> bool:
         """Whether what the policy wrote was judged at all: a failure of the infrastructure is no verdict on it."""
         return self.grade.failure not in INFRASTRUCTURE
 
+    @property
+    def seed(self) -> int:
+        return self.sampling.seed
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Everything after the prompt: what was sampled, the stop tokens included, and what tools answered."""
+        return [token_id for turn in self.turns for token_id in (*turn.given_ids, *turn.sample.token_ids)]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Who wrote which tokens; together they cover all of them, in order."""
+        spans: list[Span] = []
+        end = 0
+        for place, turn in enumerate(self.turns):
+            if turn.given_ids:
+                spans.append(Span("tool", place, end, end := end + len(turn.given_ids)))
+            spans.append(Span("sampled", place, end, end := end + len(turn.sample.token_ids)))
+        return tuple(spans)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the policy sampled, over all turns."""
+        return sum(len(turn.sample.token_ids) for turn in self.turns)
+
+    @property
+    def mask(self) -> list[int]:
+        """1 for each of `token_ids` that the policy sampled, and 0 for the others, which are not trained on."""
+        return self._per_token(lambda turn: [1] * len(turn.sample.token_ids), 0)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of each of `token_ids`, under the distribution it was sampled from; 0 where nothing was sampled."""
+        return self._per_token(lambda turn: turn.sample.logprobs, NOT_SAMPLED_LOGPROB)
+
+    @property
+    def versions(self) -> list[int]:
+        """The weights that each of `token_ids` was sampled with; -1 where nothing was sampled."""
+        return self._per_token(lambda turn: turn.sample.versions, NOT_SAMPLED_VERSION)
+
+    @property
+    def kept_ids(self) -> list[list[int]] | None:
+        """The support that each of `token_ids` was sampled from, where it was cut; empty where nothing was sampled."""
+        if all(turn.sample.kept_ids is None for turn in self.turns):
+            return None
+        return self._per_token(lambda turn: turn.sample.kept_ids or [[]] * len(turn.sample.token_ids), [])
+
+    @property
+    def routes(self) -> Any | None:
+        """Every router pick, int16 `[prompt + tokens - 1, Y, K]`, each position as the turn computed it that first saw it; None
+        where the engine records none."""
+        parts, seen = [], 0
+        for turn in self.turns:
+            if turn.sample.routes is None:
+                return None
+            parts.append(turn.sample.routes[seen:])
+            seen = len(turn.sample.routes)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each turn ended."""
+        return [turn.sample.finish_reason for turn in self.turns]
+
     def record(self, step: int, text: str) -> dict[str, Any]:
-        """A JSON-able line for samples/ and failures.jsonl, with everything needed to sample it again."""
+        """A JSON-able line for samples/ and failures.jsonl, with everything needed to replay it. `text` is decoded from
+        `token_ids`, for people."""
+        verdict = self.grade.verdict
         return {
             "step": step,
+            "environment": dict(self.environment),
+            "model": dict(self.model),
             "problem": self.problem.id,
+            "task_type": self.problem.task_type,
+            "source": self.problem.source,
             "question": self.problem.question,
             "gold": self.problem.gold,
+            "metadata": dict(self.problem.metadata),
             "index": self.index,
             "seed": self.seed,
+            "sampling": asdict(self.sampling),
             "prompt_ids": list(self.prompt_ids),
-            "token_ids": self.sample.token_ids,
-            "logprobs": self.sample.logprobs,
-            "versions": self.sample.versions,
+            "token_ids": self.token_ids,
+            "mask": self.mask,
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+            "kept_ids": self.kept_ids,
+            "spans": [span._asdict() for span in self.spans],
+            "finish_reasons": self.finish_reasons,
+            "tool_events": [event.record() for event in self.tool_events],
             "text": text,
-            "finish_reason": self.sample.finish_reason,
             "failure": self.grade.failure,
             "reward": self.grade.score,
             "components": self.grade.components,
+            "weights": self.grade.weights,
+            "extras": self.grade.extras,
             "answer": self.grade.answer,
+            "verdict": None if verdict is None else asdict(verdict),
         }
+
+    def _per_token(self, sampled: Any, given: Any) -> list[Any]:
+        values: list[Any] = []
+        for turn in self.turns:
+            values += [given] * len(turn.given_ids)
+            values += sampled(turn)
+        return values
 
 
 @dataclass(frozen=True)
@@ -54,7 +169,7 @@ class Group:
     """The samples of one prompt, compared with one another."""
 
     problem: Problem
-    trajectories: list[Trajectory]
+    trajectories: Sequence[Trajectory]
 
     @property
     def trainable(self) -> list[Trajectory]:

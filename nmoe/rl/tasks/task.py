@@ -5,19 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.tools.event import ToolEvent
 from nmoe.text.harmony import Message
 
+if TYPE_CHECKING:
+    from nmoe.rl.sandbox.api import Sandbox
+
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a trajectory comes to: its answer and, where it used tools, every call."""
+    """What a trajectory comes to: its answer and, where it used tools, the sandbox it worked in, still open, with the
+    workspace as it was left, and every call."""
 
     answer: str
+    sandbox: Sandbox | None = None
     tool_events: Sequence[ToolEvent] = ()
 
 
