@@ -167,6 +167,25 @@ def list_() -> None:
         typer.echo(line)
 
 
+@env.command()
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove workspaces that are half made, past their age, or beyond their environment's quota.
+
+    They lie in the directory that NMOE_WORKSPACES names, by default in ~/.cache/nmoe/workspaces.
+
+    \b
+    Example:
+      nmoe env gc --dry-run
+    """
+    from nmoe.rl.workspace.collect import collect
+    from nmoe.rl.workspace.store import workspaces_root
+
+    for line in collect(workspaces_root(), dry_run=dry_run):
+        typer.echo(line)
+
+
 @app.command("eval")
 def evaluate(
     checkpoint: Checkpoint,

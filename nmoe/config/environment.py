@@ -188,6 +188,47 @@ class BudgetSettings(Section):
     )
 
 
+class WorkspaceSettings(Section):
+    """[workspace]: the files that each trajectory starts with, from a directory or a git commit, and what becomes of them."""
+
+    directory: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="directory whose files are copied; or name a repository"
+    )
+    repository: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="git clone on this machine that commits are taken from"
+    )
+    base_commit: str | None = Field(
+        default=None, min_length=1, description="commit to start from; default: base_commit of each problem's record"
+    )
+    target_commit: str | None = Field(
+        default=None, min_length=1, description="commit that made the change asked for, for provenance alone"
+    )
+    bootstrap: Literal["none", "pip", "uv", "requirements"] = Field(
+        default="none",
+        description="what is installed into .packages beforehand: nothing; the project, by pip or uv; requirements.txt",
+    )
+    bootstrap_wall_s: float = Field(default=600.0, gt=0, description="seconds that the bootstrap may take")
+    keep: Literal["never", "failed", "always"] = Field(
+        default="never", description="whose files are saved at the end of a trajectory: nobody's, those not solved, all"
+    )
+    max_age_days: float = Field(
+        default=14.0, gt=0, description="days without use after which `nmoe env gc` removes them"
+    )
+    max_disk_mb: int = Field(
+        default=10240,
+        gt=0,
+        description="disk beyond which `nmoe env gc` removes this environment's least recently used",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if (self.directory is None) == (self.repository is None):
+            yield Conflict("", "needs either directory or repository")
+        for key in ("base_commit", "target_commit"):
+            if self.directory is not None and getattr(self, key) is not None:
+                yield Conflict(key, "a directory has no commits; name a repository instead")
+
+
 class EnvironmentSettings(Section):
     """An environment: task pool, format contract, rewards and their order."""
 
@@ -204,6 +245,7 @@ class EnvironmentSettings(Section):
     rubric: Rubric = Field(default=Rubric(), description="weights of the reward when there is no curriculum")
     curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
+    workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
 
 
 def load_environment(named: Path) -> EnvironmentSettings:

@@ -7,6 +7,7 @@ it. It imports no user code and reaches no network: what it could not look at fo
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from nmoe.config.environment import (
     HubPool,
     MixturePool,
     TaskPool,
+    WorkspaceSettings,
     load_environment,
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
@@ -27,6 +29,7 @@ from nmoe.rl.pools.hf import local_copy
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
 from nmoe.rl.turn import single_turn
+from nmoe.rl.workspace.sources import WorkspaceError, identity_of, source_of
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
@@ -65,6 +68,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     yield f"reward       {_describe_reward(settings)}"
     yield f"tokenizer    {origin}"
     mistakes: list[str] = []
+    problems: list[Problem] = []
     shown = False
     for name, pool in _sources(settings):
         yield ""
@@ -84,6 +88,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             yield "the problem below stands in for them" if problem else "no problem can stand in for them"
         if problem is None:
             continue
+        problems.append(problem)
         right, wrong = _graded(environment, problem)
         if not shown:
             shown = True
@@ -93,6 +98,12 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
         mistakes += _verdict_mistakes(problem, right, wrong)
     yield ""
+    if settings.workspace is not None:
+        try:
+            yield f"workspace    {_describe_workspace(settings.workspace, problems)}"
+        except (UserError, WorkspaceError) as error:
+            yield f"workspace    can not be used: {error}"
+            mistakes.append(f"[workspace] {error}")
     if mistakes:
         count = "" if len(mistakes) == 1 else f"{len(mistakes)} problems\n"
         raise UserError(count + "\n".join(f"{path}: {mistake}" for mistake in mistakes))
@@ -225,6 +236,17 @@ def _describe_reward(settings: EnvironmentSettings) -> str:
         return _sum(settings.rubric.model_dump())
     stages = settings.curriculum.stages
     return "; ".join(f"stage {stage.name}: {_sum(stage.weights.model_dump())}" for stage in stages)
+
+
+def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]) -> str:
+    """Where the files come from, at the commit of the first problem. Raises UserError or WorkspaceError where they can not be
+    had."""
+    at = problems[0] if problems else Problem("any", "", "", "", "")
+    origin = identity_of(source_of(settings, at))
+    if settings.bootstrap == "uv" and shutil.which("uv") is None:
+        raise UserError('bootstrap = "uv", and there is no command uv; install it')
+    where = origin.get("directory") or f"{origin['repository']} at {origin['base_commit'][:12]}"
+    return f"{where}; bootstrap {settings.bootstrap}, not run by a check; keep {settings.keep}"
 
 
 def _sum(weights: dict[str, float]) -> str:

@@ -155,6 +155,40 @@ def test_a_grader_that_is_wrong_is_found(nmoe: Nmoe, own: Path, monkeypatch: pyt
         assert result.err.startswith("error: own/environment.toml: problem digits/0: " + message)
 
 
+def test_a_workspace_is_looked_at_and_not_made(
+    nmoe: Nmoe, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMOE_WORKSPACES", str(tmp_path / "workspaces"))
+    file = own / "environment.toml"
+    file.write_text(SORT + '[workspace]\ndirectory = "files"\nbootstrap = "requirements"\n')
+    absent = nmoe("env", "check", "own")
+    assert absent.code == 2
+    assert absent.err.startswith("error: own/environment.toml: [workspace] own/files: no such directory")
+    (own / "files").mkdir()
+    result = nmoe("env", "check", "own")
+    assert (result.code, result.err) == (0, "")
+    assert "workspace    own/files; bootstrap requirements, not run by a check; keep never\n" in result.out
+    assert not (tmp_path / "workspaces").exists()
+
+
+def test_the_collection_of_workspaces(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMOE_WORKSPACES", str(tmp_path / "workspaces"))
+    result = nmoe("env", "gc")
+    assert (result.code, result.out, result.err) == (0, f"{tmp_path}/workspaces: freed 0.0 MB, 0.0 MB stay\n", "")
+    (tmp_path / "workspaces/mine").mkdir(parents=True)
+    policy = {"keep": "never", "max_age_days": 1, "max_disk_mb": 1}
+    half = tmp_path / "workspaces/.making-x"
+    half.mkdir()
+    (half / "nmoe-workspace.json").write_text(json.dumps({"nmoe_workspace": 1, "env_id": "e", "policy": policy}))
+    assert nmoe("env", "gc", "--dry-run").out.splitlines()[0] == "would remove  .making-x: 0.0 MB, never finished"
+    assert half.exists()
+    assert nmoe("env", "gc").out.splitlines()[:2] == [
+        "removed       .making-x: 0.0 MB, never finished",
+        "left alone    mine: no nmoe-workspace.json in it, so nmoe did not make it",
+    ]
+    assert [path.name for path in (tmp_path / "workspaces").iterdir()] == ["mine"]
+
+
 def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
     (site / "mine/environments/countdown").mkdir(parents=True)
