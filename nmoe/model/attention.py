@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
+from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.linear import Linear
 from nmoe.model.norm import RMSNorm, rms_norm
 from nmoe.model.rope import rotate
@@ -60,16 +61,27 @@ class Attention(nn.Module):
         turned = self.heads + self.kv_heads
         qkv_TNC = self.qkv_proj(x_TD).view(tokens, turned + self.kv_heads, self.head_dim)
         v_TJC = qkv_TNC[:, turned:]
-        qk_TNC = qkv_TNC[:, :turned]
-        if self.q_norm is not None and self.k_norm is not None:
-            # Queries and keys at once, each head with its kind's scale: small operations cost their launch.
-            scales = [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
-            qk_TNC = rms_norm(qk_TNC, torch.cat(scales), self.q_norm.eps)
-        qk_TNC = rotate(qk_TNC, cos_T1c, sin_T1c)
+        qk_TNC = self._normed_and_turned(qkv_TNC, cos_T1c, sin_T1c)
         q_THC, k_TJC = qk_TNC[:, : self.heads], qk_TNC[:, self.heads :]
         layer = AttentionLayer(self.layer, self.scale, self.window, self.sinks)
         out_TD: Tensor = self.o_proj(attend(layer, q_THC, k_TJC, v_TJC).reshape(tokens, -1))
         return out_TD
+
+    def _normed_and_turned(self, qkv_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
+        """Query heads, then key heads."""
+        turned = self.heads + self.kv_heads
+        qk_TNC = qkv_TNC[:, :turned]
+        if library.usable(qkv_TNC):
+            norms = None
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            operations.norm_and_turn_(qkv_TNC, norms, cos_T1c, sin_T1c, self.heads, self.kv_heads)
+            return qk_TNC
+        if self.q_norm is not None and self.k_norm is not None:
+            # Queries and keys at once, each head with its kind's scale: small operations cost their launch.
+            scales = [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
+            qk_TNC = rms_norm(qk_TNC, torch.cat(scales), self.q_norm.eps)
+        return rotate(qk_TNC, cos_T1c, sin_T1c)
 
 
 # What DeepSeek's release and transformers norm latents with, whatever rms_norm_eps says.

@@ -17,7 +17,8 @@ from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
 from nmoe.model.numerics import least_rows, least_rows_of_mkl, linear, sigmoid, with_full_groups
-from nmoe.model.products import by_onednn, linear_by_group
+from nmoe.model.products import by_kernel, by_onednn, linear_by_group, swiglu_linear
+from nmoe.model.products import experts as experts_by_kernel
 
 
 class RouterTrace:
@@ -250,6 +251,18 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TD, trace)
+        routed = self._by_kernel if self._fits_kernel(x_TD) else self._routed
+        out_TD = routed(x_TD, weights_TK, chosen_TK)
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+
+    def _fits_kernel(self, x_TD: Tensor) -> bool:
+        return self.gate_up_adapter is None and self.down_adapter is None and by_kernel(x_TD, self.gate_up, self.down)
+
+    def _by_kernel(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        matrices, biases = (self.gate_up, self.down), (self.gate_up_bias, self.down_bias)
+        return experts_by_kernel(x_TD, chosen_TK, weights_TK, *matrices, *biases, self.limit)
+
+    def _routed(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         tokens, k = chosen_TK.shape
         expert_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
         # Not by bincount, which on CUDA waits for the device to learn how long its answer is.
@@ -273,8 +286,7 @@ class MoE(nn.Module):
             out_RD = with_full_groups(run, rows_RD, expert_R, counts_E, least)
         else:
             out_RD = run(rows_RD, counts_E)
-        out_TD = combine(out_RD, weights_TK, row_TK)
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+        return combine(out_RD, weights_TK, row_TK)
 
 
 class SwiGLU(nn.Module):
@@ -286,5 +298,10 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate, width)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.down_proj(swiglu(self.gate_up_proj(x_TD), exact=self.gate_up_proj.exact))
+        gate_up = self.gate_up_proj
+        if gate_up.adapter is None and gate_up.bias is None and by_kernel(x_TD, gate_up.weight):
+            hidden_TF = swiglu_linear(x_TD, gate_up.weight)
+        else:
+            hidden_TF = swiglu(gate_up(x_TD), exact=gate_up.exact)
+        out_TD: Tensor = self.down_proj(hidden_TF)
         return out_TD

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmoe.model.kernels.cpu import library, operations
+
 
 def _inverse_rms(x_ND: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps), `[N, 1]`, in fp32 or better: in bf16 it would scale a row wrong by up to 0.4%."""
@@ -53,6 +55,8 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         if weight_D.dim() == 1:
             return F.rms_norm(x_ND, weight_D.shape, weight_D, eps)
         return F.rms_norm(x_ND, x_ND.shape[-1:], None, eps) * weight_D
+    if library.usable(x_ND) and weight_D.dim() == 1:
+        return operations.rms_norm(x_ND, weight_D, eps)
     if not torch.is_grad_enabled():
         return (x_ND * _inverse_rms(x_ND, eps)).to(x_ND.dtype).mul_(weight_D)
     out: Tensor = _RMSNorm.apply(x_ND, weight_D, eps)

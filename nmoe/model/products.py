@@ -1,4 +1,4 @@
-"""fp32 matrix products on a CPU, by oneDNN.
+"""Matrix products on a CPU: by oneDNN where torch would ask MKL, and in decoding over packed weights.
 
 torch gives fp32 products to MKL, which on CPUs other than Intel's takes a path of half the width: 3072 x 1024 by 1024 x 256 runs
 at 195 GFLOP/s there and at 410 through oneDNN (two Zen 5 cores, torch 2.13). torch reaches oneDNN by an operator of its compiler's
@@ -18,19 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmoe.model.kernels.cpu import library, operations
+
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class PackedWeights:
-    """Weights in the order that oneDNN's kernels read them, for a model that runs many small batches between two changes of its
-    weights: without it each call rearranges its whole weight first, which for a decode step of 64 rows takes as long as the
-    product (256 x 4096 in bf16: 185 us packed, 312 us not). The results are the same to the bit.
+    """Weights in the order that kernels read them, oneDNN's or our own (`nmoe.model.kernels.cpu`), for a model that runs many small
+    batches between two changes of its weights: without it each call rearranges its whole weight first, which for a decode step of
+    64 rows takes as long as the product (256 x 4096 in bf16: 185 us packed, 312 us not). oneDNN's results are the same to the bit.
 
     Takes as much memory again as the weights. A weight changed in place is packed anew when it is next used.
     """
 
     def __init__(self) -> None:
-        self._packed: dict[int, tuple[int, Tensor, list[Tensor]]] = {}
+        self._packed: dict[tuple[int, Packing], tuple[int, Tensor, list[Tensor]]] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -45,13 +47,41 @@ class PackedWeights:
     def clear(self) -> None:
         self._packed.clear()
 
-    def of(self, weight: Tensor, matrices: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
-        """The packed `[F, D]` matrices that `matrices(weight)` gives."""
-        version, _, packed = self._packed.get(id(weight), (-1, weight, []))
+    def of(self, weight: Tensor, packing: Packing) -> list[Tensor]:
+        """What `packing(weight)` gives, made at most once for each state of the weight."""
+        key = id(weight), packing
+        version, _, packed = self._packed.get(key, (-1, weight, []))
         if version != weight._version:
-            packed = [torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None) for matrix in matrices(weight)]
-            self._packed[id(weight)] = (weight._version, weight, packed)  # holding the weight keeps its id its own
+            packed = packing(weight)
+            self._packed[key] = (weight._version, weight, packed)  # holding the weight keeps its id its own
         return packed
+
+
+Packing = Callable[[Tensor], list[Tensor]]
+
+
+def _for_onednn(weight_FD: Tensor) -> list[Tensor]:
+    return [torch.ops.mkldnn._reorder_linear_weight(weight_FD.contiguous(), None)]
+
+
+def _each_for_onednn(weight_EDF: Tensor) -> list[Tensor]:
+    return [packed for weight_DF in weight_EDF for packed in _for_onednn(weight_DF.t())]
+
+
+def _panels(weight_FD: Tensor) -> list[Tensor]:
+    return [operations.packed_panels(weight_FD.t().unsqueeze(0))]
+
+
+def _gate_up_panels(weight_FD: Tensor) -> list[Tensor]:
+    return [operations.packed_gate_up(weight_FD.t().unsqueeze(0))]
+
+
+def _each_gate_up(weight_EDF: Tensor) -> list[Tensor]:
+    return [operations.packed_gate_up(weight_EDF)]
+
+
+def _each_down(weight_EFD: Tensor) -> list[Tensor]:
+    return [operations.packed_down(weight_EFD)]
 
 
 _packed_weights: PackedWeights | None = None
@@ -70,6 +100,12 @@ def _can_pack(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def by_kernel(x: Tensor, *weights: Tensor) -> bool:
+    """Whether this product is to be one of our kernels', which read packed weights."""
+    even = x.dtype == torch.float32 or x.shape[-1] % 2 == 0  # bf16 is multiplied in pairs
+    return library.usable(x) and even and all(_can_pack(x, weight) for weight in weights)
+
+
 def by_onednn(x: Tensor) -> bool:
     """Whether products of this tensor are oneDNN's."""
     usable = _AVAILABLE and not torch.compiler.is_compiling()  # the compiler takes its own products
@@ -78,15 +114,43 @@ def by_onednn(x: Tensor) -> bool:
 
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`."""
+    if by_kernel(x_ND, weight_FD):
+        return operations.linear(x_ND, _packed(weight_FD, _panels), weight_FD.shape[0], bias_F)
     if _can_pack(x_ND, weight_FD):
-        assert _packed_weights is not None, "looked at"
-        return _product(x_ND, _packed_weights.of(weight_FD, lambda weight: [weight])[0], bias_F, weight_FD.shape[0])
+        return _product(x_ND, _packed(weight_FD, _for_onednn), bias_F, weight_FD.shape[0])
     if not by_onednn(x_ND):
         return F.linear(x_ND, weight_FD, bias_F)
     if not torch.is_grad_enabled():
         return _product(x_ND, weight_FD, bias_F)
     out_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F)
     return out_NF
+
+
+def swiglu_linear(x_ND: Tensor, gate_up_FD: Tensor) -> Tensor:
+    """The SwiGLU of `linear(x, gate_up)`, where `by_kernel` says so."""
+    return operations.swiglu_linear(x_ND, _packed(gate_up_FD, _gate_up_panels), gate_up_FD.shape[0] // 2)
+
+
+def experts(
+    x_TD: Tensor,
+    chosen_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up_EDF: Tensor,
+    down_EFD: Tensor,
+    gate_up_bias_EF: Tensor | None,
+    down_bias_ED: Tensor | None,
+    limit: float,
+) -> Tensor:
+    """Each token's weighted sum over its experts, `[T, D]`, where `by_kernel` says so."""
+    gate_up, down = _packed(gate_up_EDF, _each_gate_up), _packed(down_EFD, _each_down)
+    return operations.experts(
+        x_TD, chosen_TK, weights_TK, gate_up, down, gate_up_bias_EF, down_bias_ED, limit, down_EFD.shape[1]
+    )
+
+
+def _packed(weight: Tensor, packing: Packing) -> Tensor:
+    assert _packed_weights is not None, "the caller looked"
+    return _packed_weights.of(weight, packing)[0]
 
 
 def input_gradient(grad_NF: Tensor, weight_FD: Tensor) -> Tensor:
@@ -108,7 +172,7 @@ def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> 
     """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order."""
     if _can_pack(x_RD, weight_EDF):
         assert _packed_weights is not None, "looked at"
-        packed = _packed_weights.of(weight_EDF, lambda weight: weight.mT.unbind(0))
+        packed = _packed_weights.of(weight_EDF, _each_for_onednn)
         outputs = weight_EDF.shape[2]
         return torch.cat([_product(part, packed[e], None, outputs) for e, part in enumerate(x_RD.split(list(counts)))])
     if by_onednn(x_RD):

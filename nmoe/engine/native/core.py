@@ -33,6 +33,7 @@ from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.errors import UserError
+from nmoe.model.kernels.cpu.library import in_use
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.products import PackedWeights
@@ -189,7 +190,7 @@ class EngineCore:
     def step(self) -> list[Job]:
         """Prefills, starts, decodes, retires; returns the jobs that finished."""
         began = time.perf_counter()
-        with self._packs.active() if self._packs else nullcontext():
+        with self._packs.active() if self._packs else nullcontext(), nullcontext() if self.model.exact else in_use():
             self._admit()
             done = self._prefill()
             done += self._start()

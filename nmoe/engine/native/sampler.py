@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nmoe.model.kernels.cpu import library, operations
+
 
 @dataclass(frozen=True)
 class SamplingColumns:
@@ -27,6 +29,10 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
 
     Greedy rows (temperature 0) take the largest logit, with log-probability 0: all mass is there.
     """
+    if not columns.cuts and library.usable(logits_BV):
+        tokens_B, logprobs_B, finite = operations.sample(logits_BV, columns.temperature_B, uniforms_B)
+        _check_finite(finite)
+        return tokens_B, logprobs_B, None
     kept_BV = None
     greedy_B = None
     if not columns.plain:
@@ -47,12 +53,16 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
         tokens_B1 = torch.where(greedy_B.unsqueeze(-1), logits_BV.argmax(-1, keepdim=True), tokens_B1)
     # A cumulative sum adds in another order than a sum; the learner's log-sum-exp adds as `sum` does.
     log_total_B = masses_BV.sum(-1).log()
-    if not bool(log_total_B.isfinite().all()):
-        raise FloatingPointError("the model's logits are not finite: its weights have diverged, or hold NaN")
+    _check_finite(bool(log_total_B.isfinite().all()))
     logprobs_B = shifted_BV.gather(-1, tokens_B1).squeeze(-1) - log_total_B
     if greedy_B is not None:
         logprobs_B = torch.where(greedy_B, 0.0, logprobs_B)
     return tokens_B1.squeeze(-1), logprobs_B, kept_BV
+
+
+def _check_finite(finite: bool) -> None:
+    if not finite:
+        raise FloatingPointError("the model's logits are not finite: its weights have diverged, or hold NaN")
 
 
 def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:

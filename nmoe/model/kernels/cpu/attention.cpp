@@ -1,0 +1,206 @@
+// Decode attention over the paged cache where its blocks lie, and what comes just before it: QK-norm and rotary turns.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vector.h"
+
+// Shapes: B rows, H query heads, J key-value heads, G = H / J, C key width, U value width, M blocks of a row, T tokens, N heads
+// turned.
+
+namespace nmoe {
+
+constexpr long BLOCK = 16;  // positions
+
+// The sums of sixteen vectors, as one.
+inline v16 sums_of(const v16 (&x)[16]) {
+    v16 pairs[8], fours[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const v16 low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    const v16 high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+// The dot products of a query with a block's sixteen keys.
+template <class T>
+inline v16 scores(const float* q_C, const T* keys_PC, long C) {
+    v16 sums[16];
+#pragma GCC unroll 16
+    for (int p = 0; p < 16; ++p) sums[p] = _mm512_setzero_ps();
+    for (long c = 0; c < C; c += 16) {
+        const __mmask16 mask = first(C - c);
+        const v16 q = load(q_C + c, mask);
+#pragma GCC unroll 16
+        for (int p = 0; p < 16; ++p) sums[p] = _mm512_fmadd_ps(q, load(keys_PC + p * C + c, mask), sums[p]);
+    }
+    return sums_of(sums);
+}
+
+// Up to four heads' weighted sums of values, 64 columns at a time.
+template <class T, int HEADS>
+inline void values(const float* weights_GL, long L, const T* values_JPU, const int64_t* blocks, long block_stride, long skipped,
+                   long length, long U, const float* shares_G, T* out_GU) {
+    for (long u = 0; u < U; u += 64) {
+        __mmask16 masks[4];
+        for (int i = 0; i < 4; ++i) masks[i] = first(std::clamp(U - u - 16 * i, 0L, 16L));
+        v16 sums[HEADS][4];
+        for (auto& head : sums)
+            for (auto& sum : head) sum = _mm512_setzero_ps();
+        for (long l = skipped; l < length; ++l) {
+            const T* v = values_JPU + blocks[l / BLOCK] * block_stride + l % BLOCK * U + u;
+            v16 x[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) x[i] = load(v + 16 * i, masks[i]);
+#pragma GCC unroll 4
+            for (int g = 0; g < HEADS; ++g) {
+                const v16 weight = all(weights_GL[g * L + l]);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) sums[g][i] = _mm512_fmadd_ps(weight, x[i], sums[g][i]);
+            }
+        }
+        for (int g = 0; g < HEADS; ++g)
+            for (int i = 0; i < 4; ++i)
+                store(out_GU + g * U + u + 16 * i, _mm512_mul_ps(sums[g][i], all(shares_G[g])), masks[i]);
+    }
+}
+
+// Writes each row's key and value to its place in the cache, and attends. Strides count numbers between rows; positions are those of
+// the row's token, and its block `table_BM[b, position / 16]`.
+template <class T>
+void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, const T* v_BJU, long v_stride, T* keys_NJPC,
+               T* values_NJPU, const int64_t* table_BM, long table_stride, const int64_t* positions_B, const float* sinks_H,
+               float scale, long window, T* out_BHU, long B, long H, long J, long C, long U) {
+    const long G = H / J;
+#pragma omp parallel
+    {
+        std::vector<float> query(G * C), weights, shares(G);
+#pragma omp for schedule(dynamic, 4)
+        for (long item = 0; item < B * J; ++item) {
+            const long b = item / J, j = item % J, position = positions_B[b], length = position + 1;
+            const long skipped = window > 0 ? std::max(0L, length - window) : 0, first_block = skipped / BLOCK;
+            const int64_t* blocks = table_BM + b * table_stride;
+            const long own = (blocks[position / BLOCK] * J + j) * BLOCK + position % BLOCK;
+            std::copy_n(k_BJC + b * k_stride + j * C, C, keys_NJPC + own * C);
+            std::copy_n(v_BJU + b * v_stride + j * U, U, values_NJPU + own * U);
+            const T* q = q_BHC + b * q_stride + j * G * C;
+            for (long g = 0; g < G; ++g)
+                for (long c = 0; c < C; c += 16)
+                    store(query.data() + g * C + c, _mm512_mul_ps(load(q + g * C + c, first(C - c)), all(scale)), first(C - c));
+            const long L = (length + BLOCK - 1) / BLOCK * BLOCK;
+            if (static_cast<long>(weights.size()) < G * L) weights.resize(G * L);
+            for (long i = first_block; i < L / BLOCK; ++i) {
+                const T* keys_PC = keys_NJPC + (blocks[i] * J + j) * BLOCK * C;
+                const long start = i * BLOCK;
+                const __mmask16 seen = first(length - start) & ~first(std::max(0L, skipped - start));
+                for (long g = 0; g < G; ++g)
+                    store(weights.data() + g * L + start,
+                          _mm512_mask_mov_ps(all(-INFINITY), seen, scores(query.data() + g * C, keys_PC, C)));
+            }
+            for (long g = 0; g < G; ++g) {
+                float* row = weights.data() + g * L;
+                v16 highest = all(-INFINITY), total = _mm512_setzero_ps();
+                for (long l = first_block * BLOCK; l < L; l += 16) highest = _mm512_max_ps(highest, load(row + l));
+                float most = _mm512_reduce_max_ps(highest);
+                if (sinks_H) most = std::max(most, sinks_H[j * G + g]);
+                for (long l = first_block * BLOCK; l < L; l += 16) {
+                    const v16 e = exp(_mm512_sub_ps(load(row + l), all(most)));
+                    total = _mm512_add_ps(total, e);
+                    store(row + l, e);
+                }
+                shares[g] = 1 / (_mm512_reduce_add_ps(total) + (sinks_H ? std::exp(sinks_H[j * G + g] - most) : 0.0f));
+            }
+            const T* base = values_NJPU + j * BLOCK * U;
+            T* out = out_BHU + (b * H + j * G) * U;
+            long g = 0;
+            for (; g + 4 <= G; g += 4)
+                values<T, 4>(weights.data() + g * L, L, base, blocks, J * BLOCK * U, skipped, length, U, shares.data() + g, out + g * U);
+            for (; g + 2 <= G; g += 2)
+                values<T, 2>(weights.data() + g * L, L, base, blocks, J * BLOCK * U, skipped, length, U, shares.data() + g, out + g * U);
+            if (g < G)
+                values<T, 1>(weights.data() + g * L, L, base, blocks, J * BLOCK * U, skipped, length, U, shares.data() + g, out + g * U);
+        }
+    }
+}
+
+// The inverse of a row's root mean square.
+template <class T>
+inline float inverse_rms(const T* x_D, long D, float eps) {
+    v16 squares = _mm512_setzero_ps();
+    for (long d = 0; d < D; d += 16) {
+        const v16 x = load(x_D + d, first(D - d));
+        squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    return 1 / std::sqrt(_mm512_reduce_add_ps(squares) / D + eps);
+}
+
+template <class T>
+inline v16 normed(v16 x, float inverse, v16 weight) {
+    return stored<T>(_mm512_mul_ps(stored<T>(_mm512_mul_ps(x, all(inverse))), weight));
+}
+
+template <class T>
+void rms_norm(const T* x_ND, const T* weight_D, float eps, T* out_ND, long N, long D) {
+#pragma omp parallel for schedule(static) if (N * D > 4096)
+    for (long n = 0; n < N; ++n) {
+        const float inverse = inverse_rms(x_ND + n * D, D, eps);
+        for (long d = 0; d < D; d += 16) {
+            const __mmask16 mask = first(D - d);
+            store(out_ND + n * D + d, normed<T>(load(x_ND + n * D + d, mask), inverse, load(weight_D + d, mask)), mask);
+        }
+    }
+}
+
+// In place: the first H heads normed by one weight, the next J by another (neither where they are null), then turned by the
+// positions' angles: pairs are (i, i + C / 2), cos and sin `[T, C / 2]`. A row holds `stride` numbers.
+template <class T>
+void norm_and_turn(T* qkv, long stride, const T* q_weight_C, const T* k_weight_C, float eps, const float* cos_Tc,
+                   const float* sin_Tc, long tokens, long H, long J, long C) {
+    const long half = C / 2;
+#pragma omp parallel for schedule(static) if (tokens * (H + J) * C > 4096)
+    for (long t = 0; t < tokens; ++t) {
+        for (long n = 0; n < H + J; ++n) {
+            T* x = qkv + t * stride + n * C;
+            const T* weight = n < H ? q_weight_C : k_weight_C;
+            const float inverse = weight ? inverse_rms(x, C, eps) : 1;
+            for (long c = 0; c < half; c += 16) {
+                const __mmask16 mask = first(half - c);
+                v16 a = load(x + c, mask), b = load(x + half + c, mask);
+                if (weight) {
+                    a = normed<T>(a, inverse, load(weight + c, mask));
+                    b = normed<T>(b, inverse, load(weight + half + c, mask));
+                }
+                const v16 cos = load(cos_Tc + t * half + c, mask), sin = load(sin_Tc + t * half + c, mask);
+                store(x + c, _mm512_fnmadd_ps(b, sin, stored<T>(_mm512_mul_ps(a, cos))), mask);
+                store(x + half + c, _mm512_fmadd_ps(a, sin, stored<T>(_mm512_mul_ps(b, cos))), mask);
+            }
+        }
+    }
+}
+
+}  // namespace nmoe
+
+#define NMOE_ATTENTION(suffix, T)                                                                                           \
+    extern "C" void nmoe_attention_##suffix(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, \
+                                            T* keys, T* values, const int64_t* table, long table_stride,                    \
+                                            const int64_t* positions, const float* sinks, float scale, long window, T* out, \
+                                            long B, long H, long J, long C, long U) {                                       \
+        nmoe::attention<T>(q, q_stride, k, k_stride, v, v_stride, keys, values, table, table_stride, positions, sinks,      \
+                           scale, window, out, B, H, J, C, U);                                                              \
+    }                                                                                                                       \
+    extern "C" void nmoe_rms_norm_##suffix(const T* x, const T* weight, float eps, T* out, long N, long D) {                \
+        nmoe::rms_norm<T>(x, weight, eps, out, N, D);                                                                       \
+    }                                                                                                                       \
+    extern "C" void nmoe_norm_and_turn_##suffix(T* qkv, long stride, const T* q_weight, const T* k_weight, float eps,       \
+                                                const float* cos, const float* sin, long tokens, long H, long J, long C) {  \
+        nmoe::norm_and_turn<T>(qkv, stride, q_weight, k_weight, eps, cos, sin, tokens, H, J, C);                            \
+    }
+
+NMOE_ATTENTION(fp32, float)
+NMOE_ATTENTION(bf16, nmoe::bf16)

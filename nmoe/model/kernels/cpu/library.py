@@ -1,0 +1,123 @@
+"""Compiles the C++ kernels for the CPU at hand, once per machine, and says where they are in use.
+
+They need Linux on a CPU with AVX-512 and its bf16 products (Zen 4, Sapphire Rapids and later) and a C++ compiler, `$CXX` or g++.
+Where something is missing everything runs by torch's operations as before, slower. Only the engine decodes by them (`in_use`), and
+not with exact numerics: their sums run in another order than those of the learner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCES = Path(__file__).parent
+_UNITS = ("products.cpp", "attention.cpp", "sampling.cpp")
+_HEADERS = ("vector.h", "tile.h")
+# GCC 12 takes its own intrinsics' undefined operands for a mistake of ours.
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-maybe-uninitialized")
+_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+_COMPILE_S = 300
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, with a warning where only the compiler is missing, where there can be none."""
+    features = _cpu_features()
+    if platform.system() != "Linux" or not features >= _NEEDED:
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(os.environ.get("CXX", "g++"), features)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0:1]
+        warnings.warn(
+            f"decoding goes by torch's operations, which are slower: its kernels could not be compiled ({''.join(detail)}); "
+            "install g++, or name a C++ compiler in CXX",
+            stacklevel=2,
+        )
+        return None
+
+
+def _cpu_features() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+def _compiled(compiler: str, features: set[str]) -> Path:
+    """The library's file, in the user's cache under a name that changes with all that goes into it."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    parts = [version, *_FLAGS, *sorted(features), *((_SOURCES / name).read_text() for name in (*_HEADERS, *_UNITS))]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
+    directory = _cache_directory()
+    if not (directory / name).exists():
+        with tempfile.TemporaryDirectory(dir=directory) as made:
+            out = Path(made) / name
+            units = [str(_SOURCES / unit) for unit in _UNITS]
+            command = [compiler, *_FLAGS, *units, "-o", str(out)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+            out.replace(directory / name)  # at once: another process may be doing the same
+    return directory / name
+
+
+def _cache_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(home) / "nmoe" / "kernels"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="nmoe-kernels-"))
+
+
+_in_use = False
+
+
+@contextmanager
+def in_use() -> Iterator[None]:
+    """Operations without gradient take the kernels here, where there are any."""
+    global _in_use
+    outer, _in_use = _in_use, library() is not None
+    try:
+        yield
+    finally:
+        _in_use = outer
+
+
+def usable(x: Tensor) -> bool:
+    """Whether an operation on `x` is to be a kernel's."""
+    return _in_use and x.dtype in DTYPES and x.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> int:
+    """Calls a kernel: tensors as the addresses of their first numbers, None as no address, int as long, float as float."""
+    loaded = library()
+    assert loaded is not None, "`usable` was asked"
+    function = getattr(loaded, name)
+    if function.argtypes is None:
+        function.restype = ctypes.c_long
+        function.argtypes = [_type(argument) for argument in arguments]
+    result: int = function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+    return result
+
+
+def _type(argument: Tensor | int | float | None) -> type[ctypes.c_void_p | ctypes.c_long | ctypes.c_float]:
+    if isinstance(argument, int):
+        return ctypes.c_long
+    return ctypes.c_float if isinstance(argument, float) else ctypes.c_void_p

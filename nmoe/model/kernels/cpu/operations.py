@@ -1,0 +1,134 @@
+"""The kernels as operations on tensors. Each docstring names the operations of torch that it stands for."""
+
+# Shapes: N rows, D inputs, F outputs of a linear layer or width of an expert, T tokens, K chosen experts, E experts, B running
+# rows, H query heads, J key-value heads, C key width, U value width, M blocks of a row, V vocabulary.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmoe.model.kernels.cpu.library import DTYPES, call
+
+_PANEL = 32  # of tile.h
+_HALF = _PANEL // 2
+
+
+def packed_panels(weight_EDF: Tensor) -> Tensor:
+    """Weights `[E, D, F]` in the order that kernels read: panels of 32 outputs, as tile.h says. D is even in bf16."""
+    experts, inputs, outputs = weight_EDF.shape
+    padded = torch.nn.functional.pad(weight_EDF, (0, -outputs % _PANEL))
+    if weight_EDF.dtype == torch.float32:
+        return padded.view(experts, inputs, -1, _PANEL).transpose(1, 2).contiguous()
+    return padded.view(experts, inputs // 2, 2, -1, _PANEL).permute(0, 3, 1, 4, 2).contiguous()
+
+
+def packed_gate_up(weight_EDF: Tensor) -> Tensor:
+    """Gate and up `[E, D, 2F]`, a panel having 16 columns of the one and the same 16 of the other."""
+    experts, inputs, columns = weight_EDF.shape
+    halves = torch.nn.functional.pad(weight_EDF.view(experts, inputs, 2, columns // 2), (0, -(columns // 2) % _HALF))
+    return packed_panels(halves.unflatten(-1, (-1, _HALF)).transpose(2, 3).reshape(experts, inputs, -1))
+
+
+def packed_down(weight_EFD: Tensor) -> Tensor:
+    """Panels of down projections, F filled up to 16 as `experts` fills its hidden units."""
+    return packed_panels(torch.nn.functional.pad(weight_EFD, (0, 0, 0, -weight_EFD.shape[1] % _HALF)))
+
+
+def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
+    """`F.linear` with a weight that `packed_panels` packed."""
+    x_ND = x_ND.contiguous()
+    out_NF = x_ND.new_empty(x_ND.shape[0], outputs)
+    call(f"nmoe_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, bias_F, out_NF, *x_ND.shape, outputs)
+    return out_NF
+
+
+def swiglu_linear(x_ND: Tensor, packed: Tensor, width: int) -> Tensor:
+    """`swiglu(F.linear(x, gate_up))`, `[N, width]`, with a weight that `packed_gate_up` packed."""
+    x_ND = x_ND.contiguous()
+    out_NF = x_ND.new_empty(x_ND.shape[0], width)
+    call(f"nmoe_swiglu_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, out_NF, *x_ND.shape, width)
+    return out_NF
+
+
+def experts(
+    x_TD: Tensor,
+    chosen_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias_EF: Tensor | None,
+    down_bias_ED: Tensor | None,
+    limit: float,
+    width: int,
+) -> Tensor:
+    """The whole of a layer's routed experts, `width` wide: rows to their experts, SwiGLU as `nmoe.model.kernels.swiglu` defines it,
+    and each token's weighted sum, `[T, D]`."""
+    x_TD, chosen_TK, weights_TK = x_TD.contiguous(), chosen_TK.contiguous(), weights_TK.contiguous()
+    (tokens, inputs), chosen, count = x_TD.shape, chosen_TK.shape[1], gate_up.shape[0]
+    rows = tokens * chosen
+    out_TD = torch.empty_like(x_TD)
+    numbers = rows * (inputs + (inputs + -inputs % _PANEL) + (width + -width % _HALF))
+    scratch, places = x_TD.new_empty(numbers), chosen_TK.new_empty(rows + 2 * count + 1, dtype=torch.int32)
+    weights = (gate_up, down, gate_up_bias_EF, down_bias_ED, float(limit))
+    shape = (tokens, chosen, inputs, width, count)
+    call(f"nmoe_experts_{DTYPES[x_TD.dtype]}", x_TD, chosen_TK, weights_TK, *weights, out_TD, scratch, places, *shape)
+    return out_TD
+
+
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`nmoe.model.norm.rms_norm` over rows of any shape."""
+    x_ND = x_ND.contiguous()
+    out_ND, width = torch.empty_like(x_ND), x_ND.shape[-1]
+    call(f"nmoe_rms_norm_{DTYPES[x_ND.dtype]}", x_ND, weight_D, float(eps), out_ND, x_ND.numel() // width, width)
+    return out_ND
+
+
+def norm_and_turn_(
+    qkv_TNC: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    cos_T1c: Tensor,
+    sin_T1c: Tensor,
+    heads: int,
+    kv_heads: int,
+) -> None:
+    """In place on the query heads, then the key heads of each token's row: RMSNorm where there are `norms` (the weights of queries
+    and keys, and epsilon), then `nmoe.model.rope.rotate`."""
+    tokens, columns, width = qkv_TNC.shape
+    q_norm_C, k_norm_C, eps = norms or (None, None, 0.0)
+    kind, row, shape = DTYPES[qkv_TNC.dtype], columns * width, (tokens, heads, kv_heads, width)
+    call(f"nmoe_norm_and_turn_{kind}", qkv_TNC, row, q_norm_C, k_norm_C, float(eps), cos_T1c, sin_T1c, *shape)
+
+
+def attention(
+    q_BHC: Tensor,
+    k_BJC: Tensor,
+    v_BJU: Tensor,
+    keys_NJPC: Tensor,
+    values_NJPU: Tensor,
+    table_BM: Tensor,
+    positions_B: Tensor,
+    sinks_H: Tensor | None,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Writes each row's key and value at its position, then `nmoe.model.kernels.paged_attention` over what it sees, `[B, H, U]`.
+    Heads lie one after another in a row; rows may lie apart."""
+    (rows, heads, width), (kv_heads, value_width) = q_BHC.shape, v_BJU.shape[1:]
+    q_BHC, k_BJC, v_BJU = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q_BHC, k_BJC, v_BJU))
+    out_BHU = q_BHC.new_empty(rows, heads, value_width)
+    cached = (keys_NJPC, values_NJPU, table_BM, table_BM.stride(0), positions_B)
+    rows_of = (q_BHC, q_BHC.stride(0), k_BJC, k_BJC.stride(0), v_BJU, v_BJU.stride(0))
+    shape = (rows, heads, kv_heads, width, value_width)
+    call(f"nmoe_attention_{DTYPES[q_BHC.dtype]}", *rows_of, *cached, sinks_H, float(scale), window, out_BHU, *shape)
+    return out_BHU
+
+
+def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """What `nmoe.engine.native.sampler.sample` gives rows that cut nothing: tokens and their log-probabilities, `[B]` each, and
+    whether all logits were finite."""
+    logits_BV, rows = logits_BV.contiguous(), logits_BV.shape[0]
+    tokens_B = torch.empty(rows, dtype=torch.int64)
+    logprobs_B = torch.empty(rows)
+    bad = call("nmoe_sample", logits_BV, temperature_B, uniforms_B.contiguous(), tokens_B, logprobs_B, *logits_BV.shape)
+    return tokens_B, logprobs_B, bad == 0

@@ -1,0 +1,78 @@
+// Drawing from a row of logits by the inverse of its cumulative distribution.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "vector.h"
+
+// Shapes: B rows, V vocabulary.
+
+namespace {
+
+constexpr long CHUNK = 64;
+
+}  // namespace
+
+// A row is sampled at its temperature; 0 takes the largest logit, with log-probability 0. Returns how many rows hold what is not
+// finite: their draws mean nothing.
+extern "C" long nmoe_sample(const float* logits_BV, const float* temperature_B, const float* uniforms_B, int64_t* tokens_B,
+                            float* logprobs_B, long B, long V) {
+    using namespace nmoe;
+    long bad = 0;
+#pragma omp parallel reduction(+ : bad)
+    {
+        std::vector<float> masses(V);
+        std::vector<double> until((V + CHUNK - 1) / CHUNK);  // mass up to a chunk's end
+#pragma omp for schedule(static)
+        for (long b = 0; b < B; ++b) {
+            const float* logits = logits_BV + b * V;
+            const float temperature = temperature_B[b] == 0 ? 1 : temperature_B[b];
+            v16 highest = all(-INFINITY);
+            for (long v = 0; v < V; v += 16) highest = _mm512_max_ps(highest, _mm512_mask_loadu_ps(highest, first(V - v), logits + v));
+            const float most = _mm512_reduce_max_ps(highest);
+            double total = 0;
+            for (long start = 0; start < V; start += CHUNK) {
+                v16 sum = _mm512_setzero_ps();
+                for (long v = start; v < std::min(V, start + CHUNK); v += 16) {
+                    const __mmask16 mask = first(V - v);
+                    const v16 shifted = _mm512_div_ps(_mm512_sub_ps(load(logits + v, mask), all(most)), all(temperature));
+                    const v16 mass = _mm512_maskz_mov_ps(mask, nmoe::exp(shifted));
+                    store(masses.data() + v, mass, mask);
+                    sum = _mm512_add_ps(sum, mass);
+                }
+                total += _mm512_reduce_add_ps(sum);
+                until[start / CHUNK] = total;
+            }
+            if (!std::isfinite(total) || !std::isfinite(most)) {
+                ++bad, tokens_B[b] = 0, logprobs_B[b] = 0;
+                continue;
+            }
+            long token = 0;
+            if (temperature_B[b] == 0) {
+                while (logits[token] != most) ++token;
+                tokens_B[b] = token, logprobs_B[b] = 0;
+                continue;
+            }
+            // The first token whose cumulative mass exceeds the draw. Rounding may leave none: then the last one with any mass.
+            const double draw = uniforms_B[b] * total;
+            long chunk = 0, last = 0;
+            while (chunk + 1 < static_cast<long>(until.size()) && until[chunk] <= draw) ++chunk;
+            double cumulative = chunk ? until[chunk - 1] : 0;
+            token = -1;
+            for (long v = chunk * CHUNK; v < V; ++v) {
+                cumulative += masses[v];
+                if (masses[v] > 0) last = v;
+                if (cumulative > draw && masses[v] > 0) {
+                    token = v;
+                    break;
+                }
+            }
+            if (token < 0) token = last;
+            tokens_B[b] = token;
+            logprobs_B[b] = static_cast<float>((static_cast<double>(logits[token]) - most) / temperature - std::log(total));
+        }
+    }
+    return bad;
+}

@@ -1,0 +1,264 @@
+"""The C++ kernels of decoding on a CPU, each against torch's operations that it stands for."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from paged_cases import SHAPES, Cache
+from tiny_models import tiny_family
+from torch import Tensor, nn
+
+from nmoe.engine.api import Request, Sampling
+from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.sampler import SamplingColumns, sample
+from nmoe.model import products
+from nmoe.model.kernels.cpu import library, operations
+from nmoe.model.kernels.paged_attention import paged_attention_reference
+from nmoe.model.kernels.swiglu import swiglu_reference
+from nmoe.model.moe import MoE, RouterTrace
+from nmoe.model.norm import rms_norm
+from nmoe.model.rope import rotate
+
+needs_kernels = pytest.mark.skipif(
+    library.library() is None, reason="the kernels need Linux, a CPU with AVX-512 bf16 products, and a C++ compiler"
+)
+
+# Of sums in fp32, and of what is stored in bf16, whose last bit is 2^-8 of a number.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2}
+DTYPES = list(TOLERANCE)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def in_use() -> Iterator[None]:
+    with torch.no_grad(), products.PackedWeights().active(), library.in_use():
+        yield
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 2, 5), (14, 8, 32), (15, 6, 33), (300, 100, 70), (0, 4, 4)]
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, biased: bool) -> None:
+    x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) / inputs**0.5
+    bias = draw(outputs, dtype=dtype) if biased else None
+    packed = operations.packed_panels(weight.t().unsqueeze(0))
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(operations.linear(x, packed, outputs, bias), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 20, 48])
+def test_swiglu_linear(dtype: torch.dtype, width: int) -> None:
+    x, gate_up = draw(29, 24, dtype=dtype), draw(2 * width, 24, dtype=dtype) / 5
+    packed = operations.packed_gate_up(gate_up.t().unsqueeze(0))
+    expected = swiglu_reference(F.linear(x.double(), gate_up.double()).to(dtype))
+    close(operations.swiglu_linear(x, packed, width), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(("width", "tokens"), [(16, 1), (20, 40)])
+def test_experts(family: str, width: int, tokens: int, dtype: torch.dtype) -> None:
+    model = tiny_family(family, expert_width=width)
+    moe = next(module for module in model.modules() if isinstance(module, MoE)).to(dtype)
+    moe.router.float()
+    x = draw(tokens, 32, dtype=dtype)
+    with in_use():
+        weights_TK, chosen_TK = moe.router(x, RouterTrace())
+        assert moe._fits_kernel(x)
+        close(moe._by_kernel(x, weights_TK, chosen_TK), moe._routed(x, weights_TK, chosen_TK))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    x, weight = draw(40, 64, dtype=dtype), draw(50, 64, dtype=dtype)
+    packed = operations.packed_panels(weight.t().unsqueeze(0))
+    whole = operations.linear(x, packed, 50, None)
+    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
+        assert torch.equal(operations.linear(x[rows], packed, 50, None), whole[rows])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cache", SHAPES.values(), ids=SHAPES)
+def test_attention(cache: Cache, dtype: torch.dtype) -> None:
+    cache = cache.of(dtype)
+    rows = [row for row, length in enumerate(cache.lengths) if length]
+    lengths_B = cache.lengths_B[rows]
+    q_BHC, table_BM = cache.q_BHC[rows], cache.table_BM[rows]
+    expected = paged_attention_reference(cache.layer, q_BHC, cache.keys_NJPC, cache.values_NJPU, table_BM, lengths_B)
+    # The newest position comes as an argument, as part of rows that hold more.
+    at_B = (lengths_B - 1).long()
+    block_B = table_BM.long().gather(1, at_B.unsqueeze(1) // 16).squeeze(1)
+    new = []
+    for cached in (cache.keys_NJPC, cache.values_NJPU):
+        rows_BJW = cached[block_B, :, at_B % 16]
+        new.append(torch.cat([rows_BJW, rows_BJW], 1)[:, : rows_BJW.shape[1]])
+        cached[block_B, :, at_B % 16] = torch.nan
+    sinks_H = None if cache.layer.sinks_H is None else cache.layer.sinks_H.float()
+    out = operations.attention(
+        q_BHC,
+        *new,
+        cache.keys_NJPC,
+        cache.values_NJPU,
+        table_BM.long(),
+        at_B,
+        sinks_H,
+        cache.layer.scale,
+        cache.layer.window,
+    )
+    close(out, expected)
+    assert torch.equal(cache.keys_NJPC[block_B, :, at_B % 16], new[0])
+    assert torch.equal(cache.values_NJPU[block_B, :, at_B % 16], new[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 16, 24, 40, 256])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    x, weight = 3 * draw(5, 7, width, dtype=dtype), draw(width, dtype=dtype)
+    close(operations.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [4, 16, 34, 64])
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_and_turn(width: int, normed: bool, dtype: torch.dtype) -> None:
+    qkv, angles = draw(9, 7, width, dtype=dtype), draw(9, 1, width // 2)
+    weights = draw(width, dtype=dtype), draw(width, dtype=dtype, seed=1)
+    q, k = qkv[:, :4], qkv[:, 4:6]
+    if normed:
+        q, k = rms_norm(q, weights[0], 1e-6), rms_norm(k, weights[1], 1e-6)
+    expected = [rotate(x.contiguous(), angles.cos(), angles.sin()) for x in (q, k)]
+    ours = qkv.clone()
+    operations.norm_and_turn_(ours, (*weights, 1e-6) if normed else None, angles.cos(), angles.sin(), 4, 2)
+    close(ours, torch.cat([*expected, qkv[:, 6:]], 1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("vocabulary", [3, 64, 65, 1000])
+def test_sampling(vocabulary: int) -> None:
+    rows = 200
+    logits = 3 * draw(rows, vocabulary)
+    logits[:, 1] = float("-inf")
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0]).repeat(rows // 4)
+    uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(1))
+    uniforms[:8] = 0
+    columns = SamplingColumns(
+        temperature, torch.ones(rows), torch.zeros(rows, dtype=torch.int64), plain=False, cuts=False
+    )
+    with torch.no_grad():
+        tokens, logprobs, _ = sample(logits, columns, uniforms)  # torch's
+        with library.in_use():
+            found, scores, _ = sample(logits, columns, uniforms)
+    assert torch.equal(found, tokens)
+    torch.testing.assert_close(scores, logprobs, rtol=1e-6, atol=1e-6)
+    # The highest draw there is meets the last mass or one just before it, never a token that has none.
+    highest = torch.full((rows,), 1 - 2**-24)
+    assert operations.sample(logits, temperature, highest)[1].isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite(value: float) -> None:
+    logits = draw(3, 100)
+    logits[1] = value
+    columns = SamplingColumns(torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64), plain=True, cuts=False)
+    with torch.no_grad(), library.in_use(), pytest.raises(FloatingPointError, match="not finite"):
+        sample(logits, columns, torch.full((3,), 0.5))
+
+
+@needs_kernels
+def test_exponentials_over_the_whole_range() -> None:
+    """Through the weights of two logits: 1 / (1 + e^-d) in log, whose error is that of e^-d."""
+    gaps = torch.linspace(0, 100, 4001)
+    logits = torch.stack([torch.zeros_like(gaps), -gaps], 1)
+    _, logprobs, finite = operations.sample(logits, torch.ones(4001), torch.zeros(4001))
+    assert finite
+    torch.testing.assert_close(logprobs, -torch.exp(-gaps.double()).log1p().float(), rtol=1e-6, atol=1e-7)
+
+
+def test_where_nothing_can_be_compiled_all_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library.library.cache_clear()
+    monkeypatch.setattr(library, "_cpu_features", lambda: library._NEEDED)
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    try:
+        with pytest.warns(UserWarning, match=r"could not be compiled .*no-compiler.*; install g\+\+"):
+            assert library.library() is None
+        core = EngineCore(tiny_family("qwen3_moe"), 2)
+        job = core.add(Request((1, 2), 2, Sampling(5), "r"))
+        while not core.idle:
+            core.step()
+        assert [len(sample.token_ids) for sample in job.samples if sample] == [5, 5]
+    finally:
+        library.library.cache_clear()
+
+
+@needs_kernels
+def test_compiled_once_per_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        runs.append(command)
+        if "-o" in command:
+            Path(command[-1]).write_text("")
+        return subprocess.CompletedProcess(command, 0, "g++ 1.0", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = library._compiled("g++", {"avx512f"})
+    assert first.parent == tmp_path / "nmoe" / "kernels"
+    assert library._compiled("g++", {"avx512f"}) == first
+    assert library._compiled("g++", {"avx512f", "amx_bf16"}) != first
+    assert [command[1] for command in runs] == ["--version", "-O3", "--version", "--version", "-O3"]
+
+
+@needs_kernels
+def test_the_engine_uses_them_unless_its_numerics_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: set[str] = set()
+    call = library.call
+
+    def counting(name: str, *arguments: Tensor | int | float | None) -> int:
+        called.add(name)
+        return call(name, *arguments)
+
+    monkeypatch.setattr(operations, "call", counting)
+    for numerics in ("exact", "fast"):
+        core = EngineCore(tiny_family("qwen3_moe").set_numerics(numerics), 2)  # type: ignore[arg-type]
+        core.add(Request((1, 2), 2, Sampling(3), "r"))
+        while not core.idle:
+            core.step()
+        assert bool(called) == (numerics == "fast")
+    kinds = ("linear", "experts", "rms_norm", "norm_and_turn", "attention")
+    assert called == {*(f"nmoe_{kind}_fp32" for kind in kinds), "nmoe_sample"}
+
+
+@needs_kernels
+def test_a_weight_that_changes_is_packed_anew() -> None:
+    weight, x = nn.Parameter(draw(5, 4)), draw(3, 4)
+    with in_use():
+        for _ in range(2):
+            assert products.by_kernel(x, weight)
+            close(products.linear(x, weight), F.linear(x, weight))
+            weight.mul_(2)
