@@ -26,6 +26,7 @@ from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.turn import Turn
 
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENS_PER_MICROBATCH = 16384
@@ -97,7 +98,7 @@ def _batch(prompts: list[list[int]], samples: list[Sample]) -> Batch:
     problem = Problem("benchmark", "benchmark", "", "", "benchmark")
     grade = Grade(0.0, {}, "ok", {}, None)
     trajectories = [
-        Trajectory(problem, row, 0, tuple(prompt), sample, grade)
+        Trajectory(problem, row, tuple(prompt), (Turn((), sample),), grade, Sampling(NEW_TOKENS))
         for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
     ]
     return policy_batch(trajectories, torch.zeros(len(samples)), "token", NEW_TOKENS)

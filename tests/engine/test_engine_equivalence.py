@@ -18,6 +18,7 @@ from nmoe.recipes.policy_batch import policy_batch
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.turn import Turn
 
 Answers = list[tuple[Request, Sample]]
 
@@ -122,7 +123,8 @@ def test_recomputed_by_the_learner(
     model, expected = alone(family, numerics)
     problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
     trajectories = [
-        Trajectory(problem, i, 0, request.prompt_ids, sample, grade) for i, (request, sample) in enumerate(expected)
+        Trajectory(problem, i, request.prompt_ids, (Turn((), sample),), grade, request.sampling)
+        for i, (request, sample) in enumerate(expected)
     ]
     batch = policy_batch(trajectories, torch.ones(len(trajectories)), "token", 35)
     emitted = torch.tensor([p for _, sample in expected for p in sample.logprobs])
