@@ -10,7 +10,7 @@ import re
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nmoe.config.environment import DatasetTask, GeneratedTask
@@ -107,7 +107,8 @@ def test_a_generated_gold_is_readable_and_correct(task_type: str, seed: int, dif
         ("arithmetic", "-11", ["-11", "−11"], ["11", "- 1 1", ""]),
         ("gsm8k", "1,018", ["1018", "$1,018", "1018.00"], ["1019", "1018 eggs", ""]),
         ("math", r"\frac{1}{2}", [r"\dfrac{1}{2}", "0.5", r"$\frac{2}{4}$"], ["2", "1", ""]),
-        ("math", "x^2+1", ["x^2 + 1", r"\mathrm{x}^2+1"], ["x^2", "X^2+1"]),
+        ("gsm8k", "18", ["x = 18", "36/2"], ["9+9", r"\sqrt{324}", "9**9**9"]),
+        ("math", "x^2+1", ["x^2 + 1", r"\mathrm{x}^2+1", "1+x^2", "(x+1)^2-2x"], ["x^2", "X^2+1", "9**9**9"]),
     ],
 )
 def test_correct(task_type: str, gold: str, right: list[str], wrong: list[str]) -> None:
@@ -137,6 +138,34 @@ def test_a_gold_that_can_not_be_compared_is_refused(task_type: str, gold: str, r
         TASKS[task_type].check_gold(problem(task_type, gold))
 
 
+def test_an_expression_of_the_question_is_no_answer_to_it() -> None:
+    asked = problem("math", r"6\sqrt{5}", r"Simplify $\sqrt{180}$.")
+    assert not correct(asked, r"\sqrt{180}")
+    assert not correct(asked, r"$\sqrt {180}$")
+    assert correct(asked, r"6\sqrt5")
+    assert correct(asked, r"\sqrt{36 \cdot 5}")
+
+
+@pytest.mark.parametrize(
+    ("question", "any_order"),
+    [
+        ("Find all roots. Enter them separated by commas.", True),
+        ("Enter your answers, separated with commas.", True),
+        ("List the solutions in any order.", True),
+        ("Find all roots.", False),
+        ("Enter the angles, separated by commas, in increasing order.", False),
+        ("Find $a$ and $b$, respectively, separated by commas.", False),
+    ],
+)
+def test_a_list_has_an_order_unless_the_question_says_otherwise(question: str, any_order: bool) -> None:
+    asked = problem("math", r"-2, \sqrt{8}", question)
+    assert correct(asked, r"-2, 2\sqrt{2}")
+    assert correct(asked, r"2\sqrt{2}, -2") is any_order
+    assert correct(asked, r"\{2\sqrt{2}, -2\}") is any_order
+    assert not correct(asked, r"2\sqrt{2}, 2")
+
+
 @given(st.sampled_from(sorted(TASKS)), st.text())
+@settings(deadline=None)
 def test_correct_is_total(task_type: str, answer: str) -> None:
     assert correct(problem(task_type, "1"), answer) in (True, False)

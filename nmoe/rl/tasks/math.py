@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import re
+
 from nmoe.errors import UserError
-from nmoe.rl.grading import exact
+from nmoe.rl.grading.answers import grade_answer
+from nmoe.rl.grading.equivalence import settle
+from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks.task import Attempt, QuestionTask
 
+_ANY_ORDER = re.compile(r"separated? (?:\w+ ){0,3}(?:by|with) commas?|in any order", re.IGNORECASE)
+_IN_ORDER = re.compile(
+    r"\border(?:ed)? (?:from|of)|respectively|(?:in|de)creasing|(?:a|de)scending|smallest|largest", re.IGNORECASE
+)
+
 
 class MathTask(QuestionTask):
-    """Exact match after normalisation: a right answer in another form than the gold's can count as wrong, but a wrong
-    one never as right."""
+    r"""Equivalence of answers (docs/grading.md), with what the question adds to it.
+
+    An expression that the question itself contains is not an answer to it: `\sqrt{180}` is as much as the gold
+    `6\sqrt{5}`, but "Simplify $\sqrt{180}$" asks for more. And where the question wants a list "separated by commas" and no
+    particular order, any order will do.
+    """
 
     bare_final = False
 
     def check_gold(self, problem: Problem) -> None:
-        if len(problem.gold) > exact.MAX_ANSWER_CHARS:
+        if len(problem.gold) > MAX_ANSWER_CHARS:
             raise UserError(
-                f"the gold answer has {len(problem.gold)} characters, more than {exact.MAX_ANSWER_CHARS}: "
+                f"the gold answer has {len(problem.gold)} characters, more than {MAX_ANSWER_CHARS}: "
                 "is it a whole solution? choose a gold_extractor"
             )
-        if not exact.normalize(problem.gold):
+        if not normalize(problem.gold):
             raise UserError(f"nothing is left of the gold answer {problem.gold!r} without its typesetting")
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, f"({problem.gold}) + 1"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        return Verdict.of(exact.equal(problem.gold, attempt.answer), "exact", "equal after normalisation or not")
+        any_order = bool(_ANY_ORDER.search(problem.question)) and not _IN_ORDER.search(problem.question)
+        verdict = settle(problem.gold, attempt.answer, any_order=any_order)
+        if verdict is not None:
+            return verdict
+        if _squeezed(attempt.answer) in _squeezed(problem.question):
+            return Verdict.of(False, "symbolic", "repeats an expression of the question")
+        return await grade_answer(problem.gold, attempt.answer, any_order=any_order)
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[\s$]|\\left|\\right|(?<=\\)[dt](?=frac)", "", text)

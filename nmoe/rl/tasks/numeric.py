@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from nmoe.errors import UserError
-from nmoe.rl.grading import exact
+from nmoe.rl.grading.equivalence import settle
+from nmoe.rl.grading.normalization import normalize
+from nmoe.rl.grading.numbers import read_number
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks.task import Attempt, QuestionTask
 
 
 class NumericTask(QuestionTask):
-    """The base of gsm8k, add and arithmetic."""
+    """The base of gsm8k, add and arithmetic. An answer that is still to be worked out, "47 + 85", is no number."""
 
     def check_gold(self, problem: Problem) -> None:
-        if len(problem.gold) > exact.MAX_ANSWER_CHARS or exact.number(exact.normalize(problem.gold)) is None:
+        if read_number(normalize(problem.gold)) is None:
             shown = problem.gold if len(problem.gold) <= 80 else problem.gold[:77] + "..."
             raise UserError(f"the gold answer of a problem of type {problem.task_type} is a number, not {shown!r}")
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
-        value = exact.number(exact.normalize(problem.gold))
-        assert value is not None, "check_gold refuses a gold that is no number"
-        return problem.gold, str(value + 1)
+        number = read_number(normalize(problem.gold))
+        assert number is not None, "check_gold refuses a gold that is no number"
+        return problem.gold, str(number.value + 1)
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        return Verdict.of(exact.equal(problem.gold, attempt.answer), "exact", "equal after normalisation or not")
+        return settle(problem.gold, attempt.answer) or Verdict.of(False, "numeric", "an expression, not a number")

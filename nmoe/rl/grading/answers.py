@@ -1,0 +1,75 @@
+"""Grading an answer against its gold: the layers one after the other, the symbolic one in worker processes.
+
+    verdict = await grade_answer(gold, answer)      # in a rollout
+    for verdict in grade_answers(pairs): ...        # in a command
+
+Both share one pool of workers in this process, which starts with the first answer that needs it. Documented, row by row and each
+row tested, in docs/grading.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+
+from nmoe.rl.grading.equivalence import settle
+from nmoe.rl.grading.verdict import Verdict
+from nmoe.rl.grading.workers import Reply, WorkerPool
+
+# Enough for every worker to have its next batch ready.
+_IN_FLIGHT = 256
+
+_lock = threading.Lock()
+_pool: WorkerPool | None = None
+
+
+def symbolic_workers() -> WorkerPool:
+    """The pool of this process."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = WorkerPool("nmoe.rl.grading.symbolic:equal")
+        return _pool
+
+
+async def grade_answer(gold: str, answer: str, *, any_order: bool = False) -> Verdict:
+    """Whether `answer` is `gold`, both raw texts; never raises, for any answer. `any_order`: bare lists are sets."""
+    verdict = settle(gold, answer, any_order=any_order)
+    if verdict is not None:
+        return verdict
+    return symbolic_verdict(await asyncio.wrap_future(_submit(gold, answer, any_order)))
+
+
+def grade_answers(pairs: Iterable[tuple[str, str]]) -> Iterator[Verdict]:
+    """The verdicts on pairs of gold and answer, in their order; blocks, and keeps a few hundred of them going at once."""
+    waiting: deque[Verdict | Future[Reply]] = deque()
+    for gold, answer in pairs:
+        waiting.append(settle(gold, answer) or _submit(gold, answer, False))
+        while waiting and (isinstance(waiting[0], Verdict) or waiting[0].done() or len(waiting) > _IN_FLIGHT):
+            yield _verdict(waiting.popleft())
+    for one in waiting:
+        yield _verdict(one)
+
+
+def _submit(gold: str, answer: str, any_order: bool) -> Future[Reply]:
+    return symbolic_workers().submit(gold, answer, any_order)
+
+
+def _verdict(one: Verdict | Future[Reply]) -> Verdict:
+    return one if isinstance(one, Verdict) else symbolic_verdict(one.result())
+
+
+def symbolic_verdict(reply: Reply) -> Verdict:
+    """What a worker's reply means."""
+    if reply.status == "value":
+        return _EQUAL if reply.value else _DIFFERENT
+    if reply.status == "lost":
+        return Verdict("error", 0.0, "symbolic", reply.value)
+    return Verdict.of(False, "symbolic", f"{reply.status}: {reply.value}")
+
+
+_EQUAL = Verdict.of(True, "symbolic", "the same value")
+_DIFFERENT = Verdict.of(False, "symbolic", "not shown to be the same value")

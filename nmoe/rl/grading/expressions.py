@@ -1,0 +1,136 @@
+r"""Scalar texts made ready for math-verify's parser, or found not to be an expression at all.
+
+That parser reads generously: it takes X for x, "3 4" for 3 + 4, "5 east" for a product of letters, x' for x, `\sin 30^\circ`
+for the sine of 30 radians and 1/2x for 1/(2x). So it gets only what has one reading: numbers, letters, known functions,
+brackets and operators. Everything else is a text, which only the same text equals.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+_FUNCTIONS = [
+    "arcsin",
+    "arccos",
+    "arctan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "ln",
+    "log",
+]
+_FUNCTIONS += ["exp"]
+_GREEK = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "theta",
+    "lambda",
+    "mu",
+    "nu",
+    "rho",
+    "sigma",
+    "tau",
+    "phi",
+    "omega",
+]
+_OTHER = ["sqrt", "frac", "pi", "cdot", "times", "div", "infty", "binom", "lfloor", "rfloor", "lceil", "rceil"]
+_COMMANDS = frozenset(_FUNCTIONS + _GREEK + _OTHER)
+
+_CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
+# The parser recurses, and so does sympy.
+_MAX_DEPTH = 30
+
+_TOKEN = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|\\(?P<command>[A-Za-z]+)|(?P<letters>[A-Za-z]+)"
+    r"|(?P<sign>[-+*/^_(){}\[\]|!])|(?P<space> )"
+)
+_WORDS = re.compile(r"(?<![A-Za-z\\])(pi|" + "|".join(_FUNCTIONS) + r")(?![A-Za-z])")
+_ROOT = re.compile(r"(?<![A-Za-z])\\?sqrt ?\(")
+_SUBSCRIPT = re.compile(r"_([0-9])(?![0-9]) ?")
+_POWER = re.compile(r"\^(-[0-9]+|[0-9]{2,}|\\frac\{[0-9]+\}\{[0-9]+\})")
+_TOWER = re.compile(r"\^(?:\{[^{}]*\}|[0-9A-Za-z])\^")
+_DIVISION = re.compile(r"/ ?(?:[0-9]+|[A-Za-z]) ?(?:[A-Za-z(\\{])")
+_DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+
+
+@lru_cache(4096)
+def latex(text: str) -> str | None:
+    """The LaTeX of a normalised scalar text for the parser, decimals as exact fractions; None for what is no expression."""
+    source = _WORDS.sub(r"\\\1 ", _with_roots(text.replace("**", "^")))
+    source = _SUBSCRIPT.sub(r"_{\1}", source)
+    tokens = list(_TOKEN.finditer(source))
+    if not tokens or sum(len(token.group()) for token in tokens) != len(source) or not _is_balanced(source):
+        return None
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if token.lastgroup == "command" and token["command"] not in _COMMANDS:
+            return None
+        if token.lastgroup == "number" and before is not None and before.group() == " ":
+            return None  # two numbers side by side, or a word and a number
+        if token.lastgroup == "letters" and not _are_variables(token.group(), tokens):
+            return None
+    if _TOWER.search(source) or _DIVISION.search(source) or re.search(r"[0-9]\.?[eE][0-9]", source):
+        return None
+    return _POWER.sub(r"^{\1}", _DECIMAL.sub(_as_fraction, source))
+
+
+def _with_roots(text: str) -> str:
+    r""" "sqrt(x)" as "\sqrt{x}", by the bracket that closes it."""
+    while match := _ROOT.search(text):
+        depth = 1
+        for end in range(match.end(), len(text)):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            if depth == 0:
+                break
+        else:
+            return text
+        text = rf"{text[: match.start()]}\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"
+    return text
+
+
+def _is_balanced(source: str) -> bool:
+    open_ = []
+    for sign in re.findall(r"[(){}\[\]]", source):
+        if sign in _CLOSED_BY:
+            open_.append(_CLOSED_BY[sign])
+        elif not open_ or open_.pop() != sign:
+            return False
+        if len(open_) > _MAX_DEPTH:
+            return False
+    return not open_
+
+
+def _are_variables(letters: str, tokens: list[re.Match[str]]) -> bool:
+    """Letters side by side are variables multiplied; three or more alone, or more than four, are a word."""
+    if len(letters) == 1:
+        return True
+    return len(letters) <= 4 and any(token.lastgroup in ("number", "sign", "command") for token in tokens)
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    whole, digits = decimal.groups()
+    return rf"\frac{{{int(whole + digits)}}}{{{10 ** len(digits)}}}"
+
+
+def letters(text: str) -> set[str]:
+    """The letters outside of commands."""
+    return set("".join(re.findall(r"(?<!\\)(?<![\\A-Za-z])[A-Za-z]+|(?<=_)[A-Za-z]", _without_commands(text))))
+
+
+def _without_commands(text: str) -> str:
+    return re.sub(r"\\[A-Za-z]+", " ", text)
+
+
+def comparable(gold: str, answer: str) -> bool:
+    """Whether the parser can be trusted with both: it does not tell cases apart, so that no letter may stand in both."""
+    both = letters(gold) | letters(answer)
+    return all(not (letter.isupper() and letter.lower() in both) for letter in both)
