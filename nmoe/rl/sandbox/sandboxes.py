@@ -1,0 +1,205 @@
+"""The factory of sandboxes: what the machine can do is tried once, sandboxes are started ahead of need, each with its own uid."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.rl.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
+from nmoe.rl.sandbox.process import ProcessSandbox, start
+from nmoe.rl.sandbox.workspace import entries_of
+
+_ROOT = str(Path(__file__).parents[3])
+_START_DEADLINE_S = 20.0
+_UIDS = 65536
+_INODES_PER_MB = 256
+# All that a process inside finds in its environment. A fixed hash seed: a trajectory that is replayed iterates over sets as before.
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORKSPACE,
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+class Sandboxes:
+    """Opens sandboxes of one level, all with the same disk and the same limits for calls that name none.
+
+    Belongs to the event loop that opens the first one. `close` ends those that wait; open ones are their owners' to close.
+    """
+
+    def __init__(self, settings: SandboxSettings | None = None, limits: Limits | None = None) -> None:
+        """Starts one sandbox and tries to leave it. Raises SandboxSetupError where the level is not in force, with a remedy."""
+        self.settings = settings or SandboxSettings()
+        self.limits = limits or Limits()
+        self._python, self._visible, self._site = _interpreter(self.settings)
+        self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
+        self._ready: list[ProcessSandbox] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._closed = False
+        # Imported here, for the checks open sandboxes by this class.
+        from nmoe.rl.sandbox.probe import probe
+
+        _in_a_thread(probe, self)
+
+    def describe(self) -> str:
+        """What is in force, in one line, for the log and for records of workspaces."""
+        entered = (
+            f"bubblewrap {_version(self._bubblewrap)}"
+            if self._bubblewrap
+            else "Landlock and namespaces, without bubblewrap"
+        )
+        user = "a uid of its own each" if os.getuid() == 0 else f"uid {os.getuid()} in a user namespace each"
+        return (
+            f"{entered}, seccomp, no network, {user}, memory and CPU time of the process tree watched every 20 ms, "
+            f"disk {self.limits.disk_mb} MB, Python {self._python}"
+        )
+
+    async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
+        """A fresh sandbox, with a copy of the files of `workspace`.
+
+        Raises SandboxSetupError where it does not start, UserError for a workspace that can not be read, SandboxFileError for
+        one that does not fit its disk.
+        """
+        if self._closed:
+            raise RuntimeError("these sandboxes are closed")
+        sandbox = self._ready.pop() if self._ready else await self.open_cold()
+        self._refill()
+        try:
+            if workspace is not None:
+                await sandbox.put(*await asyncio.to_thread(entries_of, workspace, self.limits.disk_mb))
+            if access is not None:
+                await sandbox.restrict(access.read, access.write)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        """Ends the sandboxes that wait for use, and opens no more."""
+        self._closed = True
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        while self._ready:
+            await self._ready.pop().close()
+
+    def _refill(self) -> None:
+        """Starts what is missing, in the background; one that fails is left for `open` to report."""
+        for _ in range(self.settings.warm - len(self._ready) - len(self._starting)):
+            task = asyncio.get_running_loop().create_task(self._start_one_more())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _start_one_more(self) -> None:
+        with contextlib.suppress(SandboxSetupError):
+            self._ready.append(await self.open_cold())
+
+    async def open_cold(self) -> ProcessSandbox:
+        """One that is started now, not taken from those that wait. Raises SandboxSetupError."""
+        uid, lock = _free_uid(self.settings.first_uid) if os.getuid() == 0 else (None, None)
+        plan = {
+            "level": self.settings.level,
+            "uid": uid,
+            "disk_mb": self.limits.disk_mb,
+            "inodes": self.limits.disk_mb * _INODES_PER_MB,
+            "visible": self._visible,
+            "site": self._site,
+            "python": self._python,
+            "bubblewrap": self._bubblewrap,
+        }
+        try:
+            process = await start(self._python, _ROOT, plan, _ENVIRONMENT, _START_DEADLINE_S)
+        except BaseException as error:
+            if lock is not None:
+                lock.close()
+            if isinstance(error, OSError):
+                raise SandboxSetupError(_remedy(self.settings.level, str(error))) from None
+            raise
+        return ProcessSandbox(process, self.limits, lock)
+
+
+def _interpreter(settings: SandboxSettings) -> tuple[str, list[str], list[str]]:
+    """The interpreter's path, the directories outside /usr that have to be visible for it and by the settings, and those with
+    its packages: the module site, which would find them, takes 19 ms of a cold start."""
+    python = settings.python or os.path.realpath(sys.executable)
+    if not os.access(python, os.X_OK):
+        raise SandboxSetupError(f"sandbox.python: {python} is no program; name a Python interpreter, 3.11 or newer")
+    # Of a virtual environment both it and what it was made from have to be there.
+    prefixes = {os.path.dirname(os.path.dirname(path)) for path in (os.path.abspath(python), os.path.realpath(python))}
+    for path in settings.visible:
+        if not os.path.exists(path):
+            raise SandboxSetupError(f"sandbox.visible: {path} does not exist")
+    found = {*prefixes, *map(os.path.abspath, settings.visible)}
+    site = [str(path) for prefix in sorted(prefixes) for path in Path(prefix).glob("lib/python3*/*-packages")]
+    return python, sorted(path for path in found if path != "/" and not f"{path}/".startswith("/usr/")), site
+
+
+def _find_bubblewrap() -> str:
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxSetupError(
+            'sandbox_setup_failed: sandbox.level = "bubblewrap" needs bwrap, which is not installed; install the package '
+            'bubblewrap (apt-get install bubblewrap), or choose level = "landlock"'
+        )
+    return found
+
+
+def _version(bubblewrap: str) -> str:
+    return subprocess.run([bubblewrap, "--version"], capture_output=True, text=True, check=False).stdout.split()[-1]
+
+
+def _remedy(level: str, reason: str) -> str:
+    return (
+        f"sandbox_setup_failed: a sandbox of level {level!r} can not be started: {reason}; it needs user namespaces "
+        "(sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone = 1 where there is one; in a container "
+        "a runtime that allows them, such as --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+        + (", and Landlock (Linux 5.13 or newer, booted with lsm=landlock,...)" if level == "landlock" else "")
+    )
+
+
+def _free_uid(first: int) -> tuple[int, socket.socket]:
+    """A uid that no live sandbox on this machine has. The lock is an abstract socket's name, which ends with its process."""
+    for uid in _round_from(first, os.getpid()):
+        lock = socket.socket(socket.AF_UNIX)
+        try:
+            lock.bind(f"\0nmoe-sandbox-uid-{uid}")
+        except OSError:
+            lock.close()
+        else:
+            return uid, lock
+    raise SandboxSetupError(f"sandbox_setup_failed: all {_UIDS} uids from {first} on are in use")
+
+
+def _round_from(first: int, offset: int) -> Iterator[int]:
+    # Another process most likely begins elsewhere, so that the first try is free.
+    for index in range(_UIDS):
+        yield first + (offset * 61 + index) % _UIDS
+
+
+def _in_a_thread(check: Callable[[Sandboxes], Coroutine[None, None, None]], sandboxes: Sandboxes) -> None:
+    """Runs an asynchronous check to its end, whether or not an event loop runs in this thread."""
+    problem: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(check(sandboxes))
+        except BaseException as error:
+            problem.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if problem:
+        raise problem[0]
