@@ -214,6 +214,33 @@ def evaluate(
 
 
 @app.command()
+def grade(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.jsonl",
+            help='Lines of {"gold": "...", "prediction": "..."}, with an "id" where wanted; - for stdin.',
+        ),
+    ],
+    extract: Annotated[
+        Literal["whole", "boxed", "last_number", "harmony"],
+        typer.Option(help="Where in a prediction the answer is."),
+    ] = "whole",
+) -> None:
+    """Grade recorded predictions against their golds: one JSON line each, and a summary on stderr.
+
+    \b
+    Example:
+      nmoe grade predictions.jsonl > verdicts.jsonl
+    Example, answers in boxes, from a pipe:
+      zcat predictions.jsonl.gz | nmoe grade - --extract boxed
+    """
+    from nmoe.rl.grading.regrade import regrade
+
+    regrade(file, extract, sys.stdout)
+
+
+@app.command()
 def chat(
     checkpoint: Checkpoint,
     temperature: Temperature = 0.7,

@@ -37,11 +37,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     ]
     metrics["high_reward_but_wrong"] = _mean(high_but_wrong)
     metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
-    metrics["error_rate"] = failures["grader_error"] / len(everything)
+    metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
     for source in sorted({t.problem.source for t in trajectories}):
         metrics[f"correctness/{source}"] = _mean(
             [t.grade.extras["correctness"] for t in trajectories if t.problem.source == source]
         )
+    layers = Counter(t.grade.verdict.layer for t in everything if t.grade.verdict is not None)
+    metrics |= {f"settled/{layer}": count / layers.total() for layer, count in sorted(layers.items())}
     return metrics | {f"failures/{name}": float(failures[name]) for name in FAILURES if failures[name]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nmoe.learner.routing import RoutingStatistics
 from nmoe.recipes.policy_metrics import rollout_metrics, update_metrics
 from nmoe.rl.failures import Failure
 from nmoe.rl.grading.grade import Grade
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.turn import Turn
@@ -54,13 +56,24 @@ def test_rollout_metrics() -> None:
         "format_ok": 0.5,
         "high_reward_but_wrong": 0.25,
         "response_length_mean": 4.0,
-        "error_rate": 0.2,
+        "grader_error_rate": 0.2,
         "failures/grader_error": 1.0,
         "failures/ok": 2.0,
         "failures/parse_error": 1.0,
         "failures/truncated": 1.0,
         **REST,
     }
+
+
+def test_the_layers_that_settled_it() -> None:
+    layers = ["exact", "exact", "symbolic", None]
+    trajectories = [response("a", 1.0, 1.0, 3) for _ in layers]
+    for trajectory, layer in zip(trajectories, layers, strict=True):
+        verdict = None if layer is None else Verdict.of(True, layer, "right")
+        object.__setattr__(trajectory, "grade", replace(trajectory.grade, verdict=verdict))
+    metrics = rollout_metrics(trajectories)
+    assert metrics["settled/exact"] == pytest.approx(2 / 3)
+    assert metrics["settled/symbolic"] == pytest.approx(1 / 3)
 
 
 def test_a_step_whose_every_sample_was_lost_is_no_step() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nmoe.errors import UserError
@@ -14,12 +14,17 @@ def read_jsonl(path: Path) -> Iterator[Record]:
     """The objects of a file, in order. Raises UserError for what can not be read or is not an object."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    yield where, _object(where, line)
+            yield from parse_jsonl(str(path), file)
     except OSError as error:
         raise UserError(f"{path}: can not be read: {error.strerror or error}") from error
+
+
+def parse_jsonl(name: str, lines: Iterable[bytes]) -> Iterator[Record]:
+    """The objects of lines that come from `name`, each with where it stands ("stdin:3"). Raises UserError for any other line."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{name}:{number}"
+            yield where, _object(where, line)
 
 
 def _object(where: str, line: bytes) -> dict[str, object]:

@@ -1,0 +1,48 @@
+"""Reading a completion out of a text that spells its control tokens: "<|channel|>final<|message|>42<|return|>".
+
+Only for text that comes from elsewhere, such as a file of recorded predictions: here, unlike in token ids, what looks like
+a control token can not be told from one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nmoe.text.harmony import Completion, Harmony
+from nmoe.text.harmony_format import CALL, CONTROL_TOKENS, RETURN, START
+
+_CONTROL = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
+
+
+class _ByteTokenizer:
+    """Bytes as ids 0 to 255, and the control tokens after them."""
+
+    vocab_size = 256 + len(CONTROL_TOKENS)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors="replace"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token_id for token_id in ids if token_id < 256).decode(errors="replace")
+
+    def special_id(self, token: str) -> int:
+        return 256 + CONTROL_TOKENS.index(token)
+
+
+_TOKENIZER = _ByteTokenizer()
+_HARMONY = Harmony(_TOKENIZER)
+
+
+def read_completion(text: str) -> Completion:
+    """The completion that a text spells. Its start, "<|start|>assistant", and a last <|return|> may be missing, as servers leave
+    them out."""
+    text = text.strip().removeprefix(f"{START}assistant")
+    if not text.endswith((RETURN, CALL)):
+        text += RETURN
+    ids: list[int] = []
+    position = 0
+    for token in _CONTROL.finditer(text):
+        ids += [*_TOKENIZER.encode(text[position : token.start()]), _TOKENIZER.special_id(token.group())]
+        position = token.end()
+    return _HARMONY.parse_completion([*ids, *_TOKENIZER.encode(text[position:])])
