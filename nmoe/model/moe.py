@@ -19,6 +19,7 @@ from nmoe.model.low_rank import ExpertsLowRank
 from nmoe.model.numerics import least_rows, least_rows_of_mkl, linear, sigmoid, with_full_groups
 from nmoe.model.products import by_kernel, by_onednn, linear_by_group, swiglu_linear
 from nmoe.model.products import experts as experts_by_kernel
+from nmoe.model.products import route as route_by_kernel
 
 
 class RouterTrace:
@@ -70,6 +71,11 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> tuple[Tensor, Tensor]:
         """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
         bias_E = None if self.linear_bias is None else self.linear_bias.float()
+        if self.groups == 1 and trace.replay is None and by_kernel(x_TD, self.weight):
+            rule = (self.sigmoid, self.renormalize, self.scale, self.experts_per_token)
+            weights_TK, chosen_TK = route_by_kernel(x_TD, self.weight, bias_E, self.bias, *rule)
+            trace.chosen_TK.append(chosen_TK)
+            return weights_TK, chosen_TK
         logits_TE = linear(x_TD.float(), self.weight.float(), self.exact, bias_E)
         scores_TE = sigmoid(logits_TE, self.exact) if self.sigmoid else logits_TE.softmax(-1)
         layer = len(trace.chosen_TK)

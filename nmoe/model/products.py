@@ -72,6 +72,10 @@ def _panels(weight_FD: Tensor) -> list[Tensor]:
     return [operations.packed_panels(weight_FD.t().unsqueeze(0))]
 
 
+def _panels_in_fp32(weight_FD: Tensor) -> list[Tensor]:
+    return _panels(weight_FD.float())
+
+
 def _gate_up_panels(weight_FD: Tensor) -> list[Tensor]:
     return [operations.packed_gate_up(weight_FD.t().unsqueeze(0))]
 
@@ -129,6 +133,21 @@ def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Ten
 def swiglu_linear(x_ND: Tensor, gate_up_FD: Tensor) -> Tensor:
     """The SwiGLU of `linear(x, gate_up)`, where `by_kernel` says so."""
     return operations.swiglu_linear(x_ND, _packed(gate_up_FD, _gate_up_panels), gate_up_FD.shape[0] // 2)
+
+
+def route(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    balance_E: Tensor,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    chosen: int,
+) -> tuple[Tensor, Tensor]:
+    """`nmoe.model.kernels.cpu.operations.route`, where `by_kernel` says so."""
+    settings = (bias_E, balance_E.float(), sigmoid, renormalize, scale, chosen)
+    return operations.route(x_TD, _packed(weight_ED, _panels_in_fp32), *settings)
 
 
 def experts(

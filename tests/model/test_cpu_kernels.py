@@ -21,7 +21,7 @@ from nmoe.model import products
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.kernels.paged_attention import paged_attention_reference
 from nmoe.model.kernels.swiglu import swiglu_reference
-from nmoe.model.moe import MoE, RouterTrace
+from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.norm import rms_norm
 from nmoe.model.rope import rotate
 
@@ -86,6 +86,26 @@ def test_experts(family: str, width: int, tokens: int, dtype: torch.dtype) -> No
         weights_TK, chosen_TK = moe.router(x, RouterTrace())
         assert moe._fits_kernel(x)
         close(moe._by_kernel(x, weights_TK, chosen_TK), moe._routed(x, weights_TK, chosen_TK))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(("experts", "tokens"), [(6, 1), (16, 20), (40, 9)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing(family: str, experts: int, tokens: int, dtype: torch.dtype, renormalize: bool) -> None:
+    changes = {"experts": experts, "renormalize": renormalize, "router_groups": 1, "router_groups_kept": 1}
+    router = next(module for module in tiny_family(family, **changes).modules() if isinstance(module, Router))
+    router.bias.copy_(0.1 * draw(experts))
+    x = draw(tokens, 32, dtype=dtype)
+    with torch.no_grad():
+        weights_TK, chosen_TK = router(x, RouterTrace())
+    trace = RouterTrace()
+    with in_use():
+        found_TK, ids_TK = router(x, trace)
+    assert torch.equal(ids_TK, chosen_TK)
+    assert torch.equal(trace.routes()[:, 0].long(), chosen_TK)
+    torch.testing.assert_close(found_TK, weights_TK, rtol=2e-6, atol=1e-7)
 
 
 @needs_kernels
@@ -250,7 +270,7 @@ def test_the_engine_uses_them_unless_its_numerics_are_exact(monkeypatch: pytest.
         while not core.idle:
             core.step()
         assert bool(called) == (numerics == "fast")
-    kinds = ("linear", "experts", "rms_norm", "norm_and_turn", "attention")
+    kinds = ("linear", "route", "experts", "rms_norm", "norm_and_turn", "attention")
     assert called == {*(f"nmoe_{kind}_fp32" for kind in kinds), "nmoe_sample"}
 
 

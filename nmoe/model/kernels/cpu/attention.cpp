@@ -43,6 +43,12 @@ inline v16 scores(const float* q_C, const T* keys_PC, long C) {
     return sums_of(sums);
 }
 
+// Asks for numbers that are soon to be read: blocks lie anywhere, and the hardware foresees none of them.
+template <class T>
+inline void fetch(const T* p, long count) {
+    for (long i = 0; i < count; i += 64 / static_cast<long>(sizeof(T))) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
 // Up to four heads' weighted sums of values, 64 columns at a time.
 template <class T, int HEADS>
 inline void values(const float* weights_GL, long L, const T* values_JPU, const int64_t* blocks, long block_stride, long skipped,
@@ -97,6 +103,8 @@ void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, con
             if (static_cast<long>(weights.size()) < G * L) weights.resize(G * L);
             for (long i = first_block; i < L / BLOCK; ++i) {
                 const T* keys_PC = keys_NJPC + (blocks[i] * J + j) * BLOCK * C;
+                if (i + 1 < L / BLOCK) fetch(keys_NJPC + (blocks[i + 1] * J + j) * BLOCK * C, BLOCK * C);
+                fetch(values_NJPU + (blocks[i] * J + j) * BLOCK * U, BLOCK * U);
                 const long start = i * BLOCK;
                 const __mmask16 seen = first(length - start) & ~first(std::max(0L, skipped - start));
                 for (long g = 0; g < G; ++g)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 _SOURCES = Path(__file__).parent
-_UNITS = ("products.cpp", "attention.cpp", "sampling.cpp")
+_UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "sampling.cpp")
 _HEADERS = ("vector.h", "tile.h")
 # GCC 12 takes its own intrinsics' undefined operands for a mistake of ours.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-maybe-uninitialized")

@@ -76,6 +76,27 @@ def experts(
     return out_TD
 
 
+def route(
+    x_TD: Tensor,
+    packed: Tensor,
+    bias_E: Tensor | None,
+    balance_E: Tensor,
+    sigmoid: bool,
+    renormalize: bool,
+    scale: float,
+    chosen: int,
+) -> tuple[Tensor, Tensor]:
+    """A router without groups, as `nmoe.model.moe.Router` defines it: weights `[T, K]` in fp32 and expert ids `[T, K]`. `packed` is
+    its weight in fp32 by `packed_panels`; both biases are fp32."""
+    x_TD = x_TD.contiguous()
+    weights_TK = torch.empty(x_TD.shape[0], chosen)
+    chosen_TK = torch.empty(x_TD.shape[0], chosen, dtype=torch.int64)
+    settings = (bias_E, balance_E, int(sigmoid), int(renormalize), float(scale))
+    shape = (*x_TD.shape, balance_E.shape[0], chosen)
+    call(f"nmoe_route_{DTYPES[x_TD.dtype]}", x_TD, packed, *settings, weights_TK, chosen_TK, *shape)
+    return weights_TK, chosen_TK
+
+
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`nmoe.model.norm.rms_norm` over rows of any shape."""
     x_ND = x_ND.contiguous()
