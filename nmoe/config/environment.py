@@ -6,7 +6,7 @@ in its own file start from that file's directory, those in a run's table from th
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -23,7 +23,10 @@ DatasetTask = Literal["gsm8k", "math", "arithmetic", "sort", "reverse", "add"]
 GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]
 """How the gold answer is found in a record's answer field: taken as it is, after `####`, in `\\boxed{}`, last number."""
 
-GateMetric = Literal["format_ok", "reasoning_ok", "correctness"]
+GateMetric = Literal["format_ok", "structure_ok", "reasoning_ok", "tool_use_ok", "correctness"]
+
+BuiltinTool = Literal["python", "bash", "read", "write", "edit", "search"]
+"""Tools that come with nmoe; they work in the trajectory's sandbox."""
 
 MAX_SEED = 2**63 - 1
 
@@ -130,13 +133,17 @@ class Weights(Section):
     """What each component of a grade, itself between 0 and 1, contributes to the reward."""
 
     format: float = Field(default=0.0, ge=0, description="the completion has the form that the environment asks for")
+    structure: float = Field(
+        default=0.0, ge=0, description="share of the form's parts that hold, for a policy that does not have it yet"
+    )
     reasoning: float = Field(default=0.0, ge=0, description="there is reasoning, well formed and not empty")
+    tool_use: float = Field(default=0.0, ge=0, description="a tool was called and answered, before a well-formed end")
     correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
-    efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens")
+    efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens and calls")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if not any((self.format, self.reasoning, self.correctness, self.efficiency)):
+        if not any(self.model_dump().values()):
             yield Conflict("", "all weights are 0, so that every reward would be 0")
 
 
@@ -151,6 +158,14 @@ class GateSettings(Section):
 
     metric: GateMetric = Field(description="the rate that is measured over the curriculum's window")
     at_least: float = Field(gt=0, le=1, description="the rate at which the next stage opens")
+    close_below: float | None = Field(
+        default=None, gt=0, lt=1, description="the rate below which the stage closes again; without it, never"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.close_below is not None and self.close_below >= self.at_least:
+            yield Conflict("close_below", f"must be below at_least = {self.at_least}, or stages would flicker")
 
 
 class StageSettings(Section):
@@ -180,12 +195,47 @@ class CurriculumSettings(Section):
                 yield Conflict(f"stages.{index}.gate", "must not be there: after the last stage it would open nothing")
 
 
+class ToolsSettings(Section):
+    """The tools that the policy may call between its turns."""
+
+    use: Array[str] = Field(
+        description=f"the tools: {', '.join(get_args(BuiltinTool))}, or a function of your own as `package.module:function`"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.use:
+            yield Conflict("use", "names no tool; leave [tools] out where there are none")
+        for index, name in enumerate(self.use):
+            if ":" not in name and name not in get_args(BuiltinTool):
+                yield Conflict(
+                    f"use.{index}", f"must be one of {', '.join(get_args(BuiltinTool))} or `package.module:function`"
+                )
+        seen: set[str] = set()
+        for index, name in enumerate(name.rpartition(":")[2] for name in self.use):
+            if name in seen:
+                yield Conflict(f"use.{index}", f"is the second tool of the name {name!r}; names must be unique")
+            seen.add(name)
+
+
 class BudgetSettings(Section):
     """Limits on what one trajectory may use."""
 
     completion_tokens: int | None = Field(
-        default=None, ge=1, description="the most tokens of a completion; without it, the run's max_new_tokens alone"
+        default=None,
+        ge=1,
+        description="the most tokens that the policy may sample, all turns together; without it, the run's max_new_tokens alone",
     )
+    turns: int = Field(default=16, ge=1, description="the most turns of the policy")
+    tool_calls: int = Field(default=16, ge=1, description="the most calls of tools")
+    wall_s: float = Field(default=600.0, gt=0, description="seconds from the end of the first turn to that of the last")
+    tool_s: float = Field(default=10.0, gt=0, description="seconds of one call of a tool, CPU time likewise")
+    tool_output_chars: int = Field(
+        default=8192, ge=256, description="longest output of a tool that the policy is shown"
+    )
+    memory_mb: int = Field(default=512, ge=16, description="memory of a call's processes together")
+    processes: int = Field(default=64, ge=1, description="processes and threads of a call")
+    disk_mb: int = Field(default=64, ge=1, description="size of the workspace and of all temporary files together")
 
 
 class WorkspaceSettings(Section):
@@ -242,10 +292,20 @@ class EnvironmentSettings(Section):
     )
     system: str = Field(default="", description="system message before every problem; empty for none")
     task_pool: TaskPool = Field(discriminator="type", description="where the problems come from")
-    rubric: Rubric = Field(default=Rubric(), description="weights of the reward when there is no curriculum")
+    rubric: Rubric | None = Field(default=None, description="weights of the reward; without them, correctness alone")
     curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
+    tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
     workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.rubric is not None and self.curriculum is not None:
+            yield Conflict(
+                "rubric", "the weights of the curriculum's stages are in force; drop [rubric] or [curriculum]"
+            )
+        if self.tools is not None and self.format == "boxed":
+            yield Conflict("tools", "the boxed format has no form for calls; use harmony")
 
 
 def load_environment(named: Path) -> EnvironmentSettings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -101,7 +101,7 @@ class Engine(Protocol):
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...
 
-    def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]: ...
+    def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]: ...
 
     async def generate(self, request: Request) -> list[Sample]: ...
 

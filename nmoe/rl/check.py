@@ -18,6 +18,7 @@ from nmoe.config.environment import (
     GeneratedPool,
     HubPool,
     MixturePool,
+    Rubric,
     TaskPool,
     WorkspaceSettings,
     load_environment,
@@ -233,7 +234,7 @@ def _indented(text: str) -> Iterator[str]:
 
 def _describe_reward(settings: EnvironmentSettings) -> str:
     if settings.curriculum is None:
-        return _sum(settings.rubric.model_dump())
+        return _sum((settings.rubric or Rubric()).model_dump())
     stages = settings.curriculum.stages
     return "; ".join(f"stage {stage.name}: {_sum(stage.weights.model_dump())}" for stage in stages)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
+from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_environment
 from nmoe.errors import UserError
 from nmoe.rl.curriculum import Curriculum
 from nmoe.rl.failures import Failure
@@ -22,6 +22,7 @@ from nmoe.rl.pools.order import fingerprint_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.event import ToolEvent
+from nmoe.rl.tools.registry import load_tools
 from nmoe.rl.turn import Turn
 from nmoe.text.harmony import HarmonyTokenizer, Message
 
@@ -32,17 +33,27 @@ if TYPE_CHECKING:
 class Environment:
     """One environment, as one rank sees it.
 
-    `stop_ids` are the tokens that end a completion: <|return|> and <|call|> in Harmony, <|endoftext|> otherwise.
+    `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are
+    those that the policy may call, by name; `format` tells calls apart and writes their answers.
     """
 
-    def __init__(self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard) -> None:
-        """Loads the pool. Raises UserError for data or a tokenizer that does not fit the settings."""
+    def __init__(
+        self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
+    ) -> None:
+        """Loads pool and tools; without `user_code` tools of the user's own are left out and nothing is imported for them. Raises
+        UserError for data, tools or a tokenizer that do not fit the settings."""
         self.settings = settings
         self.pool = build_pool(settings.env_id, settings.task_pool, shard)
         self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
         self._tokenizer = tokenizer
-        self._format: Format = FORMATS[settings.format](tokenizer)
-        self.stop_ids = self._format.stop_ids
+        self.budget = settings.budget
+        self.tools = (
+            {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
+        )
+        definitions = [tool.definition for tool in self.tools.values()]
+        self.format: Format = FORMATS[settings.format](tokenizer, definitions)
+        self.stop_ids = self.format.stop_ids
+        self._rubric = (settings.rubric or Rubric()).model_dump()
 
     @classmethod
     def from_settings(
@@ -73,17 +84,21 @@ class Environment:
     @property
     def weights(self) -> dict[str, float]:
         """The weights of the score now: those of the curriculum's stage, or the rubric's without a curriculum."""
-        return self.settings.rubric.model_dump() if self.curriculum is None else self.curriculum.weights
+        return self._rubric if self.curriculum is None else self.curriculum.weights
 
     def token_limit(self, max_new_tokens: int) -> int:
-        """The most tokens of a completion: what the run allows, within the environment's budget."""
+        """The most tokens that a trajectory may sample: what the run allows, within the environment's budget."""
         budget = self.settings.budget.completion_tokens
         return max_new_tokens if budget is None else min(max_new_tokens, budget)
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         """The tokens that sampling starts from; a pure function of the problem."""
+        return self.format.prompt_ids(self.messages(problem))
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """The conversation that the prompt shows, the environment's system message first."""
         system = [Message("system", self.settings.system)] if self.settings.system else []
-        return self._format.prompt_ids(system + TASKS[problem.task_type].messages(problem))
+        return system + TASKS[problem.task_type].messages(problem)
 
     def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
         """The prompt of a problem. Raises UserError where it and the longest completion do not fit the model's context."""
@@ -102,7 +117,7 @@ class Environment:
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""
-        return self._format.answer_ids(TASKS[problem.task_type], answer)
+        return self.format.answer_ids(TASKS[problem.task_type], answer)
 
     async def grade(
         self,
@@ -121,7 +136,7 @@ class Environment:
         """
         task = TASKS[problem.task_type]
         return await grade_reading(
-            self._format.read(task, [turn.sample.token_ids for turn in turns]),
+            self.format.read(task, [turn.sample.token_ids for turn in turns]),
             task,
             problem,
             turns=turns,
@@ -129,6 +144,7 @@ class Environment:
             tool_events=tool_events,
             sandbox=sandbox,
             token_limit=self.token_limit(max_new_tokens),
+            call_limit=self.budget.tool_calls,
             weights=self.weights,
         )
 

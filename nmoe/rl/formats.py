@@ -1,4 +1,4 @@
-r"""The two forms that an environment can ask of a completion: Harmony messages, or plain text with a `\boxed{}`."""
+r"""The forms that an environment can ask of a completion: Harmony messages, or plain text with a `\boxed{}`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,30 @@ from typing import Protocol
 from nmoe.rl.grading.extraction import from_final, from_response, last_boxed
 from nmoe.rl.grading.grade import Reading
 from nmoe.rl.tasks import Task
+from nmoe.rl.tools.event import ToolCall, ToolEvent
 from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
 from nmoe.text.harmony_format import END_OF_TEXT
+from nmoe.text.harmony_tools import NAMESPACE, render_tools
+from nmoe.text.tool_definition import ToolDefinition
 
 _REASONING = "The answer follows."
 
 
 class Format(Protocol):
-    """How messages become prompt tokens, and the tokens that were sampled, turn by turn, a reading. `read` is total: any ids are
-    read."""
+    """How messages become prompt tokens, calls of tools are told apart and answered, and the tokens that were sampled, turn by
+    turn, become a reading. `calls` and `read` are total: any ids are read."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        """The calls that this turn ends in; none where it is the last, well-formed or not."""
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        """What follows the last sampled token: the answers to the latest of the rounds of calls so far, and what opens the next
+        turn. `messages` are those of the prompt. Answers are content: no text of theirs becomes a control token."""
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading: ...
 
@@ -36,28 +46,45 @@ class HarmonyFormat:
     form: wherever else it may stand, nobody could tell it from a thought.
     """
 
-    def __init__(self, tokenizer: HarmonyTokenizer) -> None:
+    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition]) -> None:
         self._harmony = Harmony(tokenizer)
+        self._tools = [Message("developer", render_tools(tools))] if tools else []
+        self._names = {tool.name for tool in tools}
         self.stop_ids = self._harmony.stop_ids
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        return self._harmony.render_prompt(messages)
+        """The tools are declared in a developer message, after those of the system."""
+        first = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+        return self._harmony.render_prompt([*messages[:first], *self._tools, *messages[first:]])
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        completion = self._harmony.parse_completion(token_ids)
+        if completion.end != "call":
+            return []
+        message = completion.messages[-1]
+        assert message.recipient is not None, "a call has a recipient"
+        namespace, _, name = message.recipient.partition(".")
+        return [ToolCall(name if namespace == NAMESPACE else message.recipient, message.content, f"{turn}/0")]
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        (event,) = rounds[-1]
+        # Another name, written by the policy as it liked, could read as a role.
+        name = event.call.name if event.call.name in self._names else "unknown"
+        answer = Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
+        return self._harmony.render_prompt([answer])
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
         *calls, completion = [self._harmony.parse_completion(token_ids) for token_ids in turns]
         extraction = from_final(completion.final or "", bare_final=task.bare_final)
-        well_formed = (
-            all(call.end == "call" for call in calls)
-            and completion.end == "return"
-            and bool((completion.final or "").strip())
-        )
+        answered = bool((completion.final or "").strip())
+        well_formed = all(call.end == "call" for call in calls) and completion.end == "return" and answered
         finals = [index for index, message in enumerate(completion.messages) if message.channel == "final"]
         thoughts = completion.messages[: finals[-1]] if finals else ()
         thoughts = (*(message for call in calls for message in call.messages), *thoughts)
         reasons = any(message.channel == "analysis" and message.content.strip() for message in thoughts)
         return Reading(
             extraction,
-            format_ok=well_formed,
+            structure=(all(turn.error is None for turn in (*calls, completion)), completion.end == "return", answered),
             reasoning_ok=well_formed and reasons,
             answer_counts=well_formed,
             parse_error=not well_formed,
@@ -78,12 +105,19 @@ class BoxedFormat:
     text before it, and a right last number without a box is correct all the same (it lacks the form, not the answer).
     """
 
-    def __init__(self, tokenizer: HarmonyTokenizer) -> None:
+    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition]) -> None:
+        assert not tools, "the settings refuse tools here"
         self._tokenizer = tokenizer
         self.stop_ids = (tokenizer.special_id(END_OF_TEXT),)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(message.content for message in messages) + "\n")
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        return []
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        raise AssertionError("there are no calls to answer")
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
         (completion_ids,) = turns
@@ -92,7 +126,7 @@ class BoxedFormat:
         box = last_boxed(text)
         return Reading(
             from_response(text),
-            format_ok=box is not None,
+            structure=(box is not None,),
             reasoning_ok=box is not None and bool(text[: box.start].strip()),
             answer_counts=True,
             parse_error=False,

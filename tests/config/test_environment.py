@@ -100,7 +100,7 @@ def test_the_documented_mixture_is_accepted_word_for_word() -> None:
 def test_defaults() -> None:
     settings = environment(GENERATED)
     assert settings.task_pool == GeneratedPool(type="generated", task_type="sort", difficulty=(1, 3), split="train")
-    assert settings.rubric == Rubric(format=0.0, reasoning=0.0, correctness=1.0, efficiency=0.0)
+    assert settings.rubric is None
     assert (settings.version, settings.format, settings.system, settings.curriculum) == ("1", "harmony", "", None)
     assert settings.budget.completion_tokens is None
 
@@ -109,8 +109,6 @@ def test_a_rubric_keeps_correctness_and_a_stage_does_not() -> None:
     settings = environment(
         GENERATED
         + """
-[rubric]
-format = 0.2
 [[curriculum.stages]]
 name = "format"
 weights = {format = 1}
@@ -120,7 +118,7 @@ name = "all"
 weights = {format = 0.1, correctness = 1.0}
 """
     )
-    assert settings.rubric == Rubric(format=0.2, correctness=1.0)
+    assert environment(GENERATED + "[rubric]\nformat = 0.2\n").rubric == Rubric(format=0.2, correctness=1.0)
     assert settings.curriculum is not None
     assert settings.curriculum.window_steps == 4
     assert [stage.weights for stage in settings.curriculum.stages] == [
@@ -213,3 +211,35 @@ def test_a_seed_is_added_to_every_pool() -> None:
     assert isinstance(moved, MixturePool)
     assert (moved.seed, [s.seed for s in moved.sources]) == (12, [15, 10])
     assert reseeded(settings, 0) == settings
+
+
+def test_a_rubric_beside_a_curriculum_would_be_ignored() -> None:
+    stage = '[[curriculum.stages]]\nname = "a"\nweights = {format = 1}\n'
+    (refusal,) = refusals(GENERATED + "[rubric]\nformat = 0.2\n" + stage)
+    assert refusal.startswith("[rubric]: the weights of the curriculum's stages are in force")
+
+
+def test_a_stage_closes_below_what_opened_it() -> None:
+    gate = 'gate = {metric = "format_ok", at_least = 0.8, close_below = 0.8}\n'
+    weights = "weights = {format = 1}\n"
+    stages = f'[[curriculum.stages]]\nname = "a"\n{weights}{gate}[[curriculum.stages]]\nname = "b"\n{weights}'
+    (refusal,) = refusals(GENERATED + stages)
+    assert "close_below = 0.8: must be below at_least = 0.8" in refusal
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("use = []", "names no tool"),
+        ('use = ["pyhton"]', "must be one of python, bash, read, write, edit, search or `package.module:function`"),
+        ('use = ["bash", "my.tools:bash"]', "is the second tool of the name 'bash'"),
+    ],
+)
+def test_tools_that_can_not_be(table: str, reason: str) -> None:
+    (refusal,) = refusals(GENERATED + f"[tools]\n{table}\n")
+    assert reason in refusal
+
+
+def test_boxed_text_has_no_form_for_calls() -> None:
+    (refusal,) = refusals('format = "boxed"\n' + GENERATED + '[tools]\nuse = ["bash"]\n')
+    assert "the boxed format has no form for calls" in refusal

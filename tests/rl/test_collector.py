@@ -12,9 +12,11 @@ import pytest
 from nmoe.engine.api import Request, Sample, Sampling
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
+from nmoe.rl.grading.grade import COMPONENTS
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings, request_seed
+from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rl.rollout.episode import request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.tasks import TASKS, Attempt
 from nmoe.rl.turn import Turn
@@ -198,8 +200,8 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "text": "hm 9",
         "failure": "ok",
         "reward": 0.0,
-        "components": {"format": 1.0, "reasoning": 1.0, "correctness": 0.0, "efficiency": 0.0},
-        "weights": {"format": 0.0, "reasoning": 0.0, "correctness": 1.0, "efficiency": 0.0},
+        "components": dict.fromkeys(COMPONENTS, 0.0) | {"format": 1.0, "structure": 1.0, "reasoning": 1.0},
+        "weights": dict.fromkeys(COMPONENTS, 0.0) | {"correctness": 1.0},
         "extras": trajectory.grade.extras,
         "answer": "9",
         "verdict": {"outcome": "incorrect", "score": 0.0, "layer": "exact", "reason": "the same digits or not"},

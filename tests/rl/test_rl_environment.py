@@ -42,7 +42,8 @@ def turn(harmony: Harmony, *messages: Message) -> list[int]:
 
 
 def parts(grade: Grade) -> tuple[float, ...]:
-    return tuple(grade.components[name] for name in COMPONENTS)
+    """Those that a single turn can have; `structure` has its own test."""
+    return tuple(grade.components[name] for name in ("format", "reasoning", "correctness", "efficiency"))
 
 
 # --- prompts -----------------------------------------------------------------------------------------------------------
@@ -92,8 +93,11 @@ def test_a_right_answer(environment: Make, harmony: Harmony) -> None:
         "boxed_in_final": 0.0,
         "truncated_response": 0.0,
         "format_ok": 1.0,
+        "structure_ok": 1.0,
         "reasoning_ok": 1.0,
+        "tool_use_ok": 0.0,
     }
+    assert tuple(grade.components) == COMPONENTS
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,16 @@ def test_well_formed_turns(
     ids = turn(harmony, *messages)
     grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 2 * len(ids)))
     assert (parts(grade), grade.failure) == (expected, "ok")
+
+
+def test_structure_counts_the_parts_that_hold(environment: Make, harmony: Harmony, tokenizer: Tokenizer) -> None:
+    demo = environment(POOL + "[rubric]\nstructure = 1.0\ncorrectness = 0.0\n")
+    right, no_final = turn(harmony, ANALYSIS, RIGHT), turn(harmony, ANALYSIS)
+    call = turn(harmony, Message("assistant", "{}", channel="commentary", recipient="functions.sort"))
+    junk = [tokenizer.special_id("<|call|>")]
+    for ids, expected in ((right, 1.0), (no_final, 2 / 3), (call, 1 / 3), (junk, 0.0)):
+        assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == pytest.approx(expected)
+    assert asyncio.run(demo.grade(SORT, single_turn(right[:-1], "length"), 100)).score == 0
 
 
 @pytest.mark.parametrize(
@@ -287,13 +301,13 @@ weights = {correctness = 7.0}
 
 
 def test_the_stage_in_force_gives_the_weights(environment: Make, harmony: Harmony) -> None:
-    demo = environment(POOL + RUBRIC + CURRICULUM)
+    demo = environment(POOL + CURRICULUM)
     ids = turn(harmony, ANALYSIS, RIGHT)
     assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == 3.0
     assert demo.curriculum is not None
     demo.curriculum.observe({"format_ok": 0.5})
     assert asyncio.run(demo.grade(SORT, single_turn(ids), 100)).score == 7.0
-    assert demo.weights == {"format": 0.0, "reasoning": 0.0, "correctness": 7.0, "efficiency": 0.0}
+    assert demo.weights == dict.fromkeys(COMPONENTS, 0.0) | {"correctness": 7.0}
 
 
 def test_the_rubric_alone_rewards_correctness(environment: Make, harmony: Harmony) -> None:

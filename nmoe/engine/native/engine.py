@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
@@ -91,7 +91,7 @@ class NativeEngine:
         samples = {index: sample async for index, sample in self.samples(request)}
         return [samples[index] for index in range(request.n)]
 
-    async def samples(self, request: Request) -> AsyncIterator[tuple[int, Sample]]:
+    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
         """Each of the request's n samples with its index, as it finishes. Raises UserError where the request can never fit the
         context. A caller that is cancelled, or closes the iterator early, aborts what still runs."""
         loop = asyncio.get_running_loop()

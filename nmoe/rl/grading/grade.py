@@ -1,9 +1,12 @@
 """The grade of a completion: components between 0 and 1, how it ended, and a score under given weights.
 
 format        it ended on its own and has the form that the environment asks for
+structure     it ended on its own; the share of that form's parts which hold
 reasoning     the format holds, and it reasons before it answers
+tool_use      the format holds, and before the answer a call that an available tool answered
 correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
-efficiency    of a correct answer, the share of its tokens that it left unused: 1 - tokens / limit
+efficiency    of a correct answer, the share of its tokens and of its calls that it left unused:
+              (1 - tokens / limit) * (1 - calls / limit)
 """
 
 from __future__ import annotations
@@ -23,21 +26,28 @@ from nmoe.rl.turn import Turn
 if TYPE_CHECKING:
     from nmoe.rl.sandbox.api import Sandbox
 
-COMPONENTS = ("format", "reasoning", "correctness", "efficiency")
+COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
 
 
 @dataclass(frozen=True)
 class Reading:
     """What an environment's format makes of the tokens, before anything is compared with the gold answer.
 
-    `answer_counts` says whether the answer may be graded at all; in Harmony it may not when the form is broken.
+    `structure` says which parts of the form hold, of Harmony's: every turn parses, the last one ends in <|return|>, it has a final
+    message that is not blank. `answer_counts` says whether the answer may be graded at all; in Harmony it may not when the
+    form is broken.
     """
 
     extraction: Extraction
-    format_ok: bool
+    structure: tuple[bool, ...]
     reasoning_ok: bool
     answer_counts: bool
     parse_error: bool
+
+    @property
+    def format_ok(self) -> bool:
+        """Whether all parts of the form hold."""
+        return all(self.structure)
 
 
 @dataclass(frozen=True)
@@ -45,10 +55,12 @@ class Grade:
     """The verdict on one completion. A right answer of 32 tokens out of 256, in Harmony, under weights 0.1, 0, 1, 0:
 
         Grade(score=1.1,
-              components={"format": 1.0, "reasoning": 1.0, "correctness": 1.0, "efficiency": 0.875},
+              components={"format": 1.0, "structure": 1.0, "reasoning": 1.0, "tool_use": 0.0, "correctness": 1.0,
+                          "efficiency": 0.875},
               failure="ok",
               extras={"correctness": 1.0, "has_answer": 1.0, "has_boxed": 0.0, "parse_method": 0.0,
-                      "boxed_in_final": 0.0, "truncated_response": 0.0, "format_ok": 1.0, "reasoning_ok": 1.0},
+                      "boxed_in_final": 0.0, "truncated_response": 0.0, "format_ok": 1.0, "structure_ok": 1.0,
+                      "reasoning_ok": 1.0, "tool_use_ok": 0.0},
               answer="18",
               verdict=Verdict("correct", 1.0, "exact", "equal after normalisation"))
 
@@ -76,6 +88,7 @@ async def grade_reading(
     tool_events: Sequence[ToolEvent],
     sandbox: Sandbox | None,
     token_limit: int,
+    call_limit: int,
     weights: Mapping[str, float],
 ) -> Grade:
     """Grades what was read.
@@ -93,6 +106,8 @@ async def grade_reading(
     answer = reading.extraction.answer
     format_ok = finished and reading.format_ok
     reasoning_ok = format_ok and reading.reasoning_ok
+    structure = sum(reading.structure) / len(reading.structure) if finished else 0.0
+    tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
     verdict = None
     if finished and reading.answer_counts and answer is not None:
         verdict = await task.verify(problem, Attempt(answer, sandbox, tool_events))
@@ -102,9 +117,11 @@ async def grade_reading(
     correct = verdict is not None and verdict.outcome == "correct"
     components = {
         "format": float(format_ok),
+        "structure": structure,
         "reasoning": float(reasoning_ok),
+        "tool_use": float(tool_use_ok),
         "correctness": correctness,
-        "efficiency": 1 - tokens / token_limit if correct else 0.0,
+        "efficiency": (1 - tokens / token_limit) * (1 - len(tool_events) / call_limit) if correct else 0.0,
     }
     extras = {
         "correctness": correctness,
@@ -114,7 +131,9 @@ async def grade_reading(
         "boxed_in_final": float(reading.extraction.boxed_in_final),
         "truncated_response": float(finish_reason == "length"),
         "format_ok": float(format_ok),
+        "structure_ok": structure,
         "reasoning_ok": float(reasoning_ok),
+        "tool_use_ok": float(tool_use_ok),
     }
     score = sum(weights[name] * components[name] for name in COMPONENTS)
     return Grade(score, components, failure, extras, answer, verdict, weights)

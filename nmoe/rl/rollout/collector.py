@@ -1,18 +1,23 @@
-"""The collector: sends problems to the engine as concurrent coroutines and grades what comes back, group by group."""
+"""The collector: plays the episodes of a batch of problems side by side and grades them, group by group."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from nmoe.engine.api import Engine, Request, Sampling
+from nmoe.engine.api import Engine, Request, Sample, Sampling
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.episode import Episode, Player, request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.tools.session import OpensSandboxes, ToolSession
 from nmoe.rl.turn import Turn
+
+R = TypeVar("R")
 
 
 class GradingError(Exception):
@@ -37,32 +42,38 @@ class RolloutSettings:
 
 @dataclass
 class Collected:
-    """Groups in the order of their problems. Grading runs while the engine samples on, so that `grade_s` is part of
-    `rollout_s`, both in seconds."""
+    """Groups in the order of their problems. Grading runs while the engine samples on and other trajectories are graded: `grade_s`
+    is part of `rollout_s` and the sum over all, both in seconds."""
 
     groups: list[Group]
     rollout_s: float
     grade_s: float
 
 
-def request_seed(*key: str | int) -> int:
-    """A 64-bit seed that is a pure function of its key, such as (run seed, "train", step, round, place in the batch)."""
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
-
-
 class Collector:
-    """Samples and grades problems of one environment with one engine."""
+    """Samples and grades problems of one environment with one engine. `model` is what trajectories are to say of the model."""
 
-    def __init__(self, engine: Engine, environment: Environment, context_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        context_tokens: int,
+        sandboxes: OpensSandboxes | None = None,
+        model: Mapping[str, str] | None = None,
+    ) -> None:
         self._engine = engine
         self._environment = environment
         self._context_tokens = context_tokens
+        self._sandboxes = sandboxes
+        self._model = model or {}
+        self._player = Player(engine, environment, context_tokens)
         self._grade_s = 0.0
 
     def collect(self, problems: Sequence[Problem], settings: RolloutSettings, key: tuple[str | int, ...]) -> Collected:
         """Groups for all problems. `key` names the batch: seeds derive from it and a problem's place, nothing else.
 
-        Raises UserError for a prompt that does not fit the context, GradingError where a grader raises.
+        Raises UserError for a prompt that does not fit the context, GradingError where a grader raises; whatever is raised, and
+        whatever interrupts, ends every tool that runs.
         """
         began, self._grade_s = time.perf_counter(), 0.0
         groups = self._engine.run(self._collect(problems, settings, key))
@@ -71,14 +82,11 @@ class Collector:
     async def _collect(
         self, problems: Sequence[Problem], settings: RolloutSettings, key: tuple[str | int, ...]
     ) -> list[Group]:
-        return await asyncio.gather(
-            *(
-                self._group(problem, settings, request_seed(*key, place), f"{key}/{place}")
-                for place, problem in enumerate(problems)
-            )
+        return await _all_or_none(
+            [self._group(problem, settings, (*key, place)) for place, problem in enumerate(problems)]
         )
 
-    async def _group(self, problem: Problem, settings: RolloutSettings, seed: int, request_id: str) -> Group:
+    async def _group(self, problem: Problem, settings: RolloutSettings, key: tuple[str | int, ...]) -> Group:
         prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)
         sampling = Sampling(
             max_new_tokens=self._environment.token_limit(settings.max_new_tokens),
@@ -86,18 +94,63 @@ class Collector:
             top_p=settings.top_p,
             top_k=settings.top_k,
             stop_ids=self._environment.stop_ids,
-            seed=seed,
+            seed=request_seed(*key),
         )
-        trajectories: dict[int, Trajectory] = {}
-        async for index, sample in self._engine.samples(Request(prompt_ids, settings.samples, sampling, request_id)):
+        first_turns: list[asyncio.Future[Sample]] = [
+            asyncio.get_running_loop().create_future() for _ in range(settings.samples)
+        ]
+
+        async def trajectory(index: int) -> Trajectory:
+            turns = [Turn((), await first_turns[index])]
+            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), settings)
+
+        async def sample_first_turns() -> None:
+            request = Request(prompt_ids, settings.samples, sampling, f"{key[:-1]}/{key[-1]}")
+            async with aclosing(self._engine.samples(request)) as samples:
+                async for index, sample in samples:
+                    first_turns[index].set_result(sample)
+
+        _, *trajectories = await _all_or_none([sample_first_turns(), *map(trajectory, range(settings.samples))])
+        return Group(problem, trajectories)
+
+    async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
+        problem = episode.problem
+        async with ToolSession(self._sandboxes) as session:
+            ended = await self._player.play(episode, session)
             began = time.perf_counter()
-            turns = (Turn((), sample),)
             try:
-                grade = await self._environment.grade(problem, turns, settings.max_new_tokens)
+                grade = await self._environment.grade(
+                    problem,
+                    episode.turns,
+                    settings.max_new_tokens,
+                    ended=ended,
+                    tool_events=episode.tool_events,
+                    sandbox=session.opened,
+                )
             except Exception as error:
-                raise GradingError(problem, turns) from error
+                raise GradingError(problem, episode.turns) from error
             self._grade_s += time.perf_counter() - began
-            trajectories[index] = Trajectory(
-                problem, index, prompt_ids, turns, grade, sampling, environment=self._environment.identity
-            )
-        return Group(problem, [trajectories[index] for index in range(settings.samples)])
+        return Trajectory(
+            problem=problem,
+            index=episode.index,
+            prompt_ids=episode.prompt_ids,
+            turns=tuple(episode.turns),
+            grade=grade,
+            sampling=episode.sampling,
+            tool_events=episode.tool_events,
+            environment=self._environment.identity,
+            model=self._model,
+        )
+
+
+async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """What all of them return, in order. Where one raises, or the caller is cancelled, the others are cancelled and have ended when
+    this returns."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,68 @@
+"""Tools in Harmony's developer message, as declarations of a TypeScript namespace.
+
+Format: https://github.com/openai/harmony (docs/format.md, "Function calling"); held against that implementation in the tests. Of
+JSON schema it knows what types of Python functions come to: strings, enums of strings, numbers, booleans, arrays, objects,
+lists of types, and `nullable`. All else is `any`, as there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nmoe.text.tool_definition import ToolDefinition
+
+NAMESPACE = "functions"
+
+
+def render_tools(tools: Sequence[ToolDefinition]) -> str:
+    """The content of a developer message that declares the tools."""
+    declarations = "\n\n".join(_declaration(tool) for tool in tools)
+    return f"# Tools\n\n## {NAMESPACE}\n\nnamespace {NAMESPACE} {{\n\n{declarations}\n\n}} // namespace {NAMESPACE}"
+
+
+def _declaration(tool: ToolDefinition) -> str:
+    comment = "".join(f"// {line}\n" for line in tool.description.splitlines())
+    argument = "" if tool.parameters is None else f"_: {_type(tool.parameters, '')}"
+    return f"{comment}type {tool.name} = ({argument}) => any;"
+
+
+def _type(schema: Mapping[str, Any], indent: str) -> str:
+    """The TypeScript type of a schema; an object's keys stand at `indent`."""
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return " | ".join("number" if one == "integer" else one for one in kind)
+    if kind == "object":
+        return _object(schema, indent)
+    if kind == "string":
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema.get("enum", ())) or "string"
+    if kind in ("number", "integer"):
+        return "number"
+    if kind == "boolean":
+        return "boolean"
+    if kind == "array":
+        return f"{_type(schema['items'], indent)}[]" if schema.get("items") else "Array<any>"
+    return "any"
+
+
+def _object(schema: Mapping[str, Any], indent: str) -> str:
+    lines = ["{"]
+    if "description" in schema:
+        lines.insert(0, f"{indent}// {schema['description']}")
+    required = schema.get("required", ())
+    for name, value in schema.get("properties", {}).items():
+        if "description" in value:
+            lines.append(f"{indent}// {value['description']}")
+        optional = "" if name in required else "?"
+        nullable = " | null" if value.get("nullable") else ""
+        default = f" // default: {_default(value)}" if "default" in value else ""
+        lines.append(f"{indent}{name}{optional}: {_type(value, indent + '    ')}{nullable},{default}")
+    return "\n".join([*lines, f"{indent}}}"])
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    default = schema["default"]
+    if isinstance(default, str):
+        return default if "enum" in schema else f'"{default}"'
+    return json.dumps(default, ensure_ascii=False, separators=(",", ":"))

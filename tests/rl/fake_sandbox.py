@@ -1,0 +1,64 @@
+"""A sandbox in memory: files in a dictionary, commands answered by script."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from nmoe.rl.sandbox.api import Limits, Result, SandboxFileError
+
+DONE = Result("ok", 0, b"done\n", b"", 0.001)
+
+
+class FakeSandbox:
+    """Implements `nmoe.rl.sandbox.api.Sandbox`."""
+
+    def __init__(self, answers: Iterable[Result] = ()) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.commands: list[list[str]] = []
+        self.limits: list[Limits | None] = []
+        self.closed = 0
+        self._answers = iter(answers)
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", limits: Limits | None = None, cwd: str | None = None
+    ) -> Result:
+        self.commands.append(list(argv))
+        self.limits.append(limits)
+        return next(self._answers, DONE)
+
+    async def bash(self, script: str, *, limits: Limits | None = None) -> Result:
+        return await self.run(["bash", "-c", script], limits=limits)
+
+    async def python(self, code: str, *, limits: Limits | None = None, channel: socket.socket | None = None) -> Result:
+        return await self.run(["python", "-c", code], limits=limits)
+
+    async def read(self, path: str) -> bytes:
+        if path not in self.contents:
+            raise SandboxFileError("tool_error", f"{path}: no such file")
+        return self.contents[path]
+
+    async def write(self, path: str, data: bytes) -> None:
+        self.contents[path] = data
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class FakeSandboxes:
+    """Opens the one sandbox that it is given, and counts."""
+
+    def __init__(self, sandbox: FakeSandbox) -> None:
+        self.sandbox = sandbox
+        self.opened = 0
+
+    async def open(self) -> FakeSandbox:
+        self.opened += 1
+        return self.sandbox
