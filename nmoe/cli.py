@@ -259,6 +259,34 @@ def chat(
 
 
 @app.command()
+def replay(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A directory in a run's replay/.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_OR_CHECKPOINT", help="The weights it was sampled with, to rescore its log-probabilities."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR_OR_RUN", help="Its tokenizer, where that is not in the same replay/.")
+    ] = None,
+) -> None:
+    """Go through a recorded trajectory again: render the prompt, read the turns, run the tools, grade, and with a checkpoint
+    rescore. Exit code 1 where anything comes out differently; the first difference is named with its place.
+
+    \b
+    Example:
+      nmoe replay runs/grpo/replay/step_000010-parse_error-sort_3-2-81f0
+    Example, with the weights that sampled it:
+      nmoe replay runs/grpo/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/grpo/checkpoints/step_000010
+    """
+    from nmoe.eval.replay import replay_command
+
+    for line in replay_command(bundle, checkpoint, tokenizer):
+        typer.echo(line)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
     """Write a run's report and print where it is.
 

@@ -240,6 +240,17 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, gt=0, description="newest checkpoints that are kept")
 
 
+class MonitorSection(Section):
+    """[monitor]: what a run keeps of its rollouts, to look into later."""
+
+    replay_sample_rate: float = Field(
+        default=0.001, ge=0, le=1, description="share of all trajectories kept as replay bundles"
+    )
+    replays_per_failure: int = Field(
+        default=1, ge=0, description="replay bundles kept of each class of failure and step, in addition"
+    )
+
+
 class RunConfig(Section):
     """A whole run. `PretrainConfig` and `RLConfig` are the same tables with those required that the verb needs."""
 
@@ -256,6 +267,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
     eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
+    monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -37,12 +37,14 @@ from nmoe.recipes.setup import (
     build_model,
     describe,
     load_tokenizer,
+    model_identity,
     optimizer_settings,
     run_path,
     set_threads,
 )
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
@@ -122,7 +124,16 @@ class _Grpo:
             lora,
         )
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
-        self.collector = Collector(self.engine, environment, model.config.context_tokens)
+        identity = model_identity(config, lora).model_dump()
+        self.collector = Collector(self.engine, environment, model.config.context_tokens, model=identity)
+        self.replays = ReplayRecorder(
+            run.replays,
+            environment,
+            tokenizer,
+            seed=config.run.seed,
+            sample_rate=config.monitor.replay_sample_rate,
+            per_failure=config.monitor.replays_per_failure,
+        )
         self.expert_watch = ExpertWatch(model.config.experts)
         algorithm = config.algorithm
         self.objective = policy_gradient(
@@ -274,6 +285,7 @@ class _Grpo:
         for trajectory in rollouts.trajectories:
             if not trajectory.trainable:
                 ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.token_ids)))
+        self.replays.write(step, rollouts.trajectories)
         numbers = {
             "reward": metrics["reward_mean"],
             "correctness": metrics["correctness"],

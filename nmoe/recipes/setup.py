@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import platform
 from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from nmoe.config.run import ModelSection, RunConfig
 from nmoe.errors import UserError
@@ -82,6 +84,27 @@ def add_adapter(config: RunConfig, model: Transformer) -> Lora | None:
     lora = adapter.attach(model, base, own)
     lora.notes = (*adapter.notes, *base_notes(directory, base, own))
     return lora
+
+
+class ModelIdentity(BaseModel):
+    """Which model a run samples from, as its trajectories record it: `start` is the fingerprint of the checkpoint that the run
+    began with, or the seed of a new model; how far it has been trained since is the version of each token."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    start: str
+    numerics: Literal["fast", "exact"]
+    precision: Literal["float32", "bfloat16", "float16"]
+
+
+def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
+    """Reads the whole checkpoint for its fingerprint, unless the adapter has it already."""
+    section = config.model
+    if section.path is None:
+        start = f"seed {config.run.seed}"
+    else:
+        start = fingerprint(resolve_checkpoint(Path(section.path))) if lora is None else lora.fingerprint
+    return ModelIdentity(start=start, numerics=section.numerics, precision=section.precision)
 
 
 def describe(lora: Lora | None) -> list[str]:

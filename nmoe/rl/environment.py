@@ -115,6 +115,10 @@ class Environment:
         for position in range(self.pool.size or 1):
             self.check_prompt(self.pool.order.at(position), context_tokens, max_new_tokens)
 
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        """What one sampled turn is read as, message by message."""
+        return self._format.transcript(token_ids)
+
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""
         return self.format.answer_ids(TASKS[problem.task_type], answer)
@@ -150,10 +154,8 @@ class Environment:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Which environment this is: `fingerprint` is over all its settings."""
-        settings = self.settings
-        fingerprint = fingerprint_of(settings.model_dump_json())
-        return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}
+        """Which environment this is."""
+        return identity_of(self.settings)
 
     def state(self) -> dict[str, Any]:
         """The position in the pool and in the curriculum, JSON-able, for a checkpoint."""
@@ -172,3 +174,9 @@ class Environment:
         self.pool.load_state(state["pool"])
         if self.curriculum is not None:
             self.curriculum.load_state(state["curriculum"])
+
+
+def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
+    """An environment by name, version and a fingerprint over all its settings."""
+    fingerprint = fingerprint_of(settings.model_dump_json())
+    return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}

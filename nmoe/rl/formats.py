@@ -3,6 +3,7 @@ r"""The forms that an environment can ask of a completion: Harmony messages, or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 from nmoe.rl.grading.extraction import from_final, from_response, last_boxed
@@ -34,6 +35,9 @@ class Format(Protocol):
         turn. `messages` are those of the prompt. Answers are content: no text of theirs becomes a control token."""
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading: ...
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        """What one sampled turn is read as, message by message, for people and for replays."""
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         """A completion in the best form, reasoning included, that gives this answer."""
@@ -90,6 +94,10 @@ class HarmonyFormat:
             parse_error=not well_formed,
         )
 
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        completion = self._harmony.parse_completion(token_ids)
+        return [*map(asdict, completion.messages), {"end": completion.end, "error": completion.error}]
+
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         final = answer if task.bare_final else rf"\boxed{{{answer}}}"
         return self._harmony.render_completion(
@@ -131,6 +139,9 @@ class BoxedFormat:
             answer_counts=True,
             parse_error=False,
         )
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        return [{"content": self._tokenizer.decode(token_ids)}]
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         return [*self._tokenizer.encode(rf"{_REASONING} \boxed{{{answer}}}"), self.stop_ids[0]]

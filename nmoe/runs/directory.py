@@ -12,6 +12,7 @@ from nmoe.errors import UserError
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger
 from nmoe.runs.lock import RunLock
+from nmoe.runs.steps import step_of
 from nmoe.runs.storage import remove_partials, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
@@ -30,6 +31,7 @@ class RunDirectory:
 
     ledger: writes the records.
     checkpoints: the directory to save checkpoints in.
+    replays: the directory to write replay bundles in.
     log: path of log.txt.
     resumed_from: the checkpoint to load, None for a run that begins at step 0.
     """
@@ -38,6 +40,7 @@ class RunDirectory:
         self.path = path
         self.ledger = Ledger(path)
         self.checkpoints = path / "checkpoints"
+        self.replays = path / "replay"
         self.log = path / "log.txt"
         self.resumed_from = resumed_from
         self._lock = lock
@@ -138,6 +141,7 @@ def _prepare(path: Path, config_toml: str) -> Path | None:
     if checkpoint is not None:
         verify_checkpoint(checkpoint)  # before anything is cut: a broken checkpoint may be removed for an earlier one
         Ledger(path).cut_back(checkpoint_step(checkpoint))
+        _cut_replays(path / "replay", checkpoint_step(checkpoint))
     else:
         Ledger(path).cut_back(None)
         for directory in (path / "replay", path / "plots"):
@@ -147,6 +151,14 @@ def _prepare(path: Path, config_toml: str) -> Path | None:
         (path / "provenance.json").unlink(missing_ok=True)
         (path / "report.md").unlink(missing_ok=True)
     return checkpoint
+
+
+def _cut_replays(directory: Path, step: int) -> None:
+    """Forgets the replay bundles of every step after `step`, and what a kill left of one."""
+    for bundle in directory.iterdir():
+        of = step_of(bundle.name.partition("-")[0])
+        if bundle.name.startswith(".") or (of is not None and of > step):
+            shutil.rmtree(bundle)
 
 
 def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resumed_from: Path | None) -> None:

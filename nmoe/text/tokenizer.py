@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -120,6 +122,11 @@ class Tokenizer:
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"can not write the tokenizer to {directory}: {error}") from error
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits over the whole definition: the same for what `save` wrote and `load` read again."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` as content: "<|end|>" gives ordinary tokens, and nothing is put before or after.

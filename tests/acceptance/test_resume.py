@@ -63,7 +63,13 @@ def records(run: Path) -> dict[str, Any]:
     """Everything a run left that is not a time: metrics, samples, evaluations, alerts and its last checkpoint."""
     checkpoint = latest_checkpoint(run / "checkpoints")
     assert checkpoint is not None
-    files = [*run.glob("samples/*"), *run.glob("eval/*"), *checkpoint.iterdir(), *run.glob("alerts.jsonl")]
+    files = [
+        *run.glob("samples/*"),
+        *run.glob("eval/*"),
+        *run.glob("replay/*/*"),
+        *checkpoint.iterdir(),
+        *run.glob("alerts.jsonl"),
+    ]
     ignored = timings()
     links = {
         link: os.readlink(run / "checkpoints" / link)

@@ -1,0 +1,180 @@
+"""Going through a recorded trajectory again: the same prompt, the same reading of every turn, the same tool returns, the same
+grade. Each check says what it compared, and names the first difference by its place.
+
+`nmoe.eval.replay` adds the log-probabilities, which need the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+from nmoe.config.environment import EnvironmentSettings, GeneratedPool, Rubric
+from nmoe.errors import UserError
+from nmoe.rl.environment import Environment, identity_of
+from nmoe.rl.failures import Failure
+from nmoe.rl.grading.grade import Grade
+from nmoe.rl.rollout.bundle import Bundle
+from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.tasks import TASKS
+from nmoe.text.tokenizer import Tokenizer
+
+# What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
+_OF_THE_GRADE: frozenset[Failure] = frozenset({"ok", "parse_error", "truncated", "engine_error", "grader_error"})
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: `Check("prompt", "57 tokens", None)`, or with what differs, first of all, and where."""
+
+    name: str
+    compared: str
+    difference: str | None = None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.name:<12} {self.compared}: the same"
+        return f"{self.name:<12} differs: {self.difference}"
+
+
+async def replay(bundle: Bundle, tokenizer: Tokenizer) -> AsyncIterator[Check]:
+    """Every check that needs no model, in the order in which a trajectory came about.
+
+    A record that does not fit together ends the replay with its first check. Raises UserError for a tokenizer or a task that the
+    trajectory was not made with.
+    """
+    if tokenizer.fingerprint != bundle.tokenizer:
+        raise UserError(
+            f"{bundle.path}: rendered with the tokenizer {bundle.tokenizer}, and this one is {tokenizer.fingerprint}; name "
+            "the right one with --tokenizer"
+        )
+    torn = next(bundle.inconsistencies(), None)
+    yield Check("record", f"{len(bundle.record['token_ids'])} tokens and their columns", torn)
+    if torn is not None:
+        return
+    yield _environment(bundle)
+    trajectory = bundle.trajectory()
+    if trajectory.problem.task_type not in TASKS:
+        raise UserError(f"{bundle.path}: the task {trajectory.problem.task_type!r} is not one of {', '.join(TASKS)}")
+    environment = _as_it_was(bundle.settings, trajectory, tokenizer)
+    yield _prompt(environment, trajectory)
+    yield _text(bundle, tokenizer)
+    yield _turns(bundle, environment, trajectory)
+    yield await _grade(environment, trajectory)
+    # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
+    yield Check("digests", "every part as it was written", _altered(bundle))
+
+
+def _environment(bundle: Bundle) -> Check:
+    recorded, now = dict(bundle.record["environment"]), identity_of(bundle.settings)
+    name = f"{now['env_id']}, version {now['version']}"
+    return Check("environment", name, _first_of(recorded, now, "environment"))
+
+
+def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer: Tokenizer) -> Environment:
+    """The environment without its problems, whose data may be elsewhere, under the weights that were in force."""
+    update = {
+        "task_pool": GeneratedPool(type="generated", task_type="sort"),
+        "rubric": Rubric(**trajectory.grade.weights),
+        "curriculum": None,
+    }
+    return Environment.from_settings(settings.model_copy(update=update), tokenizer)
+
+
+def _prompt(environment: Environment, trajectory: Trajectory) -> Check:
+    rendered = environment.prompt_ids(trajectory.problem)
+    return Check(
+        "prompt",
+        f"{len(rendered)} tokens",
+        _first_in(trajectory.prompt_ids, rendered, "prompt token", "rendered"),
+    )
+
+
+def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
+    ids, text = bundle.record["token_ids"], bundle.record["text"]
+    decoded = tokenizer.decode(ids)
+    difference = None
+    if decoded != text:
+        # A character can take several tokens, so that a prefix's last one may be half of it.
+        agree = next((n for n, (a, b) in enumerate(zip_longest(text, decoded)) if a != b), 0)
+        place = next((n for n in range(len(ids)) if len(tokenizer.decode(ids[: n + 1])) > agree), len(ids) - 1)
+        difference = (
+            f"token {place}: the tokens say {_around(decoded, agree)}, and the record's text {_around(text, agree)}"
+        )
+    return Check("text", f"{len(text)} characters decoded from {len(ids)} tokens", difference)
+
+
+def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> Check:
+    now = [environment.transcript(turn.sample.token_ids) for turn in trajectory.turns]
+    difference = None
+    for place, read in enumerate(now):
+        recorded = bundle.transcript[place] if place < len(bundle.transcript) else []
+        difference = difference or _first_in(recorded, read, f"turn {place}, message", "read")
+    messages = sum(map(len, now))
+    return Check("turns", f"{len(now)} turns in {messages} messages", difference)
+
+
+async def _grade(environment: Environment, trajectory: Trajectory) -> Check:
+    recorded = trajectory.grade
+    ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
+    now = await environment.grade(
+        trajectory.problem,
+        trajectory.turns,
+        trajectory.sampling.max_new_tokens,
+        ended=ended,
+        tool_events=trajectory.tool_events,
+    )
+    return Check("grade", _said(now), _first_of(_graded(recorded), _graded(now), "grade"))
+
+
+def _graded(grade: Grade) -> dict[str, Any]:
+    """What of a grade has to come out the same. The reason of a verdict is for people and may be worded anew."""
+    values = asdict(grade)
+    if values["verdict"] is not None:
+        del values["verdict"]["reason"]
+    return values
+
+
+def _said(grade: Grade) -> str:
+    verdict = "no verdict" if grade.verdict is None else f"{grade.verdict.outcome} ({grade.verdict.layer})"
+    return f"reward {grade.score:g}, {verdict}, {grade.failure}"
+
+
+def _altered(bundle: Bundle) -> str | None:
+    if not bundle.altered:
+        return None
+    return f"changed since it was written: {', '.join(bundle.altered)}"
+
+
+def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str) -> str | None:
+    """The first place in which two sequences differ, in words."""
+    for place, (old, new) in enumerate(zip(recorded, now, strict=False)):
+        if old != new:
+            return f"{where} {place}: {_short(old)} in the bundle, {_short(new)} {done}"
+    if len(recorded) != len(now):
+        return f"{where} {min(len(recorded), len(now))}: {len(recorded)} in the bundle, {len(now)} {done}"
+    return None
+
+
+def _first_of(recorded: dict[str, Any], now: dict[str, Any], path: str) -> str | None:
+    """The first key under which two tables differ, in words."""
+    for key in [*recorded, *(key for key in now if key not in recorded)]:
+        old, new = recorded.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            below = _first_of(old, new, f"{path}.{key}")
+            if below is not None:
+                return below
+        elif old != new:
+            return f"{path}.{key}: {_short(old)} in the bundle, {_short(new)} now"
+    return None
+
+
+def _around(text: str, place: int) -> str:
+    return repr(text[max(0, place - 10) : place + 20])
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else shown[:117] + "..."
