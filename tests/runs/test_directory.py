@@ -49,7 +49,9 @@ def make_run(path: Path, steps: int, checkpoint: int | None) -> None:
             if step == checkpoint:
                 save_checkpoint(run.checkpoints, step, write, keep=1)
         run.log.write_text("log\n")
-        (run.path / "replay" / "groups.jsonl").touch()
+        for name in ("tokenizer", *(f"step_{step:06d}-sampled-x" for step in (4, 5, 6)), ".step_000005-y.partial"):
+            (run.replays / name).mkdir()
+            (run.replays / name / "bundle.json").touch()
         (run.path / "report.md").touch()
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": ')
@@ -99,7 +101,9 @@ def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path / "x")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "x" / "samples" / "step_000005.jsonl").exists()
     assert not (tmp_path / "x" / "samples" / "step_000006.jsonl").exists()
-    assert (tmp_path / "x" / "replay" / "groups.jsonl").exists()
+    assert sorted(path.name for path in (tmp_path / "x" / "replay").iterdir()) == [
+        *("step_000004-sampled-x", "step_000005-sampled-x", "tokenizer")
+    ]
     provenance = json.loads((tmp_path / "x" / "provenance.json").read_text())
     assert provenance["threads"] == 2
     assert provenance["resumed"] == [PROVENANCE | {"threads": 3, "from_step": 5}]
