@@ -117,7 +117,7 @@ class Environment:
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message."""
-        return self._format.transcript(token_ids)
+        return self.format.transcript(token_ids)
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""

@@ -65,13 +65,15 @@ def test_a_check_shows_prompt_tokens_mask_and_grades(command: Nmoe, own: Path, w
         "             Sorting what the file holds",
     ]
     assert "pool         jsonl own/data.jsonl as sort" in lines
-    assert [line.partition(", efficiency")[0] for line in lines[-5:]] == [
+    assert [line.partition(";")[0] for line in lines[-5:]] == [
         "problem digits/0, gold '12'",
-        "  right answer '12': correct (exact: the same digits or not); format 1, reasoning 1, correctness 1",
-        "  wrong answer '122': incorrect (exact: the same digits or not); format 1, reasoning 1, correctness 0",
+        "  right answer '12': correct (exact: the same digits or not)",
+        "  wrong answer '122': incorrect (exact: the same digits or not)",
         "",
         "ok",
     ]
+    for line, correctness in zip(lines[-4:-2], ("correctness 1", "correctness 0"), strict=True):
+        assert {"format 1", "reasoning 1", correctness} <= set(line.partition("; ")[2].split(", "))
     prompt = "<|start|>system<|message|>Sort.<|end|><|start|>user<|message|>Sort: 21<|end|><|start|>assistant"
     assert f"  | {prompt}" in lines
     harmony = Harmony(Tokenizer.load(workshop / "tokenizer"))

@@ -132,7 +132,10 @@ def test_a_bundle_holds_what_the_trajectory_was(
     assert trajectory.routes is not None
     assert trajectory.routes.shape == (len(trajectory.prompt_ids) + len(ids) - 1, 2, 2)
     assert trajectory.sampling == Sampling(LIMIT, 0.7, 0.9, 5, harmony.stop_ids, 7)
-    assert trajectory.grade.weights == {"format": 0.5, "reasoning": 0.0, "correctness": 1.0, "efficiency": 0.0}
+    assert {name: weight for name, weight in trajectory.grade.weights.items() if weight} == {
+        "format": 0.5,
+        "correctness": 1.0,
+    }
     # Once more through a bundle: nothing is lost.
     again = json.loads((bundle / FILE).read_text())["trajectory"]
     assert json.loads(json.dumps(trajectory.record(12, tokenizer.decode(ids)))) == again

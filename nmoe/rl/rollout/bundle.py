@@ -73,8 +73,10 @@ class _ToolEvent(_Strict):
     name: str
     arguments: str
     call_id: str
+    fault: str
     failure: Failure
     output: str
+    reason: str
     started_s: float
     wall_s: float
 
@@ -292,8 +294,9 @@ def remove(path: Path) -> None:
 
 
 def _tool_event(record: Mapping[str, Any]) -> ToolEvent:
-    call = ToolCall(record["name"], record["arguments"], record["call_id"])
-    return ToolEvent(call, record["failure"], record["output"], record["started_s"], record["wall_s"])
+    names = ("name", "arguments", "call_id", "fault")
+    call = ToolCall(**{name: record[name] for name in names})
+    return ToolEvent(call, **{name: value for name, value in record.items() if name not in names})
 
 
 def _digests(content: Mapping[str, Any], routes: np.ndarray | None) -> dict[str, str]:
