@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
+    # Each arena reserves 64 MB of address space, which has a limit.
+    "MALLOC_ARENA_MAX": "2",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 

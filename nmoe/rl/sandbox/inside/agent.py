@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _WATCH_EVERY_S = 0.02
 _IDLE_S = 0.005
 _MIB = 1 << 20
-# Beyond `memory_mb`, which bounds what is resident: room in the address space for an interpreter's code and libraries.
-_ADDRESS_SPACE_SLACK_MB = 256
+# Beyond `memory_mb`, which bounds what is resident: room in the address space for libraries and the stacks of threads.
+_ADDRESS_SPACE_SLACK_MB = 1024
 _OPEN_FILES = 256
 # A disk with less left counts as full: a program that filled it may have had its last few pages taken back.
 _FULL_BYTES = 64 * 1024
@@ -40,11 +40,13 @@ _STATED = frozenset({"out_of_memory", "disk_full", "sandbox_denied", "command_no
 
 
 class Agent:
-    def __init__(self, control: socket.socket, workspace: str, readable: list[str]) -> None:
+    def __init__(self, control: socket.socket, workspace: str, readable: list[str], held: int) -> None:
+        """`readable`: what is visible outside the workspace. `held`: how many processes of the user namespace are not a call's."""
         self._control = control
         self._workspace = workspace
         self._cwd = workspace
         self._readable = readable
+        self._held = held
         self._rules: list[tuple[str, int]] | None = None  # what `access` leaves of the workspace
 
     def serve(self) -> NoReturn:
@@ -52,6 +54,7 @@ class Agent:
         # A handler, which Python has for SIGINT alone, would let the signal through to pid 1.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        os.environ.pop("PWD", None)  # bubblewrap sets it, and it would be wrong after the first change of directory
         self._send(answer("ok", None, 0.0, b"", b""))
         if not select.select([self._control], [], [], _IDLE_S)[0]:
             # Nobody is waiting: what most code imports, so that a call finds it there.
@@ -140,8 +143,7 @@ class Agent:
             (resource.RLIMIT_AS, memory),
             (resource.RLIMIT_CPU, cpu),
             (resource.RLIMIT_FSIZE, int(limits["file_mb"] * _MIB)),
-            # The agent counts as one.
-            (resource.RLIMIT_NPROC, int(limits["processes"]) + 1),
+            (resource.RLIMIT_NPROC, int(limits["processes"]) + self._held),
             (resource.RLIMIT_NOFILE, _OPEN_FILES),
             # 1 rather than 0, which a handler that the host pipes core dumps into does not heed (core(5)).
             (resource.RLIMIT_CORE, 1),

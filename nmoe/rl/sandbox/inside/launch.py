@@ -52,7 +52,7 @@ for name, code in modules:
     setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
 sys.path += {site!r}
 import _socket
-module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}).serve()
+module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, held=1).serve()
 """
 
 
@@ -198,7 +198,8 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     # The interpreter is this one: what it knows of the host's directories must go.
     sys.path[:] = [*sys.path[1:], *plan["site"]]
     sys.argv = [""]
-    agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan)).serve()
+    # The parent is in this user namespace as well.
+    agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan), held=2).serve()
 
 
 def _build_root(plan: dict[str, Any]) -> None:
