@@ -16,7 +16,7 @@ _CACHE_GIB = 2  # of keys and values; 256 sequences of 160 tokens take 80 MiB
 def environment(threads: int) -> dict[str, str]:
     """What the process has to start with, the fastest of what was tried: with the engine in a process of its own (the default) the
     dense model decodes 6.9k tokens/s at 64 sequences instead of 11k on two cores. Preloading Intel's OpenMP or tcmalloc, as its
-    documentation advises, changed nothing (medians within 2% of each other)."""
+    documentation advises, made no difference that stood out of the noise between runs (about 10%)."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -134,15 +134,7 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
             return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
         return torch.cat([part @ weight for part, weight in zip(rows_RD.split(counts), weight_EDF, strict=True)])
 
-    hidden_RF = _adapted(product, narrow, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
-    if weights.gate_up_bias_EF is not None:
-        hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = _adapted(
-        product, narrow, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter
-    )
-    if weights.down_bias_ED is not None:
-        out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    return out_RD
+    return _through(product, narrow, _row_by_row(counts_E, x_RD.shape[0]), x_RD, weights)
 
 
 def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
@@ -153,15 +145,7 @@ def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
         return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
 
-    hidden_RF = _adapted(product, product, x_RD, weights.gate_up_EDF, weights.gate_up_adapter)
-    if weights.gate_up_bias_EF is not None:
-        hidden_RF = hidden_RF + weights.gate_up_bias_EF.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    out_RD = _adapted(
-        product, product, swiglu(hidden_RF, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter
-    )
-    if weights.down_bias_ED is not None:
-        out_RD = out_RD + weights.down_bias_ED.repeat_interleave(counts_E, 0, output_size=x_RD.shape[0])
-    return out_RD
+    return _through(product, product, _row_by_row(counts_E, x_RD.shape[0]), x_RD, weights)
 
 
 def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
@@ -171,25 +155,39 @@ def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -
     shift_E = torch.arange(experts, device=x_RD.device) * longest - first_E
     place_R = torch.arange(x_RD.shape[0], device=x_RD.device) + shift_E.repeat_interleave(counts_E)
     padded = x_RD.new_zeros(experts * longest, x_RD.shape[1]).index_copy(0, place_R, x_RD)
-    hidden = _adapted(
-        torch.bmm, torch.bmm, padded.view(experts, longest, -1), weights.gate_up_EDF, weights.gate_up_adapter
-    )
-    if weights.gate_up_bias_EF is not None:
-        hidden = hidden + weights.gate_up_bias_EF.unsqueeze(1)
-    out = _adapted(
-        torch.bmm, torch.bmm, swiglu(hidden, weights.limit, weights.exact), weights.down_EFD, weights.down_adapter
-    )
-    if weights.down_bias_ED is not None:
-        out = out + weights.down_bias_ED.unsqueeze(1)
+
+    def spread(bias_EF: Tensor) -> Tensor:
+        return bias_EF.unsqueeze(1)
+
+    out = _through(torch.bmm, torch.bmm, spread, padded.view(experts, longest, -1), weights)
     return out.flatten(0, 1).index_select(0, place_R)
 
 
-def _adapted(
-    product: Product, narrow: Product, x: Tensor, weight_EDF: Tensor, adapter: ExpertsLowRank | None
+def _row_by_row(counts_E: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
+    """Each row's own expert's bias."""
+
+    def spread(bias_EF: Tensor) -> Tensor:
+        return bias_EF.repeat_interleave(counts_E, 0, output_size=rows)
+
+    return spread
+
+
+def _through(
+    product: Product, narrow: Product, spread: Callable[[Tensor], Tensor], x: Tensor, weights: ExpertWeights
 ) -> Tensor:
-    """Each row by its expert's weight and, where there is an adapter, by that expert's update, whose products are `narrow`."""
-    out = product(x, weight_EDF)
-    return out if adapter is None else out + adapter(x, narrow)
+    """Each row by its expert's weights and, where there are adapters, by that expert's updates, whose products are `narrow`;
+    `spread` lays biases beside the rows."""
+
+    def layer(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
+        out = product(x, weight_EDF)
+        if adapter is not None:
+            out = out + adapter(x, narrow)
+        return out if bias_EF is None else out + spread(bias_EF)
+
+    hidden = layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
+    return layer(
+        swiglu(hidden, weights.limit, weights.exact), weights.down_EFD, weights.down_bias_ED, weights.down_adapter
+    )
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:

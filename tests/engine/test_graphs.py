@@ -103,7 +103,7 @@ def test_the_engine_samples_the_same(tiny_model: MakeModel, request_of: MakeRequ
     for recorded in (False, True):
         core = EngineCore(model, 4)
         if recorded:
-            core.graphs = DecodeGraphs(model, core.cache, core.pool.take(1)[0], run_plainly)
+            core.runner.graphs = DecodeGraphs(model, core.cache, core.pool.take(1)[0], run_plainly)
         jobs = [core.add(request_of(*shape)) for shape in [("a", 5, 3, 20), ("b", 1, 2, 30), ("c", BLOCK_TOKENS, 2, 9)]]
         while not core.idle:
             core.step()

@@ -43,9 +43,9 @@ def sampled(core: EngineCore) -> list[Sample]:
 def test_recorded_decoding_agrees_with_the_learner(name: str, precision: Precision) -> None:
     model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS[name])), precision).to("cuda")
     core = EngineCore(model, 12)
-    assert core.graphs is not None
+    assert core.runner.graphs is not None
     recorded = not model.config.experts or precision == "bfloat16"
-    assert isinstance(core.graphs.record, CudaRecorder) == recorded
+    assert isinstance(core.runner.graphs.record, CudaRecorder) == recorded
     samples = sampled(core)
     assert len(samples) == 15
     prompts = [5] * 3 + [17] * 9 + [33] * 2 + [1]

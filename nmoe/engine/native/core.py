@@ -17,26 +17,20 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nmoe.engine.api import Delta, EngineStats, FinishReason, Request, Sample, Sampling
-from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
+from nmoe.engine.native.attend import Piece
 from nmoe.engine.native.blocks import BlockPool
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, bytes_per_block
 from nmoe.engine.native.graphs import decode_graphs
 from nmoe.engine.native.jobs import Job, Paused, Prefill, Prompt
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
-from nmoe.engine.native.sampler import SamplingColumns, sample
+from nmoe.engine.native.runner import Runner
 from nmoe.errors import UserError
-from nmoe.model.kernels.cpu.library import in_use
-from nmoe.model.logprobs import head_logprobs
-from nmoe.model.moe import RouterTrace
-from nmoe.model.products import PackedWeights
 from nmoe.model.transformer import Transformer
 
 # Prompt tokens computed in one step, so that one long prompt holds up those that decode for no longer than this.
@@ -44,10 +38,6 @@ PREFILL_TOKENS = 8192
 
 # The default bound of the cache's memory.
 _CACHE_BYTES = 4 * 2**30
-
-
-# Weights up to this size are held a second time on a CPU, packed for small batches.
-_PACKED_BYTES = 2 * 2**30
 
 
 class EngineCore:
@@ -70,12 +60,11 @@ class EngineCore:
         # On a GPU one block more, which the pool knows nothing of, for rows of padding to write to.
         on_gpu = weight.device.type == "cuda"
         self.cache = PagedCache(model.config, blocks + on_gpu, weight.device, dtype)
-        self.graphs = decode_graphs(model, self.cache, scratch=blocks) if on_gpu else None
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
         self.rows = Rows(max_sequences, context, weight.device)
+        graphs = decode_graphs(model, self.cache, scratch=blocks) if on_gpu else None
+        self.runner = Runner(model, self.cache, self.rows, graphs)
         self.version = 0
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        self._packs = PackedWeights() if size <= _PACKED_BYTES else None
         self._waiting: deque[Job] = deque()  # with samples still to start, or tokens to score
         self._paused: list[Paused] = []  # oldest first
         self._prefills: list[Prefill] = []  # oldest first
@@ -160,8 +149,7 @@ class EngineCore:
         started is computed again, and no prefix of before is found, or samples would start from the old weights under the new
         number. Running sequences go on over the keys they have."""
         self.version = version
-        if self._packs:
-            self._packs.clear()
+        self.runner.weights_changed()
         for task in list(self._prefills):
             self._drop_prefill(task)
         for job in self._waiting:
@@ -190,7 +178,7 @@ class EngineCore:
     def step(self) -> list[Job]:
         """Prefills, starts, decodes, retires; returns the jobs that finished."""
         began = time.perf_counter()
-        with self._packs.active() if self._packs else nullcontext(), nullcontext() if self.model.exact else in_use():
+        with self.runner.active():
             self._admit()
             done = self._prefill()
             done += self._start()
@@ -273,23 +261,18 @@ class EngineCore:
         if not chosen:
             return
         chosen.sort(key=lambda pair: pair[0].done > 0)  # stable: whole beginnings first, as the attention wants them
-        device = self.rows.device
         pieces = [Piece(task.blocks, task.done, stop) for task, stop in chosen]
-        attend = PrefillAttention(self.cache, pieces, self.model.exact)
-        ids_T = torch.tensor([t for task, stop in chosen for t in task.token_ids[task.done : stop]], device=device)
+        token_ids = [token for task, stop in chosen for token in task.token_ids[task.done : stop]]
         replays = [task.replay[task.done : stop] for task, stop in chosen if task.replay is not None]
-        trace = RouterTrace(replay=torch.cat(replays).to(device) if replays else None)
-        x_TD = self.model(ids_T, torch.from_numpy(attend.positions_T).to(device), attend, trace)
-        if trace.chosen_TK:
-            routes_TYK = trace.routes() if trace.replay is None else trace.replay
-            self.cache.write_routes(attend.blocks_T, attend.positions_T, routes_TYK)
-        self._prefilled += len(ids_T)
+        x_TD = self.runner.prefill(pieces, token_ids, torch.cat(replays) if replays else None)
+        self._prefilled += len(token_ids)
         start = 0
         last: list[tuple[Prefill, int]] = []
         for task, stop in chosen:
             end = start + stop - task.done
             if task.job.scoring:
-                self._score(task, stop, x_TD[start:end])
+                targets, temperature = task.token_ids[task.done + 1 : stop + 1], task.job.request.sampling.temperature
+                task.scores += self.runner.scores(x_TD[start:end], targets, temperature)
             elif stop == len(task.token_ids):
                 if task.paused is None or task.paused.versions[0] == self.version:
                     self.pool.remember(task.token_ids, task.blocks)
@@ -297,16 +280,9 @@ class EngineCore:
                     last.append((task, end - 1))
             task.done, start = stop, end
         if last:
-            logits_BV = self.model.logits(x_TD[torch.tensor([row for _, row in last], device=device)])
+            logits_BV = self.runner.logits(x_TD, [row for _, row in last])
             for i, (task, _) in enumerate(last):
                 task.job.prompt = Prompt(task.blocks, logits_BV[i : i + 1])
-
-    def _score(self, task: Prefill, stop: int, x_LD: Tensor) -> None:
-        targets_N = torch.tensor(task.token_ids[task.done + 1 : stop + 1], device=self.rows.device)
-        if len(targets_N):
-            x_ND, temperature = x_LD[: len(targets_N)], task.job.request.sampling.temperature
-            logprobs_N, _ = head_logprobs(x_ND, self.model.head_weight, targets_N, temperature, exact=self.model.exact)
-            task.scores += logprobs_N.tolist()
 
     def _drop_prefill(self, task: Prefill) -> None:
         """Gives a task's blocks back; it will be taken up again from the queue."""
@@ -453,37 +429,12 @@ class EngineCore:
         running = slice(0, len(self._running))
         if not self._running:
             return []
-        positions = self.rows.position[running].copy()
-        width = int(self.rows.held[running].max())
-        table = self.rows.table[running, :width]
-        if self.graphs is not None:
-            x_BD, routes_BYK = self.graphs.run(self.rows["last_token"][running], positions, table)
-        else:
-            attend, trace = DecodeAttention(self.cache, positions, table), RouterTrace()
-            positions_B = torch.from_numpy(positions).to(self.rows.device)
-            x_BD = self.model(self.rows["last_token"][running], positions_B, attend, trace)
-            routes_BYK = trace.routes() if trace.chosen_TK else None
-        if routes_BYK is not None:
-            blocks_B = table[np.arange(len(positions)), positions // BLOCK_TOKENS]
-            self.cache.write_routes(blocks_B, positions, routes_BYK)
-        self.rows.position[running] += 1
-        return self._sample(self.model.logits(x_BD), running)
+        return self._sample(self.runner.decode(running), running)
 
     def _sample(self, logits_BV: Tensor, rows: slice) -> list[Job]:
         """Draws the next token of every row in `rows`, records it, and retires the rows that are done."""
         settings = [job.request.sampling for job, _ in self._running[rows]]
-        cuts = any(s.top_p < 1 or s.top_k for s in settings)
-        columns = SamplingColumns(
-            self.rows["temperature"][rows],
-            self.rows["top_p"][rows],
-            self.rows["top_k"][rows],
-            plain=all(s.temperature == 1 for s in settings),
-            cuts=cuts,
-        )
-        at_B1 = torch.from_numpy(self.rows.generated[rows]).to(self.rows.device).unsqueeze(-1)
-        uniforms_B = self.rows["uniforms"][rows].gather(1, at_B1).squeeze(-1)
-        tokens_B, logprobs_B, kept_BV = sample(logits_BV, columns, uniforms_B)
-        stopped_B, finished_B = self.rows.record(rows, tokens_B, logprobs_B, self.version)
+        stopped_B, finished_B, kept_BV = self.runner.sample(logits_BV, rows, settings, self.version)
         self._generated += rows.stop - rows.start
         if kept_BV is not None:
             self._record_kept(rows, kept_BV)
