@@ -37,7 +37,7 @@ MEMORY_MB = 2048
 
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
 # Signals by which a process brings itself down.
-_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _BATCH = 16
 _START_S = 120.0
 
@@ -58,7 +58,7 @@ class WorkerError(Exception):
 class _Call:
     arguments: list[Any]
     future: Future[Reply] = field(default_factory=Future)
-    losses: list[int] = field(default_factory=list)  # return codes of the workers lost on it
+    losses: list[int | None] = field(default_factory=list)  # signals that ended processes on it; None: unknown
 
 
 class WorkerPool:
@@ -148,16 +148,20 @@ class WorkerPool:
             worker.send([call.arguments for call in calls])
             while left:
                 status, value = worker.read(self._silence_s)
-                if status == "raised":
-                    _finish(left.popleft(), WorkerError(f"a grading worker raised\n{value}"))
-                    continue
-                _finish(left.popleft(), Reply(status, value))
-                if status == "exhausted":  # its memory may be full of what is left of the call
-                    self._processes.pop(place).end()
+                if status == "died":
+                    if not self._lose(left[0], value):
+                        left.popleft()
+                    break
+                call = left.popleft()
+                _finish(
+                    call,
+                    WorkerError(f"a grading worker raised\n{value}") if status == "raised" else Reply(status, value),
+                )
+                if status == "exhausted":
                     break
         except _LostError:
-            code = self._processes.pop(place).end()
-            if not self._closed and not self._lose(left[0], code):
+            self._processes.pop(place).end()
+            if not self._closed and not self._lose(left[0], None):
                 left.popleft()
         with self._changed:
             if self._closed:
@@ -167,19 +171,19 @@ class WorkerPool:
                 self._queue.extendleft(reversed(left))
                 self._changed.notify_all()
 
-    def _lose(self, call: _Call, code: int) -> bool:
-        """Whether the call that a worker was lost on is worth another try; otherwise it is answered."""
-        if code == -signal.SIGPROF:
+    def _lose(self, call: _Call, by: int | None) -> bool:
+        """Whether the call that a process was lost on is worth another try; otherwise it is answered."""
+        if by == signal.SIGPROF:
             _finish(call, Reply("deadline", "took longer than the deadline"))
             return False
-        call.losses.append(code)
+        call.losses.append(by)
         if len(call.losses) < 2:
             return True
         if all(loss in _CRASHES for loss in call.losses):
             _finish(call, Reply("exhausted", "crashed two workers"))
         else:
-            codes = " and ".join(map(str, call.losses))
-            _finish(call, Reply("lost", f"two workers were lost on it, with exit codes {codes}"))
+            signals = " and ".join("none" if loss is None else signal.Signals(loss).name for loss in call.losses)
+            _finish(call, Reply("lost", f"two workers were lost on it, by signals {signals}"))
         return False
 
 
@@ -228,17 +232,12 @@ class _Worker:
         status, value = json.loads(line)
         return status, value
 
-    def end(self) -> int:
-        """Makes sure that it is gone and returns its exit code."""
+    def end(self) -> None:
+        """Kills it and the process that it forked, which dies with it."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        # Its output has ended where it died by itself: a moment later its exit code is there.
-        try:
-            code = self.process.wait(0.05 if self.process.poll() is None else 0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
+        self.process.kill()
+        self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
-        return code

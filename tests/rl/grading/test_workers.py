@@ -134,7 +134,8 @@ def test_no_worker_outlives_a_killed_parent() -> None:
                 calls[0].result()
                 while len(pool.pids()) < 2:
                     pass
-                print(*pool.pids(), flush=True)
+                forked = [f"/proc/{pid}/task/{pid}/children" for pid in pool.pids()]
+                print(*pool.pids(), *(open(path).read() for path in forked), flush=True)
                 input()
             """),
         ],
@@ -145,7 +146,7 @@ def test_no_worker_outlives_a_killed_parent() -> None:
     )
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 4, "two workers, and what each has forked"
     assert all(_alive(pid) for pid in pids)
     parent.kill()
     parent.communicate()
