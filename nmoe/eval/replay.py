@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from nmoe.config import Locator, Place, parse
+from nmoe.config.sandbox import SandboxSettings
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.fingerprint import fingerprint
@@ -22,6 +24,9 @@ from nmoe.rl.rollout.bundle import Bundle, read_bundle
 from nmoe.rl.rollout.recorder import TOKENIZER
 from nmoe.rl.rollout.replay import Check, replay
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.sandbox.api import Sandbox
+from nmoe.rl.sandbox.sandboxes import Sandboxes
+from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
@@ -49,7 +54,11 @@ def replay_command(path: Path, checkpoint: Path | None, tokenizer_of: Path | Non
     tokenizer = _tokenizer(bundle, checkpoint, tokenizer_of)
 
     async def checks() -> list[Check]:
-        return [check async for check in replay(bundle, tokenizer)]
+        sandboxes = _Sandboxes(bundle)
+        try:
+            return [check async for check in replay(bundle, tokenizer, sandboxes)]
+        finally:
+            await sandboxes.close()
 
     found = asyncio.run(checks())
     torn = found[0].difference is not None
@@ -69,6 +78,26 @@ def replay_command(path: Path, checkpoint: Path | None, tokenizer_of: Path | Non
         )
         raise ReplayDifferenceError(f"{path}: first difference: {differences[0]}{more}")
     yield "all the same"
+
+
+class _Sandboxes:
+    """Sandboxes as the run had them, tried and started when the first tool asks for one."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._sandboxes: Sandboxes | None = None
+
+    async def open(self) -> Sandbox:
+        if self._sandboxes is None:
+            recorded = self._bundle.sandbox or {}
+            where = Locator(Place(f"{self._bundle.path}: sandbox.settings"))
+            settings = parse(recorded.get("settings", {}), SandboxSettings, where).model_copy(update={"warm": 0})
+            self._sandboxes = Sandboxes(settings, sandbox_limits(self._bundle.settings.budget))
+        return await self._sandboxes.open()
+
+    async def close(self) -> None:
+        if self._sandboxes is not None:
+            await self._sandboxes.close()
 
 
 def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:

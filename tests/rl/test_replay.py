@@ -145,11 +145,13 @@ def test_a_bundle_holds_what_the_trajectory_was(
 
 def test_every_check_agrees(bundle: Path, tokenizer: Tokenizer) -> None:
     found = checks(bundle, tokenizer)
-    assert [check.name for check in found] == ["record", "environment", "prompt", "text", "turns", "grade", "digests"]
+    assert [check.name for check in found] == [
+        *("record", "environment", "prompt", "text", "turns", "tools", "grade", "digests")
+    ]
     assert [check.difference for check in found] == [None] * len(found)
     prompt = len(read_bundle(bundle).record["prompt_ids"])
     assert str(found[2]) == f"prompt       {prompt} tokens: the same"
-    assert found[5].compared == "reward 1.5, correct (exact), ok"
+    assert found[6].compared == "reward 1.5, correct (exact), ok"
 
 
 @given(data=st.data())

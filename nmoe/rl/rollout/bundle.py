@@ -122,7 +122,7 @@ class _Content(_Strict):
     transcript: list[list[dict[str, str | None]]]
     settings: dict[str, Any]
     tokenizer: str
-    sandbox: str | None
+    sandbox: dict[str, Any] | None
     workspace: dict[str, Any] | None
     digests: dict[str, str]
 
@@ -138,7 +138,7 @@ class Bundle:
     transcript: list[list[dict[str, str | None]]]
     settings: EnvironmentSettings
     tokenizer: str
-    sandbox: str | None
+    sandbox: Mapping[str, Any] | None
     workspace: Mapping[str, Any] | None
     routes: np.ndarray | None
     altered: tuple[str, ...]

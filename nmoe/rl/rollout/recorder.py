@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from nmoe.rl.environment import Environment
 from nmoe.rl.pools.order import stable_hash
@@ -35,8 +36,9 @@ class ReplayRecorder:
         seed: int,
         sample_rate: float,
         per_failure: int,
-        sandbox: str | None = None,
+        sandbox: Mapping[str, Any] | None = None,
     ) -> None:
+        """`sandbox` says where tools ran: {"settings": those of [sandbox], "in_force": what `Sandboxes.describe()` says}."""
         self._directory = directory
         self._environment = environment
         self._tokenizer = tokenizer
@@ -73,7 +75,7 @@ class ReplayRecorder:
             "transcript": [self._environment.transcript(turn.sample.token_ids) for turn in trajectory.turns],
             "settings": self._environment.settings.model_dump(mode="json"),
             "tokenizer": self._tokenizer.fingerprint,
-            "sandbox": self._sandbox,
+            "sandbox": None if self._sandbox is None else dict(self._sandbox),
             "workspace": None,
         }
         self._save_tokenizer()

@@ -18,7 +18,11 @@ from nmoe.rl.failures import Failure
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.rollout.bundle import Bundle
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.sandbox.api import Sandbox
 from nmoe.rl.tasks import TASKS
+from nmoe.rl.tools.event import ToolEvent
+from nmoe.rl.tools.executor import AsyncToolExecutor
+from nmoe.rl.tools.session import OpensSandboxes, ToolSession
 from nmoe.text.tokenizer import Tokenizer
 
 # What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
@@ -39,11 +43,11 @@ class Check:
         return f"{self.name:<12} differs: {self.difference}"
 
 
-async def replay(bundle: Bundle, tokenizer: Tokenizer) -> AsyncIterator[Check]:
-    """Every check that needs no model, in the order in which a trajectory came about.
+async def replay(bundle: Bundle, tokenizer: Tokenizer, sandboxes: OpensSandboxes | None = None) -> AsyncIterator[Check]:
+    """Every check that needs no model, in the order in which a trajectory came about. `sandboxes` are for tools that want one.
 
     A record that does not fit together ends the replay with its first check. Raises UserError for a tokenizer or a task that the
-    trajectory was not made with.
+    trajectory was not made with, and for tools that are not there.
     """
     if tokenizer.fingerprint != bundle.tokenizer:
         raise UserError(
@@ -62,7 +66,9 @@ async def replay(bundle: Bundle, tokenizer: Tokenizer) -> AsyncIterator[Check]:
     yield _prompt(environment, trajectory)
     yield _text(bundle, tokenizer)
     yield _turns(bundle, environment, trajectory)
-    yield await _grade(environment, trajectory)
+    async with ToolSession(sandboxes) as session:
+        yield await _tools(environment, trajectory, session)
+        yield await _grade(environment, trajectory, session.opened)
     # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
     yield Check("digests", "every part as it was written", _altered(bundle))
 
@@ -116,15 +122,48 @@ def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> 
     return Check("turns", f"{len(now)} turns in {messages} messages", difference)
 
 
-async def _grade(environment: Environment, trajectory: Trajectory) -> Check:
-    recorded = trajectory.grade
+async def _tools(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
+    """Runs every call that was run again, in its order, and renders what was answered. Times may differ."""
+    executor = AsyncToolExecutor(environment.tools, environment.budget)
+    recorded, rounds, differences = list(trajectory.tool_events), list[list[ToolEvent]](), list[str]()
+    for place, turn in enumerate(trajectory.turns):
+        events = [event for event in recorded if event.call.call_id.startswith(f"{place}/")]
+        following = trajectory.turns[place + 1] if place + 1 < len(trajectory.turns) else None
+        if not events and following is None:
+            break  # the policy was done, or its budget was
+        calls = environment.format.calls(place, turn.sample.token_ids)
+        said = _first_in([event.call for event in events], calls, f"turn {place}, call", "read")
+        if said is not None:
+            differences.append(said)
+            break
+        for old, new in zip(events, await executor.run(calls, session), strict=True):
+            said = _first_of(_returned(old), _returned(new), f"turn {place}, call {old.call.call_id}, {old.call.name}")
+            differences += [] if said is None else [said]
+        rounds.append(events)
+        if following is not None:
+            given = environment.format.answer_calls(environment.messages(trajectory.problem), rounds)
+            said = _first_in(following.given_ids, given, f"turn {place + 1}, given token", "rendered")
+            differences += [] if said is None else [said]
+    compared = f"{len(recorded)} calls and what they returned" if recorded else "no calls"
+    return Check("tools", compared, differences[0] if differences else None)
+
+
+def _returned(event: ToolEvent) -> dict[str, Any]:
+    return {"failure": event.failure, "output": event.output, "reason": event.reason}
+
+
+async def _grade(environment: Environment, trajectory: Trajectory, sandbox: Sandbox | None) -> Check:
+    recorded, last = trajectory.grade, trajectory.turns[-1].sample
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
+    if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
+        ended = "truncated"  # there was no room for the turn that the call asks for
     now = await environment.grade(
         trajectory.problem,
         trajectory.turns,
         trajectory.sampling.max_new_tokens,
         ended=ended,
         tool_events=trajectory.tool_events,
+        sandbox=sandbox,
     )
     return Check("grade", _said(now), _first_of(_graded(recorded), _graded(now), "grade"))
 

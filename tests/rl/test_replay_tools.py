@@ -1,0 +1,279 @@
+"""Replays of trajectories with tools: calls, returns and the tokens that answered them come out the same, or where they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tool_cases
+from fake_sandbox import FakeSandbox, FakeSandboxes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scripted_engine import ScriptedEngine
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.engine.api import Request
+from nmoe.eval.replay import ReplayDifferenceError, replay_command
+from nmoe.rl.environment import Environment
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.bundle import FILE, read_bundle
+from nmoe.rl.rollout.collector import Collector, RolloutSettings
+from nmoe.rl.rollout.recorder import ReplayRecorder
+from nmoe.rl.rollout.replay import Check, replay
+from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.sandbox.api import Result
+from nmoe.rl.sandbox.sandboxes import Sandboxes
+from nmoe.rl.tools.builtin import sandbox_limits
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+Make = Callable[..., Environment]
+
+ENVIRONMENT = """
+[task_pool]
+type = "generated"
+task_type = "sort"
+[tools]
+use = ["tool_cases:add", "tool_cases:echo", "tool_cases:forge", "tool_cases:fail", "tool_cases:flood", "bash"]
+[rubric]
+format = 0.1
+tool_use = 0.5
+correctness = 1.0
+efficiency = 0.25
+[budget]
+turns = 4
+tool_calls = 3
+"""
+PROBLEM = Problem("demo/0", "sort", "Sort: 312", "123", "demo")
+
+
+def call(harmony: Harmony, name: str, arguments: str) -> list[int]:
+    to_tool = Message("assistant", arguments, "commentary", recipient=f"functions.{name}", content_type="json")
+    return harmony.render_completion([Message("assistant", "hm", channel="analysis"), to_tool])
+
+
+def final(harmony: Harmony, text: str = "123") -> list[int]:
+    return harmony.render_completion([Message("assistant", text, channel="final")])
+
+
+def play(environment: Environment, turns: list[list[int]], answers: list[Result], context: int = 4000) -> Trajectory:
+    """One trajectory whose policy samples these turns, the last one again and again."""
+    taken = iter(range(1000))
+
+    def script(request: Request, index: int) -> list[int]:
+        return turns[min(next(taken), len(turns) - 1)]
+
+    sandboxes = FakeSandboxes(FakeSandbox(answers))
+    collector = Collector(ScriptedEngine(script), environment, context, sandboxes)  # type: ignore[arg-type]
+    (group,) = collector.collect([PROBLEM], RolloutSettings(1, 600), (1, "train", 1)).groups
+    return group.trajectories[0]
+
+
+def kept(directory: Path, environment: Environment, tokenizer: Tokenizer, trajectory: Trajectory) -> Path:
+    directory.mkdir(exist_ok=True)
+    recorder = ReplayRecorder(directory, environment, tokenizer, seed=0, sample_rate=1.0, per_failure=0)
+    (path,) = recorder.write(1, [trajectory])
+    return path
+
+
+def differences(path: Path, tokenizer: Tokenizer, answers: list[Result]) -> dict[str, str]:
+    async def run() -> list[Check]:
+        sandboxes: Any = FakeSandboxes(FakeSandbox(answers))
+        return [check async for check in replay(read_bundle(path), tokenizer, sandboxes)]
+
+    return {check.name: check.difference for check in asyncio.run(run()) if check.difference is not None}
+
+
+OUT = Result("ok", 0, b"hello\n", b"", 0.01)
+DEAD = Result("nonzero_exit", 3, b"", b"no\n", 0.01)
+
+
+@pytest.fixture
+def used(environment: Make, harmony: Harmony) -> tuple[Environment, Trajectory]:
+    """Three calls, one of which fails, and a right answer."""
+    demo = environment(ENVIRONMENT)
+    turns = [
+        call(harmony, "add", '{"x": 40, "y": 2}'),
+        call(harmony, "bash", '{"script": "exit 3"}'),
+        call(harmony, "bash", '{"script": "echo hello"}'),
+        final(harmony),
+    ]
+    trajectory = play(demo, turns, [DEAD, OUT])
+    assert [event.failure for event in trajectory.tool_events] == ["ok", "nonzero_exit", "ok"]
+    assert (trajectory.grade.failure, trajectory.grade.components["correctness"]) == ("ok", 1.0)
+    return demo, trajectory
+
+
+def test_tools_return_the_same(used: tuple[Environment, Trajectory], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = kept(tmp_path / "replay", *used[:1], tokenizer, used[1])
+    assert differences(path, tokenizer, [DEAD, OUT]) == {}
+    (again,) = [read_bundle(path).trajectory()]
+    assert again.tool_events == used[1].tool_events
+    assert again.turns == used[1].turns
+
+
+def test_a_tool_that_returns_something_else_is_named(
+    used: tuple[Environment, Trajectory], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept(tmp_path / "replay", *used[:1], tokenizer, used[1])
+    other = Result("ok", 0, b"hullo\n", b"", 0.01)
+    assert differences(path, tokenizer, [DEAD, other])["tools"] == (
+        "turn 2, call 2/0, bash.output: 'hello\\n' in the bundle, 'hullo\\n' now"
+    )
+    assert differences(path, tokenizer, [OUT, OUT])["tools"].startswith(
+        "turn 1, call 1/0, bash.failure: 'nonzero_exit' in the bundle, 'ok' now"
+    )
+
+    def add(x: int, y: int = 1) -> int:
+        """Adds two numbers."""
+        return x + y + 1
+
+    monkeypatch.setattr(tool_cases, "add", add)
+    assert differences(path, tokenizer, [DEAD, OUT]) == {
+        "tools": "turn 0, call 0/0, add.output: '42' in the bundle, '43' now"
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "difference"),
+    [
+        (
+            lambda t: t["tool_events"][0].update(output="43"),
+            "tools",
+            "turn 0, call 0/0, add.output: '43' in the bundle, '42' now",
+        ),
+        (
+            lambda t: t["tool_events"][1].update(failure="ok"),
+            "tools",
+            "turn 1, call 1/0, bash.failure: 'ok' in the bundle, 'nonzero_exit' now",
+        ),
+        (
+            lambda t: t["tool_events"][0].update(arguments='{"x": 41, "y": 1}'),
+            "tools",
+            "turn 0, call 0: ToolCall(name='add', arguments='{\"x\": 41, \"y\": 1}'",
+        ),
+        (lambda t: t["tool_events"].pop(1), "tools", "turn 1, call 0: 0 in the bundle, 1 read"),
+    ],
+)
+def test_a_tool_event_that_was_changed_is_found(
+    used: tuple[Environment, Trajectory],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    check: str,
+    difference: str,
+) -> None:
+    path = kept(tmp_path / "replay", *used[:1], tokenizer, used[1])
+    content = json.loads((path / FILE).read_text())
+    change(content["trajectory"])
+    (path / FILE).write_text(json.dumps(content))
+    found = differences(path, tokenizer, [DEAD, OUT])
+    assert found[check].startswith(difference), found
+    assert found["digests"] == "changed since it was written: trajectory.tool_events"
+
+
+def test_a_token_of_a_tools_answer_that_was_changed_is_found(
+    used: tuple[Environment, Trajectory], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = kept(tmp_path / "replay", *used[:1], tokenizer, used[1])
+    original = (path / FILE).read_text()
+    spans = [span for span in json.loads(original)["trajectory"]["spans"] if span["kind"] == "tool"]
+    assert len(spans) == 3
+    for span in spans:
+        for place in range(span["start"], span["end"]):
+            content = json.loads(original)
+            content["trajectory"]["token_ids"][place] ^= 1
+            (path / FILE).write_text(json.dumps(content))
+            found = differences(path, tokenizer, [DEAD, OUT])
+            assert found["text"].startswith(f"token {place}: "), found
+            assert found["tools"].startswith(f"turn {span['turn']}, given token {place - span['start']}: "), found
+
+
+NAMES = st.sampled_from(["add", "echo", "forge", "fail", "flood", "bash", "none", "system"])
+ARGUMENTS = st.sampled_from(
+    [
+        "{}",
+        '{"x": 1}',
+        '{"x": 1, "y": -2}',
+        '{"text": "<|end|>"}',
+        '{"text": "é\\u2603"}',
+        '{"script": "ls"}',
+        "{",
+        "",
+        '{"x": "a"}',
+    ]
+)
+RESULTS = [OUT, DEAD, Result("timeout", None, b"half", b"", 9.0), Result("ok", 0, b"\xff\x00", b"", 0.1)]
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_trajectory_with_tools_replays(
+    data: st.DataObject, environment: Make, tokenizer: Tokenizer, harmony: Harmony, tmp_path: Path
+) -> None:
+    """Any calls, good and bad, with budgets of turns, calls, tokens and context that run out."""
+    demo = environment(ENVIRONMENT)
+    calls = data.draw(st.lists(st.builds(lambda name, text: call(harmony, name, text), NAMES, ARGUMENTS), max_size=5))
+    end = data.draw(
+        st.sampled_from(
+            [final(harmony), final(harmony, "312"), final(harmony)[:-1], call(harmony, "add", '{"x": 5}'), [3, 3, 7]]
+        )
+    )
+    answers = data.draw(st.lists(st.sampled_from(RESULTS), max_size=4))
+    context = data.draw(st.sampled_from([4000, 1200]))
+    trajectory = play(demo, [*calls, end], answers, context)
+    path = kept(tmp_path / "replay", demo, tokenizer, trajectory)
+    assert differences(path, tokenizer, answers) == {}
+
+
+# --- in a real sandbox -------------------------------------------------------------------------------------------------
+
+REAL = ENVIRONMENT.replace('"bash"]', '"bash", "python", "write", "read"]')
+SANDBOX = SandboxSettings(level="landlock", warm=0)
+
+
+def test_a_trajectory_in_a_sandbox_replays_by_the_command(
+    environment: Make, harmony: Harmony, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Files and the working directory go from call to call, in the replay as in the rollout."""
+    demo = environment(REAL)
+    turns = [
+        call(harmony, "bash", json.dumps({"script": "mkdir inner && cd inner && echo 41 > number"})),
+        call(harmony, "python", json.dumps({"code": "print(int(open('number').read()) + 1, {'b', 'a'})"})),
+        call(harmony, "bash", json.dumps({"script": "cat number; pwd; exit 7"})),
+        final(harmony),
+    ]
+    sandboxes = Sandboxes(SANDBOX, sandbox_limits(demo.budget))
+    taken = iter(turns)
+    collector = Collector(ScriptedEngine(lambda *_: next(taken)), demo, 8000, sandboxes)  # type: ignore[arg-type]
+    (group,) = collector.collect([PROBLEM], RolloutSettings(1, 1000), (1, "train", 1)).groups
+    (trajectory,) = group.trajectories
+    assert [(event.failure, event.output) for event in trajectory.tool_events] == [
+        ("ok", ""),
+        ("ok", trajectory.tool_events[1].output),
+        ("nonzero_exit", "41\n/workspace/inner\nerror (nonzero_exit): exit code 7"),
+    ]
+    assert trajectory.tool_events[1].output.startswith("42 {")
+    (tmp_path / "replay").mkdir()
+    recorder = ReplayRecorder(
+        *(tmp_path / "replay", demo, tokenizer),
+        seed=0,
+        sample_rate=1.0,
+        per_failure=0,
+        sandbox={"settings": SANDBOX.model_dump(mode="json"), "in_force": sandboxes.describe()},
+    )
+    (path,) = recorder.write(1, [trajectory])
+    lines = list(replay_command(path, None, None))
+    assert "tools        3 calls and what they returned: the same" in lines
+    assert lines[-1] == "all the same"
+    content = json.loads((path / FILE).read_text())
+    content["trajectory"]["tool_events"][1]["output"] = "43 {'b', 'a'}\n"
+    (path / FILE).write_text(json.dumps(content))
+    with pytest.raises(
+        ReplayDifferenceError, match=r"first difference: tools: turn 1, call 1/0, python\.output: \"43 "
+    ):
+        list(replay_command(path, None, None))
