@@ -132,10 +132,12 @@ def test_no_worker_outlives_a_killed_parent() -> None:
                 pool = WorkerPool("time:sleep", 2)
                 calls = [pool.submit(0), pool.submit(300), pool.submit(300)]
                 calls[0].result()
-                while len(pool.pids()) < 2:
-                    pass
-                forked = [f"/proc/{pid}/task/{pid}/children" for pid in pool.pids()]
-                print(*pool.pids(), *(open(path).read() for path in forked), flush=True)
+                forked = []
+                while len(forked) < 2:
+                    workers = pool.pids()
+                    paths = [f"/proc/{pid}/task/{pid}/children" for pid in workers]
+                    forked = [child for path in paths for child in open(path).read().split()]
+                print(*workers, *forked, flush=True)
                 input()
             """),
         ],
