@@ -287,8 +287,9 @@ class EnvironmentSettings(Section):
     env_id: str = Field(min_length=1, description="name of the environment")
     version: str = Field(default="1", min_length=1, description="version of the environment, changed with its meaning")
     description: str = Field(default="", description="what it is, in one line, for lists of environments")
-    format: Literal["harmony", "boxed"] = Field(
-        default="harmony", description="where the answer stands: Harmony's final channel, or the last \\boxed{}"
+    format: Literal["harmony", "chat", "boxed"] = Field(
+        default="harmony",
+        description="Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \\boxed{}",
     )
     system: str = Field(default="", description="system message before every problem; empty for none")
     task_pool: TaskPool = Field(discriminator="type", description="where the problems come from")
@@ -305,7 +306,7 @@ class EnvironmentSettings(Section):
                 "rubric", "the weights of the curriculum's stages are in force; drop [rubric] or [curriculum]"
             )
         if self.tools is not None and self.format == "boxed":
-            yield Conflict("tools", "the boxed format has no form for calls; use harmony")
+            yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
 
 
 def load_environment(named: Path) -> EnvironmentSettings:

@@ -1,26 +1,31 @@
-r"""The forms that an environment can ask of a completion: Harmony messages, or plain text with a `\boxed{}`."""
+r"""The forms that an environment can ask of a completion: Harmony messages, messages by a chat template, or plain text
+with a `\boxed{}`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Protocol
 
 from nmoe.rl.grading.extraction import from_final, from_response, last_boxed
 from nmoe.rl.grading.grade import Reading
 from nmoe.rl.tasks import Task
 from nmoe.rl.tools.event import ToolCall, ToolEvent
+from nmoe.text.chat import END_THINK, THINK, ChatTemplate, ChatTurn, ToolAnswer, read_turn
 from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
 from nmoe.text.harmony_format import END_OF_TEXT
 from nmoe.text.harmony_tools import NAMESPACE, render_tools
+from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.tool_definition import ToolDefinition
 
 _REASONING = "The answer follows."
 
 
 class Format(Protocol):
-    """How messages become prompt tokens, calls of tools are told apart and answered, and the tokens that were sampled, turn by
-    turn, become a reading. `calls` and `read` are total: any ids are read."""
+    """How messages become prompt tokens, calls of tools are told apart and answered, and the tokens that were sampled,
+    turn by turn, become a reading. `calls` and `read` are total: any ids are read."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
@@ -31,8 +36,9 @@ class Format(Protocol):
         """The calls that this turn ends in; none where it is the last, well-formed or not."""
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
-        """What follows the last sampled token: the answers to the latest of the rounds of calls so far, and what opens the next
-        turn. `messages` are those of the prompt. Answers are content: no text of theirs becomes a control token."""
+        """What follows the last sampled token: the answers to the latest of the rounds of calls so far, and what opens
+        the next turn. `messages` are those of the prompt. Answers are content: no text of theirs becomes a control
+        token."""
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading: ...
 
@@ -46,8 +52,8 @@ class Format(Protocol):
 class HarmonyFormat:
     """Harmony: every turn parses, the last ends in <|return|>, and its last final message, not blank, is the answer.
 
-    The reasoning is an analysis message that is not blank, before that final message, in any turn. An answer counts only in this
-    form: wherever else it may stand, nobody could tell it from a thought.
+    The reasoning is an analysis message that is not blank, before that final message, in any turn. An answer counts
+    only in this form: wherever else it may stand, nobody could tell it from a thought.
     """
 
     def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition]) -> None:
@@ -105,11 +111,87 @@ class HarmonyFormat:
         )
 
 
+class ChatFormat:
+    """The messages of the tokenizer's own chat template, for models that do not speak Harmony. Calls and reasoning have
+    the form of the Hermes and Qwen3 line:
+
+        <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
+
+    Every turn ends by itself, with its reasoning closed where it opens; the last one calls nothing, and what it says
+    after its reasoning, not blank, is the answer. A call inside the reasoning is a thought.
+    """
+
+    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition]) -> None:
+        assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, tools)
+        # Some tokenizers have these as control tokens, too; in a turn they are its form.
+        tags = {tokenizer.added_tokens.get(tag) for tag in (THINK, END_THINK, "<tool_call>", "</tool_call>")}
+        self._control_ids = tokenizer.control_ids - tags
+        self.stop_ids = self._template.stop_ids
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return self._template.prompt_ids(messages)
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        said, _ = self._read(token_ids)
+        return [_chat_call(body, f"{turn}/{place}") for place, body in enumerate(said.calls)]
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        answers = [[ToolAnswer(one.call.name, one.output, one.call.call_id) for one in events] for events in rounds]
+        return self._template.continuation_ids(messages, answers)
+
+    def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
+        *calling, (last, ended) = [self._read(token_ids) for token_ids in turns]
+        parses = all(said.well_formed for said, _ in calling) and last.well_formed
+        answered = bool(last.content) and not last.calls
+        structure = (parses, ended, answered)
+        reasons = any((said.reasoning or "").strip() for said, _ in (*calling, (last, ended)))
+        return Reading(
+            from_final(last.content if answered else "", bare_final=task.bare_final),
+            structure=structure,
+            reasoning_ok=all(structure) and reasons,
+            answer_counts=all(structure),
+            parse_error=not all(structure),
+        )
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        said, _ = self._read(token_ids)
+        messages: list[dict[str, str | None]] = [{"reasoning": said.reasoning, "content": said.content}]
+        return messages + [{"call": body} for body in said.calls]
+
+    def answer_ids(self, task: Task, answer: str) -> list[int]:
+        final = answer if task.bare_final else rf"\boxed{{{answer}}}"
+        return self._template.completion_ids(f"{THINK}\n{_REASONING}\n{END_THINK}\n\n{final}")
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
+        """What a turn says, and whether it ended by itself. A control token inside of it is no text."""
+        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
+        body = token_ids[:-1] if ended else token_ids
+        said = read_turn(self._tokenizer.decode(body))
+        is_text = self._control_ids.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
+        return replace(said, well_formed=said.well_formed and is_text), ended
+
+
+def _chat_call(body: str, call_id: str) -> ToolCall:
+    """A call from the text between its tags."""
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        fault = f"a call is a JSON object between <tool_call> and </tool_call>: {error}"
+        return ToolCall("", body.strip(), call_id, fault)
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
+        return ToolCall("", body.strip(), call_id, 'a call is a JSON object with a "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments), call_id)
+
+
 class BoxedFormat:
     r"""Plain text, for models that do not speak Harmony: the answer stands in the last `\boxed{}` of the completion.
 
-    The prompt is the messages' text, a blank line between them, and a line break at the end; nothing is added, so that an
-    instruction to use `\boxed{}` belongs in the environment's `system`. The form is having a box, the reasoning is
+    The prompt is the messages' text, a blank line between them, and a line break at the end; nothing is added, so that
+    an instruction to use `\boxed{}` belongs in the environment's `system`. The form is having a box, the reasoning is
     text before it, and a right last number without a box is correct all the same (it lacks the form, not the answer).
     """
 
@@ -147,4 +229,8 @@ class BoxedFormat:
         return [*self._tokenizer.encode(rf"{_REASONING} \boxed{{{answer}}}"), self.stop_ids[0]]
 
 
-FORMATS: dict[str, type[HarmonyFormat] | type[BoxedFormat]] = {"harmony": HarmonyFormat, "boxed": BoxedFormat}
+FORMATS: dict[str, type[HarmonyFormat] | type[ChatFormat] | type[BoxedFormat]] = {
+    "harmony": HarmonyFormat,
+    "chat": ChatFormat,
+    "boxed": BoxedFormat,
+}

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
@@ -154,6 +155,41 @@ class Tokenizer:
                 text += self.decode(known) + "\ufffd"
                 known = []
         return text + self.decode(known)
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of all tokens that stand for a name and not for text, control tokens among them."""
+        return dict(self._special_ids)
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of the tokens that the definition calls special: structure, and never a word of a text."""
+        return frozenset(id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the template that came with the tokenizer: the one named "default" where there are several."""
+        if "chat_template.jinja" in self._side_files:
+            return self._side_files["chat_template.jinja"]
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            template = {one["name"]: one["template"] for one in template}.get("default")
+        return template
+
+    @cached_property
+    def named_tokens(self) -> dict[str, str]:
+        """Which tokens have a part: `{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}`."""
+        named = {key: value for key, value in self._config.items() if key.endswith("_token")}
+        named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+        return {key: value for key, value in named.items() if isinstance(value, str)}
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        try:
+            config: dict[str, Any] = json.loads(self._side_files.get("tokenizer_config.json", "{}"))
+        except ValueError as error:
+            raise UserError(f"{self._origin}/tokenizer_config.json: not JSON: {error}") from error
+        return config
 
     def has_special(self, token: str) -> bool:
         """Whether there is a control token of this name."""

@@ -244,7 +244,7 @@ def test_the_context_ends_a_trajectory_that_fills_it(environment: Make, harmony:
     demo = environment(POOL + TOOLS)
     prompt, turn = len(demo.prompt_ids(PROBLEM)), call(harmony, "add", '{"x": 1}')
     given = len(play(demo, in_turn(turn, final(harmony)))[0][0].turns[1].given_ids)
-    for room, failure, turns in ((0, "truncated", 1), (3, "truncated", 2), (len(final(harmony)), "ok", 2)):
+    for room, failure, turns in ((0, "budget_exceeded", 1), (3, "truncated", 2), (len(final(harmony)), "ok", 2)):
         context = prompt + len(turn) + given + room
         (trajectory,), engine = play(
             demo, in_turn(turn, final(harmony)), max_new_tokens=len(turn) + given, context_tokens=context

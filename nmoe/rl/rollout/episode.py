@@ -97,11 +97,9 @@ class Player:
         given = environment.format.answer_calls(environment.messages(episode.problem), episode.rounds)
         prompt_ids = (*episode.ids(), *given)
         left = episode.sampling.max_new_tokens - episode.sampled_tokens
-        if left < 1:
-            return "budget_exceeded"
         room = self._context_tokens - len(prompt_ids)
-        if room < 1:
-            return "truncated"
+        if min(left, room) < 1:
+            return "budget_exceeded"
         episode.turns.append(Turn(tuple(given), await self._sample(episode, prompt_ids, min(left, room))))
         return None
 
