@@ -17,3 +17,9 @@ class DivergenceError(UserError):
     """Training met a gradient that is not finite: nothing is wrong with the input's form, so the exit code is 1."""
 
     exit_code = 1
+
+
+class InfrastructureError(UserError):
+    """Nothing could be judged, because what tools or verifiers need was not to be had: the exit code is 1."""
+
+    exit_code = 1

@@ -15,6 +15,7 @@ from nmoe.config.base import Array, Conflict, FromFile, Section
 from nmoe.config.environment import MAX_SEED, EnvironmentSettings, held_out
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
+from nmoe.config.sandbox import SandboxSettings
 
 NAME = r"\w[\w.+=-]*"
 
@@ -261,6 +262,7 @@ class RunConfig(Section):
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
+    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
     engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
     sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
     batch: BatchSection = Field(default=BatchSection(), description="batch sizes")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.environment import held_out
+from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.api import Engine
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
@@ -17,6 +18,7 @@ from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
@@ -53,6 +55,7 @@ def evaluate(
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    runtime: ToolRuntime | None = None,
 ) -> list[Evaluation]:
     """Correctness over the next `problems` distinct problems of the environment: all of them first, then by source.
 
@@ -68,6 +71,7 @@ def evaluate(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         seed=seed,
+        runtime=runtime,
     )
     return summarise(groups, environment.settings.env_id, temperature)
 
@@ -82,6 +86,7 @@ def sample_problems(
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    runtime: ToolRuntime | None = None,
 ) -> list[Group]:
     """Graded groups for the environment's next problems. Raises UserError for greedy sampling of more than one sample."""
     if temperature == 0 and samples > 1:
@@ -89,7 +94,8 @@ def sample_problems(
             f"temperature 0 gives the same completion {samples} times: use 1 sample, or a temperature above 0"
         )
     settings = RolloutSettings(samples, max_new_tokens, temperature)
-    collector = Collector(engine, environment, context_tokens)
+    sandboxes, workspaces = (None, None) if runtime is None else (runtime.sandboxes, runtime.workspaces)
+    collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))
     return collector.collect(distinct_problems(environment, problems), settings, key).groups
 
@@ -166,15 +172,17 @@ def evaluate_command(
         )
     loaded.load_state(start)
     engine = NativeEngine(model, max_sequences=256)
-    results = evaluate(
-        engine,
-        loaded,
-        model.config.context_tokens,
-        problems=problems,
-        samples=samples,
-        temperature=temperature,
-        max_new_tokens=model.config.context_tokens - longest,
-        seed=seed,
-    )
+    with ToolRuntime(loaded, SandboxSettings()) as runtime:
+        results = evaluate(
+            engine,
+            loaded,
+            model.config.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=model.config.context_tokens - longest,
+            seed=seed,
+            runtime=runtime,
+        )
     for result in results:
         print(result)

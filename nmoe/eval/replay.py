@@ -27,6 +27,7 @@ from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.sandbox.api import Sandbox
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tools.builtin import sandbox_limits
+from nmoe.rl.workspace.prepare import Workspaces
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
@@ -54,11 +55,17 @@ def replay_command(path: Path, checkpoint: Path | None, tokenizer_of: Path | Non
     tokenizer = _tokenizer(bundle, checkpoint, tokenizer_of)
 
     async def checks() -> list[Check]:
-        sandboxes = _Sandboxes(bundle)
+        sandboxes, settings = _Sandboxes(bundle), bundle.settings
+        workspaces = None
+        if settings.workspace is not None:
+            in_force = str((bundle.sandbox or {}).get("in_force"))
+            workspaces = Workspaces(settings.env_id, settings.workspace, in_force)
         try:
-            return [check async for check in replay(bundle, tokenizer, sandboxes)]
+            return [check async for check in replay(bundle, tokenizer, sandboxes, workspaces)]
         finally:
             await sandboxes.close()
+            if workspaces is not None:
+                workspaces.close()
 
     found = asyncio.run(checks())
     torn = found[0].difference is not None
@@ -87,13 +94,13 @@ class _Sandboxes:
         self._bundle = bundle
         self._sandboxes: Sandboxes | None = None
 
-    async def open(self) -> Sandbox:
+    async def open(self, workspace: Path | None = None) -> Sandbox:
         if self._sandboxes is None:
             recorded = self._bundle.sandbox or {}
             where = Locator(Place(f"{self._bundle.path}: sandbox.settings"))
             settings = parse(recorded.get("settings", {}), SandboxSettings, where).model_copy(update={"warm": 0})
             self._sandboxes = Sandboxes(settings, sandbox_limits(self._bundle.settings.budget))
-        return await self._sandboxes.open()
+        return await self._sandboxes.open(workspace)
 
     async def close(self) -> None:
         if self._sandboxes is not None:

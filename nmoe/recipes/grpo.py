@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import InfrastructureError
 from nmoe.eval.evaluate import Evaluation, evaluate
 from nmoe.learner.advantages import ADVANTAGES
 from nmoe.learner.batch import Batch
@@ -46,6 +49,7 @@ from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
@@ -90,10 +94,17 @@ def train(config: RLConfig) -> Path:
         reference = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
     for loaded in [environment, probe] if probe is not None else [environment]:
         loaded.check_prompts(model.config.context_tokens, config.sampling.max_new_tokens)
-    with RunDirectory.create(
-        run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
-    ) as run:
-        recipe = _Grpo(config, run, tokenizer, environment, probe, model, reference, lora)
+    with ExitStack() as stack:
+        runtime = stack.enter_context(ToolRuntime(environment, config.sandbox))
+        probe_runtime = runtime
+        if probe is not None and config.eval.environment is not None:
+            probe_runtime = stack.enter_context(ToolRuntime(probe, config.sandbox))
+        run = stack.enter_context(
+            RunDirectory.create(
+                run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
+            )
+        )
+        recipe = _Grpo(config, run, tokenizer, environment, runtime, probe, probe_runtime, model, reference, lora)
         recipe.run_to_the_end()
     return run.path
 
@@ -107,13 +118,16 @@ class _Grpo:
         run: RunDirectory,
         tokenizer: Tokenizer,
         environment: Environment,
+        runtime: ToolRuntime,
         probe: Environment | None,
+        probe_runtime: ToolRuntime,
         model: Transformer,
         reference: Transformer | None,
         lora: Lora | None,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
         self.environment, self.probe, self.reference = environment, probe, reference
+        self.runtime, self.probe_runtime = runtime, probe_runtime
         self.probe_start = None if probe is None else probe.state()
         self.learner = Learner(
             model,
@@ -125,7 +139,14 @@ class _Grpo:
         )
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         identity = model_identity(config, lora).model_dump()
-        self.collector = Collector(self.engine, environment, model.config.context_tokens, model=identity)
+        self.collector = Collector(
+            self.engine,
+            environment,
+            model.config.context_tokens,
+            runtime.sandboxes,
+            model=identity,
+            workspaces=runtime.workspaces,
+        )
         self.replays = ReplayRecorder(
             run.replays,
             environment,
@@ -133,6 +154,7 @@ class _Grpo:
             seed=config.run.seed,
             sample_rate=config.monitor.replay_sample_rate,
             per_failure=config.monitor.replays_per_failure,
+            sandbox=runtime.record(),
         )
         self.expert_watch = ExpertWatch(model.config.experts)
         algorithm = config.algorithm
@@ -150,6 +172,8 @@ class _Grpo:
         ):
             for line in [*batch_arithmetic(config), *describe(self.learner.lora)]:
                 progress.note(line)
+            if self.runtime.sandboxes is not None:
+                progress.note(f"sandbox: {self.runtime.sandboxes.describe()}")
             self.progress = progress
             if first == 0:
                 self._evaluate(0)
@@ -176,6 +200,7 @@ class _Grpo:
         """One step of GRPO: sample, estimate advantages, update, publish."""
         config, began = self.config, time.perf_counter()
         rollouts = self._sample(step)
+        self._record_failures(step, rollouts.trajectories)
         metrics = rollout_metrics(rollouts.trajectories)
         metrics |= {
             "groups": len(rollouts.groups),
@@ -270,8 +295,22 @@ class _Grpo:
             rollouts.refills = refill
         return rollouts
 
+    def _record_failures(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """What the infrastructure lost, and the step's replay bundles. Raises InfrastructureError where it lost everything."""
+        lost = [trajectory for trajectory in trajectories if not trajectory.trainable]
+        for trajectory in lost:
+            self.run.ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.token_ids)))
+        self.replays.write(step, trajectories)
+        if len(lost) == len(trajectories):
+            counts = Counter(trajectory.grade.failure for trajectory in lost)
+            raise InfrastructureError(
+                f"step {step}: every sample was lost to the infrastructure, none to the policy: "
+                + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+                + f"; the reasons are in {self.run.path / 'failures.jsonl'}"
+            )
+
     def _record(self, step: int, rollouts: Rollouts, metrics: dict[str, float]) -> None:
-        """One line of metrics, the step's first group as samples, and every infrastructure failure."""
+        """One line of metrics and the step's first group as samples."""
         ledger = self.run.ledger
         ledger.metrics(step, metrics)
         if (message := self.expert_watch.observe(metrics)) is not None:
@@ -282,10 +321,6 @@ class _Grpo:
         if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:
             ratios = {name: metrics[name] for name in ("grad_norm", "log_ratio_raw_max", "log_ratio_min", "ratio_max")}
             ledger.spike({"step": step, **ratios, "problems": [group.problem.id for group in rollouts.kept]})
-        for trajectory in rollouts.trajectories:
-            if not trajectory.trainable:
-                ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.token_ids)))
-        self.replays.write(step, rollouts.trajectories)
         numbers = {
             "reward": metrics["reward_mean"],
             "correctness": metrics["correctness"],
@@ -311,6 +346,7 @@ class _Grpo:
             temperature=0.0,
             max_new_tokens=self.config.sampling.max_new_tokens,
             seed=self.config.run.seed,
+            runtime=self.probe_runtime,
         )
         self.run.ledger.evaluation(step, {"results": [result.record() for result in results]})
         self.progress.note(f"step {step}: held-out {results[0]}")

@@ -86,6 +86,11 @@ class Environment:
         """The weights of the score now: those of the curriculum's stage, or the rubric's without a curriculum."""
         return self._rubric if self.curriculum is None else self.curriculum.weights
 
+    @property
+    def wants_sandbox(self) -> bool:
+        """Whether a trajectory may need a sandbox: for a tool, or for files."""
+        return self.settings.workspace is not None or any(tool.sandbox_parameter for tool in self.tools.values())
+
     def token_limit(self, max_new_tokens: int) -> int:
         """The most tokens that a trajectory may sample: what the run allows, within the environment's budget."""
         budget = self.settings.budget.completion_tokens

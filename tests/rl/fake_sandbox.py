@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Self
 
 from nmoe.rl.sandbox.api import Limits, Result, SandboxFileError
@@ -58,7 +59,9 @@ class FakeSandboxes:
     def __init__(self, sandbox: FakeSandbox) -> None:
         self.sandbox = sandbox
         self.opened = 0
+        self.workspaces: list[Path | None] = []
 
-    async def open(self) -> FakeSandbox:
+    async def open(self, workspace: Path | None = None) -> FakeSandbox:
         self.opened += 1
+        self.workspaces.append(workspace)
         return self.sandbox

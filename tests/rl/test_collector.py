@@ -188,6 +188,7 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "index": 0,
         "seed": 4,
         "sampling": {"max_new_tokens": 30, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_ids": (), "seed": 4},
+        "workspace": None,
         "prompt_ids": [1],
         "token_ids": trajectory.turns[0].sample.token_ids,
         "mask": [1] * length,

@@ -2,8 +2,8 @@
 
 `RUN/replay/step_000010-parse_error-sort_3-2/` (step, why it was kept, problem, sample) holds
 
-    bundle.json   the trajectory's record; what its turns were read as; the environment's settings; which tokenizer, sandbox
-                  and workspace; and a digest of each part, so that a change is found and named
+    bundle.json   the trajectory's record; what its turns were read as; the environment's settings; which tokenizer and
+                  sandbox; and a digest of each part, so that a change is found and named
     routes.npy    the router's picks, where the engine recorded them
 
 and `RUN/replay/tokenizer/` the tokenizer of all of them. `nmoe replay` goes through one.
@@ -87,6 +87,7 @@ class _Record(_Strict):
     step: int
     environment: dict[str, str]
     model: dict[str, str]
+    workspace: dict[str, Any] | None
     problem: str
     task_type: str
     source: str
@@ -123,7 +124,6 @@ class _Content(_Strict):
     settings: dict[str, Any]
     tokenizer: str
     sandbox: dict[str, Any] | None
-    workspace: dict[str, Any] | None
     digests: dict[str, str]
 
 
@@ -139,7 +139,6 @@ class Bundle:
     settings: EnvironmentSettings
     tokenizer: str
     sandbox: Mapping[str, Any] | None
-    workspace: Mapping[str, Any] | None
     routes: np.ndarray | None
     altered: tuple[str, ...]
 
@@ -213,6 +212,7 @@ class Bundle:
             tool_events=tuple(_tool_event(event) for event in record["tool_events"]),
             environment=record["environment"],
             model=record["model"],
+            workspace=record["workspace"],
         )
 
 
@@ -281,7 +281,6 @@ def read_bundle(path: Path) -> Bundle:
         settings=parse(raw["settings"], EnvironmentSettings, Locator(Place(f"{file}: settings"))),
         tokenizer=raw["tokenizer"],
         sandbox=raw["sandbox"],
-        workspace=raw["workspace"],
         routes=routes,
         altered=altered,
     )

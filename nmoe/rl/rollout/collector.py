@@ -7,15 +7,21 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nmoe.engine.api import Engine, Request, Sample, Sampling
 from nmoe.rl.environment import Environment
+from nmoe.rl.failures import Failure
+from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.episode import Episode, Player, request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.rl.tools.session import OpensSandboxes, ToolSession
 from nmoe.rl.turn import Turn
+from nmoe.rl.workspace.prepare import Workspaces
+from nmoe.rl.workspace.sources import WorkspaceError
 
 R = TypeVar("R")
 
@@ -51,7 +57,8 @@ class Collected:
 
 
 class Collector:
-    """Samples and grades problems of one environment with one engine. `model` is what trajectories are to say of the model."""
+    """Samples and grades problems of one environment with one engine. `model` is what trajectories are to say of the model;
+    `workspaces` has the files that each starts with, where the environment has some."""
 
     def __init__(
         self,
@@ -60,12 +67,14 @@ class Collector:
         context_tokens: int,
         sandboxes: OpensSandboxes | None = None,
         model: Mapping[str, str] | None = None,
+        workspaces: Workspaces | None = None,
     ) -> None:
         self._engine = engine
         self._environment = environment
         self._context_tokens = context_tokens
         self._sandboxes = sandboxes
         self._model = model or {}
+        self._workspaces = workspaces
         self._player = Player(engine, environment, context_tokens)
         self._grade_s = 0.0
 
@@ -115,8 +124,16 @@ class Collector:
 
     async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
         problem = episode.problem
-        async with ToolSession(self._sandboxes) as session:
-            ended = await self._player.play(episode, session)
+        prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
+        async with ToolSession(self._sandboxes, prepare) as session:
+            ended: Failure | None
+            reason = None
+            try:
+                await session.prepare()
+            except WorkspaceError as error:
+                ended, reason = error.failure, str(error)
+            else:
+                ended = await self._player.play(episode, session)
             began = time.perf_counter()
             try:
                 grade = await self._environment.grade(
@@ -130,6 +147,7 @@ class Collector:
             except Exception as error:
                 raise GradingError(problem, episode.turns) from error
             self._grade_s += time.perf_counter() - began
+            workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return Trajectory(
             problem=problem,
             index=episode.index,
@@ -140,7 +158,26 @@ class Collector:
             tool_events=episode.tool_events,
             environment=self._environment.identity,
             model=self._model,
+            workspace=workspace,
         )
+
+    async def _keep_files(self, episode: Episode, session: ToolSession, grade: Grade) -> Mapping[str, Any] | None:
+        """Where the workspace was from, and where its files were kept if the policy for that says so."""
+        if session.prepared is None:
+            return None
+        assert self._workspaces is not None, "what was prepared came from somewhere"
+        record = dict(session.prepared.provenance)
+        if session.opened is not None:
+            name = "-".join(map(str, (*episode.key, episode.problem.id, episode.index)))
+            failed = grade.verdict is None or grade.verdict.outcome != "correct"
+            limits = sandbox_limits(self._environment.budget)
+            try:
+                kept = await self._workspaces.save(session.opened, session.prepared, name, failed=failed, limits=limits)
+            except WorkspaceError as error:
+                record["not_kept"] = str(error)
+            else:
+                record["kept"] = None if kept is None else str(kept)
+        return record
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

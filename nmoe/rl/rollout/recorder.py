@@ -76,7 +76,6 @@ class ReplayRecorder:
             "settings": self._environment.settings.model_dump(mode="json"),
             "tokenizer": self._tokenizer.fingerprint,
             "sandbox": None if self._sandbox is None else dict(self._sandbox),
-            "workspace": None,
         }
         self._save_tokenizer()
         write_bundle(path, content, trajectory.routes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -23,6 +24,8 @@ from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.event import ToolEvent
 from nmoe.rl.tools.executor import AsyncToolExecutor
 from nmoe.rl.tools.session import OpensSandboxes, ToolSession
+from nmoe.rl.workspace.prepare import Workspaces
+from nmoe.rl.workspace.sources import WorkspaceError
 from nmoe.text.tokenizer import Tokenizer
 
 # What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
@@ -43,8 +46,14 @@ class Check:
         return f"{self.name:<12} differs: {self.difference}"
 
 
-async def replay(bundle: Bundle, tokenizer: Tokenizer, sandboxes: OpensSandboxes | None = None) -> AsyncIterator[Check]:
-    """Every check that needs no model, in the order in which a trajectory came about. `sandboxes` are for tools that want one.
+async def replay(
+    bundle: Bundle,
+    tokenizer: Tokenizer,
+    sandboxes: OpensSandboxes | None = None,
+    workspaces: Workspaces | None = None,
+) -> AsyncIterator[Check]:
+    """Every check that needs no model, in the order in which a trajectory came about. `sandboxes` are for tools that want one,
+    `workspaces` for an environment that gives them files.
 
     A record that does not fit together ends the replay with its first check. Raises UserError for a tokenizer or a task that the
     trajectory was not made with, and for tools that are not there.
@@ -66,7 +75,10 @@ async def replay(bundle: Bundle, tokenizer: Tokenizer, sandboxes: OpensSandboxes
     yield _prompt(environment, trajectory)
     yield _text(bundle, tokenizer)
     yield _turns(bundle, environment, trajectory)
-    async with ToolSession(sandboxes) as session:
+    prepare = None if workspaces is None else partial(workspaces.prepare, trajectory.problem)
+    async with ToolSession(sandboxes, prepare) as session:
+        if workspaces is not None:
+            yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)
         yield await _grade(environment, trajectory, session.opened)
     # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
@@ -120,6 +132,20 @@ def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> 
         difference = difference or _first_in(recorded, read, f"turn {place}, message", "read")
     messages = sum(map(len, now))
     return Check("turns", f"{len(now)} turns in {messages} messages", difference)
+
+
+async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
+    """Has the workspace made again: the same files, or no files for the same reason."""
+    recorded = dict(trajectory.workspace or {})
+    try:
+        await session.prepare()
+    except WorkspaceError as error:
+        now: dict[str, Any] = {"failed": str(error)}
+    else:
+        assert session.prepared is not None, "an environment with workspaces prepares one"
+        now = {key: session.prepared.provenance.get(key) for key in ("base_commit", "target_commit", "content")}
+    difference = _first_of({key: recorded.get(key) for key in now}, now, "workspace")
+    return Check("workspace", f"files {now.get('content', 'that could not be had')}", difference)
 
 
 async def _tools(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:

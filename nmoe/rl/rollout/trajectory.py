@@ -38,7 +38,8 @@ class Trajectory:
     A turn's tokens follow those of the turn before it verbatim: `prompt_ids + token_ids` is what the engine saw last, with what
     it then sampled. What a tool answered to the last call that no turn followed is in `tool_events` alone.
 
-    `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content.
+    `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content; `workspace` where
+    the files came from and were kept, or under "failed" why there were none.
     """
 
     problem: Problem
@@ -50,6 +51,7 @@ class Trajectory:
     tool_events: tuple[ToolEvent, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=dict)
+    workspace: Mapping[str, Any] | None = None
 
     @property
     def trainable(self) -> bool:
@@ -128,6 +130,7 @@ class Trajectory:
             "step": step,
             "environment": dict(self.environment),
             "model": dict(self.model),
+            "workspace": None if self.workspace is None else dict(self.workspace),
             "problem": self.problem.id,
             "task_type": self.problem.task_type,
             "source": self.problem.source,

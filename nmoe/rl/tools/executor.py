@@ -17,6 +17,7 @@ from nmoe.rl.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.rl.tools.event import ToolCall, ToolEvent
 from nmoe.rl.tools.session import ToolSession
 from nmoe.rl.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
+from nmoe.rl.workspace.sources import WorkspaceError
 
 # A tool in the sandbox is stopped there when its time is up, which leaves the sandbox whole; the executor's own deadline is for
 # what does not stop by itself, and later by so much.
@@ -68,6 +69,8 @@ class AsyncToolExecutor:
                 return as_output(await _in_thread(tool.function, arguments))
         except SandboxSetupError as error:
             return ToolOutput("", "sandbox_setup_failed", shortened(str(error)))
+        except WorkspaceError as error:
+            return ToolOutput("", "workspace_failed", shortened(str(error)))
         except SandboxFileError as error:
             return ToolOutput("", error.failure, shortened(str(error)))
         except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told, and may go on

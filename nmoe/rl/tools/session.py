@@ -4,35 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol, Self
 
-from nmoe.rl.sandbox.api import Sandbox
+from nmoe.errors import UserError
+from nmoe.rl.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
+from nmoe.rl.workspace.prepare import Prepared
+from nmoe.rl.workspace.sources import WorkspaceError
 
 
 class OpensSandboxes(Protocol):
-    """Where sandboxes come from, one for each trajectory that needs one."""
+    """Where sandboxes come from, one for each trajectory that needs one, with a copy of the files of `workspace`."""
 
-    async def open(self) -> Sandbox: ...
+    async def open(self, workspace: Path | None = None) -> Sandbox: ...
 
 
 class ToolSession:
-    """An asynchronous context manager; its end closes the sandbox, which kills whatever still runs in it."""
+    """An asynchronous context manager; its end closes the sandbox, which kills whatever still runs in it.
 
-    def __init__(self, sandboxes: OpensSandboxes | None) -> None:
+    `workspace` gives the files that the sandbox starts with; asked once.
+    """
+
+    def __init__(
+        self, sandboxes: OpensSandboxes | None, workspace: Callable[[], Awaitable[Prepared]] | None = None
+    ) -> None:
         self.began = time.perf_counter()
         self.opened: Sandbox | None = None
+        self.prepared: Prepared | None = None
         self._sandboxes = sandboxes
+        self._workspace = workspace
         self._opening = asyncio.Lock()
 
+    async def prepare(self) -> None:
+        """Has the workspace made, where the environment has one. Raises WorkspaceError."""
+        if self._workspace is not None and self.prepared is None:
+            self.prepared = await self._workspace()
+
     async def sandbox(self) -> Sandbox:
-        """The trajectory's sandbox. Raises SandboxSetupError where it can not be had."""
+        """The trajectory's sandbox. Raises SandboxSetupError where it can not be had, WorkspaceError where its files can not."""
         async with self._opening:
             if self.opened is None:
                 assert self._sandboxes is not None, (
                     "an environment with tools that want a sandbox knows where to open one"
                 )
-                self.opened = await self._sandboxes.open()
+                await self.prepare()
+                if self.prepared is None:
+                    self.opened = await self._sandboxes.open()
+                else:
+                    self.opened = await self._open_with(self._sandboxes, self.prepared.tree)
             return self.opened
+
+    async def _open_with(self, sandboxes: OpensSandboxes, files: Path) -> Sandbox:
+        try:
+            return await sandboxes.open(files)
+        except SandboxSetupError:
+            raise
+        except (UserError, SandboxFileError) as error:
+            raise WorkspaceError(f"the workspace does not go into the sandbox: {error}") from error
 
     async def __aenter__(self) -> Self:
         return self

@@ -17,13 +17,14 @@ from typing import Any
 
 from nmoe.config.environment import WorkspaceSettings
 from nmoe.errors import UserError
+from nmoe.rl.failures import Failure
 from nmoe.rl.problem import Problem
 
 
 class WorkspaceError(Exception):
     """A workspace that can not be had: the trajectory's failure is `workspace_failed`, which masks the sample."""
 
-    failure = "workspace_failed"
+    failure: Failure = "workspace_failed"
 
 
 @dataclass(frozen=True)
