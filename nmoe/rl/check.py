@@ -26,9 +26,11 @@ from nmoe.config.environment import (
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
+from nmoe.rl.pools import Shard
 from nmoe.rl.pools.hf import local_copy
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
+from nmoe.rl.tools.unimported import check_source
 from nmoe.rl.turn import single_turn
 from nmoe.rl.workspace.sources import WorkspaceError, identity_of, source_of
 from nmoe.runs.resolve import resolve_checkpoint
@@ -69,6 +71,14 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     yield f"reward       {_describe_reward(settings)}"
     yield f"tokenizer    {origin}"
     mistakes: list[str] = []
+    for name in () if settings.tools is None else settings.tools.use:
+        try:
+            yield f"tool         {name}" + (f", defined in {check_source(name)}, not imported" if ":" in name else "")
+        except UserError as error:
+            yield f"tool         {name}: can not be used"
+            mistakes.append(str(error))
+    if settings.tools is not None and any(":" in name for name in settings.tools.use):
+        yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
     problems: list[Problem] = []
     shown = False
     for name, pool in _sources(settings):
@@ -76,9 +86,8 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         here = not isinstance(pool, HubPool) or local_copy(pool.dataset) is not None
         try:
             # Without its data an environment still has its format, its system message and its rewards.
-            environment = Environment.from_settings(
-                unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS}), tokenizer
-            )
+            its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})
+            environment = Environment(its_own, tokenizer, Shard(), user_code=False)
         except UserError as error:
             yield f"source {name}: can not be used: {error}"
             mistakes.append(f"source {name}: {error}")

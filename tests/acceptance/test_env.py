@@ -157,6 +157,64 @@ def test_a_grader_that_is_wrong_is_found(nmoe: Nmoe, own: Path, monkeypatch: pyt
         assert result.err.startswith("error: own/environment.toml: problem digits/0: " + message)
 
 
+TOOLS = """
+raise SystemExit("imported")
+
+def add(x: int, y: int = 1) -> int:
+    "Adds."
+    return x + y
+
+async def look(word: str, *, senses: int = 1) -> str:
+    "Looks a word up."
+
+def silent(x: int) -> int: ...
+
+def untyped(x, y: int):
+    "Has a hint too few."
+
+def variadic(*words: str) -> str:
+    "Takes any number."
+
+from elsewhere import borrowed
+assigned = add
+"""
+
+
+def test_tools_of_the_users_own_are_read_and_not_imported(nmoe: Nmoe, own: Path, tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "tools.py").write_text(TOOLS)
+    (tmp_path / "lone.py").write_text(TOOLS)
+
+    def check(*names: str) -> Result:
+        (own / "environment.toml").write_text(SORT + f"[tools]\nuse = {json.dumps(names)}\n")
+        return nmoe("env", "check", "own")
+
+    good = check("python", "mine.tools:add", "mine.tools:look", "lone:borrowed", "lone:assigned")
+    assert (good.code, good.err) == (0, "")
+    assert "tool         python\n" in good.out
+    assert f"tool         mine.tools:look, defined in {package}/tools.py, not imported\n" in good.out
+    assert "the prompt below declares the tools of nmoe alone" in good.out
+    assert "Runs a Python program" in good.out  # in the prompt
+    assert "Adds." not in good.out
+    bad = {
+        "mine.tools:subtract": f"{package}/tools.py has no function 'subtract'; "
+        "its functions are add, look, silent, untyped, variadic",
+        "mine.nowhere:add": "there is no source of the module 'mine.nowhere'",
+        "nowhere:f": "there is no module 'nowhere', in the working directory or installed",
+        "lone:silent": "has no docstring; the policy reads it to know what the tool does",
+        "lone:untyped": "parameter 'x' has no type hint",
+        "lone:variadic": "takes *args, **kwargs or positional-only arguments, which have no JSON form",
+    }
+    found = check(*bad)
+    assert found.code == 2
+    assert found.err.startswith("error: 6 problems\n")
+    for line, (name, message) in zip(found.err.splitlines()[1:], bad.items(), strict=True):
+        assert line.startswith(f"own/environment.toml: tool {name}")
+        assert line.endswith(message)
+
+
 def test_a_workspace_is_looked_at_and_not_made(
     nmoe: Nmoe, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
