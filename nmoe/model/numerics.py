@@ -2,8 +2,8 @@
 
 On a CPU in fp32, a product gives a row the same bits in any batch of at least two rows (oneDNN; where that is missing, MKL's
 eight rows to each thread), and other bits in smaller ones; attention sums in an order that depends on how many queries and keys
-there are. `numerics = "exact"` pads small products up to those rows and attends in fp64, whose sums differ by less than fp32
-shows. torch's sigmoid and silu give other bits where a piece of work ends, by up to a unit in the last place, and where that is
+there are. `numerics = "exact"` pads small products up to those rows and attends key after key (`nmoe.model.exact_attention`).
+torch's sigmoid and silu give other bits where a piece of work ends, by up to a unit in the last place, and where that is
 depends on the batch and the threads: "exact" takes the sigmoid from the exponential, which does not. Everything else works row by
 row.
 """

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nmoe.model import exact_attention
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.varlen import VarlenAttention
 
@@ -59,7 +60,8 @@ class _Bucket:
 
 
 class PackedAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends in fp64.
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends by
+    `nmoe.model.exact_attention` or, where there is no such kernel, in fp64.
 
     Sequences may share rows, such as a common prompt: then `shared` says which of all T rows it is called with (`[S]`) and where
     each of the T stands among these (`[T]`).
@@ -81,9 +83,23 @@ class PackedAttention:
         return _BucketedAttention(self.lengths, self.device, self.exact, self.shared)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        if self.exact and exact_attention.available(q_THC):
+            return self._exact(layer, q_THC, k_TJC, v_TJU)
         if self.varlen is not None and self.varlen.takes(layer, q_THC):
             return self.varlen(layer, q_THC, k_TJC, v_TJU)
         return self.bucketed(layer, q_THC, k_TJC, v_TJU)
+
+    def _exact(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        if self.shared is None:
+            return self.kernel(layer, q_THC, k_TJC, v_TJU)
+        rows_S, place_T = self.shared
+        out_THU = self.kernel(layer, *(x.index_select(0, place_T) for x in (q_THC, k_TJC, v_TJU)))
+        return out_THU.index_select(0, rows_S)
+
+    @cached_property
+    def kernel(self) -> exact_attention.ExactAttention:
+        plain = _BucketedAttention(self.lengths, self.device, exact=False, shared=None)
+        return exact_attention.ExactAttention(self.lengths, plain)
 
 
 class _BucketedAttention:

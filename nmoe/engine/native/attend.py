@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.model import exact_attention
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.packed import PackedAttention, causal_attention
@@ -37,7 +38,7 @@ class PrefillAttention:
     """An `Attend` over pieces laid end to end, those that start at 0 first. Keys and values go to the cache."""
 
     def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
-        self.cache, self.exact = cache, exact
+        self.cache, self.exact, self.pieces = cache, exact, pieces
         positions_T = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         spans = [np.asarray(piece.blocks, dtype=np.int64) for piece in pieces]
         blocks_T = np.concatenate(
@@ -56,8 +57,19 @@ class PrefillAttention:
             held = blocks[: -(-piece.stop // BLOCK_TOKENS)]
             self.later.append((piece, cache.gather_index(held[None])))
 
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The pieces' tables, and each token's position and piece."""
+        table = np.zeros((len(self.pieces), max(len(piece.blocks) for piece in self.pieces)), dtype=np.int64)
+        for row, piece in zip(table, self.pieces, strict=True):
+            row[: len(piece.blocks)] = piece.blocks
+        piece_T = np.repeat(np.arange(len(self.pieces)), [piece.stop - piece.start for piece in self.pieces])
+        return torch.from_numpy(table), torch.from_numpy(self.positions_T), torch.from_numpy(piece_T)
+
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         self.cache.write(layer.index, self.places, k_TJC, v_TJU)
+        if self.exact and exact_attention.available(q_THC):
+            return operations.attention(layer, q_THC, *self.cache.of_layer(layer.index), *self._rows)
         parts = []
         if self.packed is not None:
             parts.append(self.packed(layer, q_THC[: self.fresh], k_TJC[: self.fresh], v_TJU[: self.fresh]))
@@ -96,8 +108,10 @@ class DecodeAttention:
     96 positions in bf16 (2 heads of 64, two Zen 5 cores), against 70 us for the product.
     """
 
-    def __init__(self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64]) -> None:
-        self.cache = cache
+    def __init__(
+        self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64], exact: bool = False
+    ) -> None:
+        self.cache, self.exact = cache, exact
         self.positions_B, self.table_BM = positions_B, table_BM
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
@@ -107,12 +121,10 @@ class DecodeAttention:
         return self.cache.places(blocks_B, self.positions_B)
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
-        if library.usable(q_BHC) and q_BHC.dtype == self.cache.dtype:
-            keys, values = self.cache.keys[layer.index], self.cache.values[layer.index]
-            table, positions = torch.from_numpy(self.table_BM), torch.from_numpy(self.positions_B)
-            sinks_H = None if layer.sinks_H is None else layer.sinks_H.float()
-            new = (q_BHC, k_BJC, v_BJU)
-            return operations.attention(*new, keys, values, table, positions, sinks_H, layer.scale, layer.window)
+        by_kernel = exact_attention.available(q_BHC) if self.exact else library.usable(q_BHC)
+        if by_kernel and q_BHC.dtype == self.cache.dtype:
+            rows = (torch.from_numpy(self.table_BM), torch.from_numpy(self.positions_B))
+            return operations.attention(layer, q_BHC, *self.cache.of_layer(layer.index), *rows, new=(k_BJC, v_BJU))
         self.cache.write(layer.index, self.places, k_BJC, v_BJU)
         if layer.window not in self._buckets:
             self._buckets[layer.window] = self._plan(layer.window)

@@ -59,6 +59,10 @@ class PagedCache:
         self._key_rows[layer].index_copy_(0, places, k.reshape(-1, k.shape[-1]))
         self._value_rows[layer].index_copy_(0, places, v.reshape(-1, v.shape[-1]))
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[N, J, P, C]` and `[N, J, P, U]`."""
+        return self.keys[layer], self.values[layer]
+
     def gather_index(self, table_BM: NDArray[np.int64]) -> Tensor:
         """What `gather` wants of rows that hold these blocks."""
         heads = table_BM[:, None, :] * self.kv_heads + np.arange(self.kv_heads)[None, :, None]

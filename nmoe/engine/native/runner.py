@@ -83,7 +83,7 @@ class Runner:
         if self.graphs is not None:
             x_BD, routes_BYK = self.graphs.run(self.rows["last_token"][running], positions, table)
         else:
-            attend, trace = DecodeAttention(self.cache, positions, table), RouterTrace()
+            attend, trace = DecodeAttention(self.cache, positions, table, self.model.exact), RouterTrace()
             positions_B = torch.from_numpy(positions).to(self.rows.device)
             x_BD = self.model(self.rows["last_token"][running], positions_B, attend, trace)
             routes_BYK = trace.routes() if trace.chosen_TK else None

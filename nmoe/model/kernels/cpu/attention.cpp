@@ -77,12 +77,13 @@ inline void values(const float* weights_GL, long L, const T* values_JPU, const i
     }
 }
 
-// Writes each row's key and value to its place in the cache, and attends. Strides count numbers between rows; positions are those of
-// the row's token, and its block `table_BM[b, position / 16]`.
+// Writes each row's key and value, where they are given, to its place in the cache, and attends: to its own position and those
+// before it. Strides count numbers between rows. A row's blocks are those of its sequence in the table, `sequence_B[b]`, or b where
+// that is null. What a query sees is taken in order of positions: its bits do not depend on what else is computed.
 template <class T>
 void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, const T* v_BJU, long v_stride, T* keys_NJPC,
-               T* values_NJPU, const int64_t* table_BM, long table_stride, const int64_t* positions_B, const float* sinks_H,
-               float scale, long window, T* out_BHU, long B, long H, long J, long C, long U) {
+               T* values_NJPU, const int64_t* table_SM, long table_stride, const int64_t* sequence_B, const int64_t* positions_B,
+               const float* sinks_H, float scale, long window, T* out_BHU, long B, long H, long J, long C, long U) {
     const long G = H / J;
 #pragma omp parallel
     {
@@ -91,10 +92,12 @@ void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, con
         for (long item = 0; item < B * J; ++item) {
             const long b = item / J, j = item % J, position = positions_B[b], length = position + 1;
             const long skipped = window > 0 ? std::max(0L, length - window) : 0, first_block = skipped / BLOCK;
-            const int64_t* blocks = table_BM + b * table_stride;
-            const long own = (blocks[position / BLOCK] * J + j) * BLOCK + position % BLOCK;
-            std::copy_n(k_BJC + b * k_stride + j * C, C, keys_NJPC + own * C);
-            std::copy_n(v_BJU + b * v_stride + j * U, U, values_NJPU + own * U);
+            const int64_t* blocks = table_SM + (sequence_B ? sequence_B[b] : b) * table_stride;
+            if (k_BJC) {
+                const long own = (blocks[position / BLOCK] * J + j) * BLOCK + position % BLOCK;
+                std::copy_n(k_BJC + b * k_stride + j * C, C, keys_NJPC + own * C);
+                std::copy_n(v_BJU + b * v_stride + j * U, U, values_NJPU + own * U);
+            }
             const T* q = q_BHC + b * q_stride + j * G * C;
             for (long g = 0; g < G; ++g)
                 for (long c = 0; c < C; c += 16)
@@ -197,10 +200,10 @@ void norm_and_turn(T* qkv, long stride, const T* q_weight_C, const T* k_weight_C
 #define NMOE_ATTENTION(suffix, T)                                                                                           \
     extern "C" void nmoe_attention_##suffix(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, \
                                             T* keys, T* values, const int64_t* table, long table_stride,                    \
-                                            const int64_t* positions, const float* sinks, float scale, long window, T* out, \
-                                            long B, long H, long J, long C, long U) {                                       \
-        nmoe::attention<T>(q, q_stride, k, k_stride, v, v_stride, keys, values, table, table_stride, positions, sinks,      \
-                           scale, window, out, B, H, J, C, U);                                                              \
+                                            const int64_t* sequence, const int64_t* positions, const float* sinks,          \
+                                            float scale, long window, T* out, long B, long H, long J, long C, long U) {     \
+        nmoe::attention<T>(q, q_stride, k, k_stride, v, v_stride, keys, values, table, table_stride, sequence, positions,   \
+                           sinks, scale, window, out, B, H, J, C, U);                                                       \
     }                                                                                                                       \
     extern "C" void nmoe_rms_norm_##suffix(const T* x, const T* weight, float eps, T* out, long N, long D) {                \
         nmoe::rms_norm<T>(x, weight, eps, out, N, D);                                                                       \

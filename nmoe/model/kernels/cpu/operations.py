@@ -1,14 +1,19 @@
 """The kernels as operations on tensors. Each docstring names the operations of torch that it stands for."""
 
-# Shapes: N rows, D inputs, F outputs of a linear layer or width of an expert, T tokens, K chosen experts, E experts, B running
-# rows, H query heads, J key-value heads, C key width, U value width, M blocks of a row, V vocabulary.
+# Shapes: N rows, D inputs, F outputs of a linear layer or width of an expert, T tokens, K chosen experts, E experts, B rows, H
+# query heads, J key-value heads, C key width, U value width, M blocks of each of S sequences, V vocabulary.
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nmoe.model.kernels.cpu.library import DTYPES, call
+
+if TYPE_CHECKING:  # it calls these operations
+    from nmoe.model.attention import AttentionLayer
 
 _PANEL = 32  # of tile.h
 _HALF = _PANEL // 2
@@ -122,26 +127,35 @@ def norm_and_turn_(
 
 
 def attention(
+    layer: AttentionLayer,
     q_BHC: Tensor,
-    k_BJC: Tensor,
-    v_BJU: Tensor,
     keys_NJPC: Tensor,
     values_NJPU: Tensor,
-    table_BM: Tensor,
+    table_SM: Tensor,
     positions_B: Tensor,
-    sinks_H: Tensor | None,
-    scale: float,
-    window: int,
+    sequence_B: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Writes each row's key and value at its position, then `nmoe.model.kernels.paged_attention` over what it sees, `[B, H, U]`.
-    Heads lie one after another in a row; rows may lie apart."""
-    (rows, heads, width), (kv_heads, value_width) = q_BHC.shape, v_BJU.shape[1:]
-    q_BHC, k_BJC, v_BJU = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q_BHC, k_BJC, v_BJU))
+    """`nmoe.model.kernels.paged_attention` of each row's query to its sequence up to its position, `[B, H, U]`. Row b is of
+    sequence `sequence_B[b]`, or of sequence b. `new` are the rows' own keys and values, which are written to the cache first:
+    rows that see one another's come without. Heads lie one after another in a row; rows may lie apart."""
+    (rows, heads, width), (kv_heads, _, value_width) = q_BHC.shape, values_NJPU.shape[1:]
     out_BHU = q_BHC.new_empty(rows, heads, value_width)
-    cached = (keys_NJPC, values_NJPU, table_BM, table_BM.stride(0), positions_B)
-    rows_of = (q_BHC, q_BHC.stride(0), k_BJC, k_BJC.stride(0), v_BJU, v_BJU.stride(0))
+    by_row = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q_BHC, *(new or ()))]
+    strided = [part for x in by_row for part in (x, x.stride(0))]
+    cached = (keys_NJPC, values_NJPU, table_SM, table_SM.stride(0), sequence_B, positions_B)
+    sinks_H = None if layer.sinks_H is None else layer.sinks_H.float()
     shape = (rows, heads, kv_heads, width, value_width)
-    call(f"nmoe_attention_{DTYPES[q_BHC.dtype]}", *rows_of, *cached, sinks_H, float(scale), window, out_BHU, *shape)
+    call(
+        f"nmoe_attention_{DTYPES[q_BHC.dtype]}",
+        *(strided if new else (*strided, None, 0, None, 0)),
+        *cached,
+        sinks_H,
+        float(layer.scale),
+        layer.window,
+        out_BHU,
+        *shape,
+    )
     return out_BHU
 
 

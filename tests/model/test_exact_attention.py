@@ -1,0 +1,70 @@
+"""Attention by the decode kernel in training: the same bits in any pack, and the gradients of the definition."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmoe.model import exact_attention
+from nmoe.model.attention import AttentionLayer
+from nmoe.model.packed import PackedAttention
+
+pytestmark = pytest.mark.skipif(
+    not exact_attention.available(torch.zeros(1)),
+    reason="the kernels need Linux, a CPU with AVX-512 bf16 products, and a C++ compiler",
+)
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 40, 16, 0, 17, 70]
+
+
+def tensors(dtype: torch.dtype, width: int, value_width: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(width)
+    shapes = [(sum(LENGTHS), 4, width), (sum(LENGTHS), 2, width), (sum(LENGTHS), 2, value_width)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def layer_of(window: int, sinks: Tensor | None) -> AttentionLayer:
+    return AttentionLayer(0, 0.3, window, sinks)
+
+
+@pytest.mark.parametrize("window", [0, 1, 20])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("width", "value_width"), [(16, 16), (20, 8)])
+def test_values_and_gradients(window: int, with_sinks: bool, width: int, value_width: int) -> None:
+    results = []
+    for dtype, exact in ((torch.float32, True), (torch.float64, False)):
+        inputs = tensors(dtype, width, value_width)
+        inputs += [torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype)] if with_sinks else []
+        inputs = [x.requires_grad_() for x in inputs]
+        layer = layer_of(window, inputs[3] if with_sinks else None)
+        out = PackedAttention(LENGTHS, CPU, exact)(layer, *inputs[:3])
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        results.append((out, *torch.autograd.grad(out, inputs, upstream.to(dtype))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_bits_depend_on_nothing_else(window: int) -> None:
+    """Alone, in a pack, cut off earlier, and with gradient or without."""
+    q, k, v = tensors(torch.float32, 32, 32)
+    layer, start = layer_of(window, None), 0
+    whole = PackedAttention(LENGTHS, CPU, exact=True)(layer, q, k, v)
+    with torch.no_grad():
+        assert torch.equal(PackedAttention(LENGTHS, CPU, exact=True)(layer, q, k, v), whole)
+        for length in LENGTHS:
+            for stop in {start + (length + 1) // 2, start + length} - {start}:
+                own = slice(start, stop)
+                alone = PackedAttention([stop - start], CPU, exact=True)(layer, q[own], k[own], v[own])
+                assert torch.equal(alone, whole[own])
+            start += length
+
+
+def test_rows_that_sequences_share() -> None:
+    """Two sequences of 5 and 6 tokens that begin with the same 3."""
+    rows_S, place_T = torch.tensor([0, 1, 2, 3, 4, 8, 9, 10]), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7])
+    q, k, v = (x[:8] for x in tensors(torch.float32, 16, 16))
+    layer = layer_of(0, None)
+    shared = PackedAttention([5, 6], CPU, True, (rows_S, place_T))(layer, q, k, v)
+    plain = PackedAttention([5, 6], CPU, True)(layer, q[place_T], k[place_T], v[place_T])
+    assert torch.equal(shared, plain[rows_S])
