@@ -39,8 +39,12 @@ class Process:
     agent: int = -1
 
     def kill(self) -> None:
-        """Kills the agent, and the kernel with it everything in its pid namespace. Safe to call twice."""
-        self.control.close()
+        """Kills the agent, and the kernel with it everything in its pid namespace. Safe to call twice.
+
+        The socket is shut down, not closed: whoever waits for it hears that it has ended.
+        """
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_RDWR)
         if self.agent >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.agent, signal.SIGKILL)
@@ -102,6 +106,7 @@ async def start(
                 raise OSError(_text(said) or "the launcher ended without a word") from None
     except BaseException as error:
         process.kill()
+        ours.close()
         if isinstance(error, TimeoutError):
             raise OSError(f"it was not ready after {deadline_s:g} seconds") from None
         raise
@@ -194,6 +199,14 @@ class ProcessSandbox:
         self._done(await self._call({"op": "access", "read": read, "write": write}, [], None))
 
     async def close(self) -> None:
+        process = await self._end()
+        if process is not None:
+            async with self._lock:
+                # A call that was under way has heard of the end by now.
+                process.control.close()
+
+    async def _end(self) -> Process | None:
+        """Ends the process; returns it where it had not been ended before, its socket still to be closed."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -202,6 +215,7 @@ class ProcessSandbox:
             finally:
                 if self._uid_lock is not None:
                     self._uid_lock.close()
+        return process
 
     async def __aenter__(self) -> Self:
         return self
@@ -240,10 +254,12 @@ class ProcessSandbox:
             except (TimeoutError, LostError, OSError, ValueError) as error:
                 # An agent that is late is held up by what it runs; one that is gone was killed by something else.
                 self._lost = "timeout" if isinstance(error, TimeoutError) else "internal_error"
-                await self.close()
+                if await self._end() is not None:
+                    process.control.close()
                 return Result(self._lost, None, b"", b"the sandbox was lost", time.monotonic() - began)
             except BaseException:
-                await self.close()
+                if await self._end() is not None:
+                    process.control.close()
                 raise
 
     async def _exchange(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.rl.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
 from nmoe.rl.sandbox.process import ProcessSandbox, start
+from nmoe.rl.sandbox.warm import WarmSandboxes
 from nmoe.rl.sandbox.workspace import entries_of
 
 _ROOT = str(Path(__file__).parents[3])
@@ -38,7 +38,7 @@ _ENVIRONMENT = {
 class Sandboxes:
     """Opens sandboxes of one level, all with the same disk and the same limits for calls that name none.
 
-    Belongs to the event loop that opens the first one. `close` ends those that wait; open ones are their owners' to close.
+    `close` ends those that wait; open ones are their owners' to close.
     """
 
     def __init__(self, settings: SandboxSettings | None = None, limits: Limits | None = None) -> None:
@@ -47,8 +47,7 @@ class Sandboxes:
         self.limits = limits or Limits()
         self._python, self._visible, self._site = _interpreter(self.settings)
         self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
-        self._ready: list[ProcessSandbox] = []
-        self._starting: set[asyncio.Task[None]] = set()
+        self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
         # Imported here, for the checks open sandboxes by this class.
         from nmoe.rl.sandbox.probe import probe
@@ -76,8 +75,7 @@ class Sandboxes:
         """
         if self._closed:
             raise RuntimeError("these sandboxes are closed")
-        sandbox = self._ready.pop() if self._ready else await self.open_cold()
-        self._refill()
+        sandbox = self.warm.take() or await self.open_cold()
         try:
             if workspace is not None:
                 await sandbox.put(*await asyncio.to_thread(entries_of, workspace, self.limits.disk_mb))
@@ -91,22 +89,7 @@ class Sandboxes:
     async def close(self) -> None:
         """Ends the sandboxes that wait for use, and opens no more."""
         self._closed = True
-        for task in self._starting:
-            task.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        while self._ready:
-            await self._ready.pop().close()
-
-    def _refill(self) -> None:
-        """Starts what is missing, in the background; one that fails is left for `open` to report."""
-        for _ in range(self.settings.warm - len(self._ready) - len(self._starting)):
-            task = asyncio.get_running_loop().create_task(self._start_one_more())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
-
-    async def _start_one_more(self) -> None:
-        with contextlib.suppress(SandboxSetupError):
-            self._ready.append(await self.open_cold())
+        await asyncio.to_thread(self.warm.close)
 
     async def open_cold(self) -> ProcessSandbox:
         """One that is started now, not taken from those that wait. Raises SandboxSetupError."""

@@ -160,20 +160,14 @@ for number in range(1, 65):
 
 
 def test_fork_bomb(box: Box) -> None:
-    before = processes()
     result = python(box, "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", wall_s=0.5)
     assert result.failure in ("timeout", "out_of_memory")
     alive(box)
-    assert processes() <= before + 5
     assert box(box.sandbox.bash("f() { f | f & }; f; sleep 5", limits=replace(LIMITS, wall_s=0.5))).failure in (
         "timeout",
         "ok",
     )
     alive(box)
-
-
-def processes() -> int:
-    return sum(name.isdigit() for name in os.listdir("/proc"))
 
 
 @pytest.mark.parametrize(

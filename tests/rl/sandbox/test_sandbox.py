@@ -344,18 +344,32 @@ def test_the_warm_ones_are_ready_and_end_with_their_factory(sandboxes: Sandboxes
 
     async def check() -> None:
         first = await factory.open()
-        await asyncio.gather(*factory._starting)
-        assert len(factory._ready) == 3
+        await asyncio.to_thread(factory.warm.wait)
+        assert len(factory.warm) == 3
         second = await factory.open()
         assert (await second.python("print(5)")).stdout == b"5\n"
         await first.close()
         await second.close()
-        await factory.close()
-        assert not factory._ready
-        with pytest.raises(RuntimeError):
-            await factory.open()
 
     asyncio.run(check())
+    # As runs do: another event loop closes what the first one's trajectories opened, with sandboxes on their way.
+    asyncio.run(factory.close())
+    assert len(factory.warm) == 0
+    with pytest.raises(RuntimeError):
+        asyncio.run(factory.open())
+
+
+def test_closing_ends_a_call_under_way(sandboxes: Sandboxes, loop: asyncio.Runner) -> None:
+    async def check() -> None:
+        sandbox = await sandboxes.open()
+        call = asyncio.create_task(sandbox.run(["sleep", "1235"]))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await sandbox.close()
+        assert (await call).failure == "internal_error"
+        assert time.monotonic() - began < 1
+
+    loop.run(check())
 
 
 def test_what_is_in_force_is_said(sandboxes: Sandboxes) -> None:
