@@ -6,7 +6,7 @@ in its own file start from that file's directory, those in a run's table from th
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -86,6 +86,22 @@ class HubPool(DatasetKeys):
     split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
 
 
+class ReasoningGymPool(Section):
+    """Problems made by a dataset of the package reasoning-gym, without end; the splits never share a question."""
+
+    type: Literal["reasoning_gym"]
+    dataset: str = Field(min_length=1, description="name of the dataset in reasoning-gym, such as `leg_counting`")
+    config: dict[str, Any] = Field(default={}, description="the dataset's own settings, such as `{min_animals = 2}`")
+    split: Literal["train", "eval", "all"] = Field(default="train", description="the part of all problems to draw from")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+    max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        for key in {"seed", "size"} & self.config.keys():
+            yield Conflict("config", f"must not have {key!r}: `seed` and `max_examples` of the task pool decide")
+
+
 class SourceKeys(Section):
     """What a pool gets in addition when it is one source of a mixture."""
 
@@ -109,7 +125,13 @@ class HubSource(HubPool, SourceKeys):
     """A Hugging Face dataset as a source of a mixture."""
 
 
-Source = Annotated[GeneratedSource | JsonlSource | ParquetSource | HubSource, Field(discriminator="type")]
+class ReasoningGymSource(ReasoningGymPool, SourceKeys):
+    """A reasoning-gym dataset as a source of a mixture."""
+
+
+Source = Annotated[
+    GeneratedSource | JsonlSource | ParquetSource | HubSource | ReasoningGymSource, Field(discriminator="type")
+]
 
 
 class MixturePool(Section):
@@ -126,7 +148,7 @@ class MixturePool(Section):
         yield from _duplicates("sources", (source.name for source in self.sources))
 
 
-TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | MixturePool
+TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | MixturePool
 
 
 class Weights(Section):
@@ -315,15 +337,15 @@ def load_environment(named: Path) -> EnvironmentSettings:
 
 
 def held_out(settings: EnvironmentSettings) -> EnvironmentSettings | None:
-    """The same environment over problems that training never meets: the `eval` split of its generated pools.
+    """The same environment over problems that training never meets: the `eval` split of its generated and reasoning-gym pools.
 
     None where that can not be promised, because a pool is a dataset or does not train on the `train` split.
     """
     pool = settings.task_pool
-    if isinstance(pool, GeneratedPool) and pool.split == "train":
+    if isinstance(pool, GeneratedPool | ReasoningGymPool) and pool.split == "train":
         pool = pool.model_copy(update={"split": "eval"})
     elif isinstance(pool, MixturePool) and all(
-        isinstance(source, GeneratedSource) and source.split == "train" for source in pool.sources
+        isinstance(source, GeneratedPool | ReasoningGymPool) and source.split == "train" for source in pool.sources
     ):
         sources = tuple(source.model_copy(update={"split": "eval"}) for source in pool.sources)
         pool = pool.model_copy(update={"sources": sources})

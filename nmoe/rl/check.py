@@ -18,6 +18,7 @@ from nmoe.config.environment import (
     GeneratedPool,
     HubPool,
     MixturePool,
+    ReasoningGymPool,
     Rubric,
     TaskPool,
     WorkspaceSettings,
@@ -133,6 +134,8 @@ def describe_pool(pool: TaskPool) -> str:
     """`generated sort`, `jsonl data.jsonl (math)`, `mixture of add (generated add), gsm8k (hf openai/gsm8k (gsm8k))`."""
     if isinstance(pool, MixturePool):
         return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
+    if isinstance(pool, ReasoningGymPool):
+        return f"reasoning_gym {pool.dataset}"
     data = getattr(pool, "path", None) or getattr(pool, "dataset", None)
     return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
 

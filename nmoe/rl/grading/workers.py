@@ -205,7 +205,8 @@ class _Worker:
 
     def __init__(self, command: list[str]) -> None:
         path = os.pathsep.join([_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        # The order of a set must not differ from worker to worker.
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._buffer = b""
 

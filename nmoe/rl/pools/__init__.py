@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nmoe.config.environment import GeneratedPool, HubPool, JsonlPool, MixturePool, ParquetPool, TaskPool
+from nmoe.config.environment import (
+    GeneratedPool,
+    HubPool,
+    JsonlPool,
+    MixturePool,
+    ParquetPool,
+    ReasoningGymPool,
+    TaskPool,
+)
 from nmoe.rl.pools.generated import generated_order
 from nmoe.rl.pools.hf import read_hf
 from nmoe.rl.pools.jsonl import read_jsonl
@@ -12,6 +20,7 @@ from nmoe.rl.pools.mixture import Mixture
 from nmoe.rl.pools.order import Order
 from nmoe.rl.pools.parquet import read_parquet
 from nmoe.rl.pools.pool import Pool, Shard
+from nmoe.rl.pools.reasoning_gym import reasoning_gym_order
 from nmoe.rl.pools.records import record_order
 
 __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
@@ -37,6 +46,8 @@ def build_order(name: str, settings: TaskPool) -> Order:
             return record_order(name, settings, read_parquet(Path(settings.path), columns), settings.path)
         case HubPool():
             return record_order(name, settings, read_hf(settings), f"dataset {settings.dataset!r}")
+        case ReasoningGymPool():
+            return reasoning_gym_order(name, settings)
         case MixturePool():
             sources = [build_order(source.name, source) for source in settings.sources]
             return Mixture(name, sources, [source.weight for source in settings.sources], settings.seed)

@@ -6,11 +6,12 @@ from nmoe.rl.tasks.add import AddTask
 from nmoe.rl.tasks.arithmetic import ArithmeticTask
 from nmoe.rl.tasks.gsm8k import Gsm8kTask
 from nmoe.rl.tasks.math import MathTask
+from nmoe.rl.tasks.reasoning_gym import ReasoningGymTask
 from nmoe.rl.tasks.reverse import ReverseTask
 from nmoe.rl.tasks.sort import SortTask
 from nmoe.rl.tasks.task import Attempt, GeneratedTask, Task
 
-__all__ = ["GENERATED_TASKS", "TASKS", "Attempt", "GeneratedTask", "Task"]
+__all__ = ["DATASET_TASKS", "GENERATED_TASKS", "TASKS", "Attempt", "GeneratedTask", "Task"]
 
 GENERATED_TASKS: dict[str, GeneratedTask] = {
     "sort": SortTask(),
@@ -19,4 +20,7 @@ GENERATED_TASKS: dict[str, GeneratedTask] = {
     "arithmetic": ArithmeticTask(),
 }
 
-TASKS: dict[str, Task] = {**GENERATED_TASKS, "gsm8k": Gsm8kTask(), "math": MathTask()}
+# Those that can grade the records of a dataset.
+DATASET_TASKS: dict[str, Task] = {**GENERATED_TASKS, "gsm8k": Gsm8kTask(), "math": MathTask()}
+
+TASKS: dict[str, Task] = {**DATASET_TASKS, "reasoning_gym": ReasoningGymTask()}

@@ -1,0 +1,104 @@
+"""reasoning-gym in worker processes: the entries of its datasets, and `score_answer` on one that is made anew for it.
+
+Some of them evaluate the answer as Python (`eval(answer)` in string_insertion, sympy's `parse_expr`, which is `eval` too, in
+countdown). Before the first call these names are replaced, in this process: `eval` by `ast.literal_eval`, `parse_expr` by one
+that refuses all but numbers, operators, single letters and the names of functions. That is known of the one version below,
+so that no other is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from nmoe.errors import UserError
+
+VERSION = "0.1.25"
+
+# Modules whose verifier calls eval on the answer, and those with sympy's parse_expr under a name of their own.
+_EVALUATING = [
+    "algorithmic.string_insertion",
+    "algorithmic.spiral_matrix",
+    "algorithmic.binary_matrix",
+    "games.n_queens",
+]
+_PARSING = ["games.countdown", "games.puzzle24"]
+_NAMES = "sin cos tan sec csc cot asin acos atan arcsin arccos arctan sinh cosh tanh exp log ln sqrt pi Abs"
+_EXPRESSION = re.compile(rf"(?:[0-9.+\-*/^()\s]|(?<![A-Za-z_])(?:{_NAMES.replace(' ', '|')}|[A-Za-z])(?![A-Za-z_]))*")
+
+
+def check_installed() -> None:
+    """Raises UserError where the package is absent or of another version."""
+    try:
+        found = version("reasoning_gym")
+    except PackageNotFoundError:
+        raise UserError(
+            'type = "reasoning_gym" needs the package reasoning-gym: pip install "nmoe[environments]"'
+        ) from None
+    if found != VERSION:
+        raise UserError(
+            f"reasoning-gym {found} is installed, and nmoe knows how to keep the verifiers of {VERSION} from running answers as "
+            f"code: pip install reasoning-gym=={VERSION}"
+        )
+
+
+def warm_up() -> None:
+    """Imports the package and takes the evaluation of answers out of it."""
+    check_installed()
+    import reasoning_gym  # noqa: F401
+    import sympy
+    from sympy.parsing.sympy_parser import parse_expr
+
+    def guarded(text: str, *arguments: Any, **options: Any) -> Any:
+        if not isinstance(text, str) or not _EXPRESSION.fullmatch(text):
+            raise ValueError("not an expression of numbers, letters and functions")
+        return parse_expr(text, *arguments, **options)
+
+    sympy.parse_expr = guarded
+    for name in _PARSING:
+        importlib.import_module(f"reasoning_gym.{name}").parse_expr = guarded  # type: ignore[attr-defined]
+    for name in _EVALUATING:
+        importlib.import_module(f"reasoning_gym.{name}").eval = ast.literal_eval  # type: ignore[attr-defined]
+
+
+def entries(name: str, config: str, seed: int, size: int, start: int, count: int) -> dict[str, Any]:
+    """{"entries": [[QUESTION, ANSWER], ...]} of some of a dataset's entries, or {"error": WHY} where there is no such dataset or
+    `config` does not fit it. To be called in a worker: some datasets walk through sets, whose order only workers share."""
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        return {"error": f"reasoning-gym has no dataset {name!r}; it has {', '.join(sorted(DATASETS))}"}
+    try:
+        made = _dataset(name, config, seed, size)
+        found = [made[index] for index in range(start, start + count)]
+    except (TypeError, ValueError, AssertionError, AttributeError, KeyError) as error:
+        return {"error": f"reasoning-gym's {name} refuses config: {error}"}
+    return {"entries": [[entry["question"], entry["answer"] or ""] for entry in found]}
+
+
+def score(name: str, config: str, seed: int, size: int, index: int, answer: str) -> float:
+    """What the dataset's verifier gives an answer to its entry `index`, in [0, 1]; 0 for one that makes it raise."""
+    made = _dataset(name, config, seed, size)
+    entry = made[index]
+    verifier: Callable[[str, Any], Any] = made.score_answer
+    try:
+        given = float(verifier(answer, entry))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # on some answers some verifiers do
+        return 0.0
+    return min(1.0, max(0.0, given)) if math.isfinite(given) else 0.0
+
+
+@lru_cache(64)
+def _dataset(name: str, config: str, seed: int, size: int) -> Any:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(name, **json.loads(config), seed=seed, size=size)

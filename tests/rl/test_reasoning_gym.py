@@ -1,0 +1,172 @@
+"""Pools of reasoning-gym: reproducible, split by content, scored by its own verifiers in a process that runs no answer as code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from nmoe.errors import UserError
+from nmoe.rl.environment import Environment
+from nmoe.rl.grading import gym
+from nmoe.rl.grading.verdict import Verdict
+from nmoe.rl.pools import Pool
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks import TASKS, Attempt
+
+MakePool = Callable[..., Pool]
+
+needs_package = pytest.mark.skipif(
+    find_spec("reasoning_gym") is None, reason='reasoning-gym is not installed: pip install -e ".[environments]"'
+)
+
+
+# With every one whose verifier would evaluate the answer.
+DATASETS = ["leg_counting", "countdown", "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "puzzle24"]
+DATASETS += [
+    "simple_integration",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "word_sorting",
+    "mini_sudoku",
+]
+
+
+def table(dataset: str, **more: object) -> dict[str, object]:
+    return {"type": "reasoning_gym", "dataset": dataset, **more}
+
+
+def verify(problem: Problem, answer: str) -> Verdict:
+    return asyncio.run(TASKS["reasoning_gym"].verify(problem, Attempt(answer)))
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        raise gym.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gym, "version", absent)
+    with pytest.raises(UserError, match=r'needs the package reasoning-gym: pip install "nmoe\[environments\]"'):
+        make_pool(table("leg_counting"))
+
+
+def test_another_version_is_refused(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym, "version", lambda name: "9.9")
+    with pytest.raises(UserError, match=r"reasoning-gym 9\.9 is installed.*reasoning-gym==0\.1\.25"):
+        make_pool(table("leg_counting"))
+
+
+def test_seed_and_size_are_the_pools(make_pool: MakePool) -> None:
+    with pytest.raises(UserError, match="must not have 'seed'"):
+        make_pool(table("leg_counting", config={"seed": 3}))
+
+
+@needs_package
+def test_problems_are_reproducible_and_a_position_goes_on(make_pool: MakePool) -> None:
+    settings = table("chain_sum", config={"min_terms": 3, "max_terms": 3}, seed=5)
+    problems = make_pool(settings).take(150)
+    assert problems == make_pool(settings).take(150)
+    assert [problem.id for problem in problems] == [f"demo/{position}" for position in range(150)]
+    assert len({problem.question for problem in problems}) > 140
+    assert problems != make_pool(settings | {"seed": 6}).take(150)
+    pool = make_pool(settings)
+    pool.take(100)
+    resumed = make_pool(settings)
+    resumed.load_state(pool.state())
+    assert resumed.take(50) == problems[100:]
+    ranks = [make_pool(settings, rank=rank, world_size=2).take(75) for rank in range(2)]
+    assert [problem for pair in zip(*ranks, strict=True) for problem in pair] == problems
+    with pytest.raises(UserError, match="another pool"):
+        make_pool(settings | {"config": {}}).load_state(pool.state())
+
+
+@needs_package
+def test_splits_share_no_question(make_pool: MakePool) -> None:
+    config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    seen = {
+        split: {
+            problem.question
+            for seed in (0, 1)
+            for problem in make_pool(table("chain_sum", split=split, seed=seed, config=config)).take(120)
+        }
+        for split in ("train", "eval")
+    }
+    assert seen["train"]
+    assert seen["eval"]
+    assert not seen["train"] & seen["eval"]
+
+
+@needs_package
+def test_max_examples(make_pool: MakePool) -> None:
+    pool = make_pool(table("leg_counting", max_examples=5))
+    assert pool.size == 5
+    assert {problem.id for problem in pool.take(5)} == {problem.id for problem in pool.take(5)}
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (table("no_such_set"), "no dataset 'no_such_set'; it has .*leg_counting"),
+        (
+            table("leg_counting", config={"legs": 3}),
+            "leg_counting refuses config: .*unexpected keyword argument 'legs'",
+        ),
+        (table("leg_counting", config={"min_animals": 9, "max_animals": 2}), "leg_counting refuses config"),
+        (table("coin_flip", config={"min_trials": 1, "max_trials": 1}, split="eval"), None),
+    ],
+)
+def test_settings_that_do_not_fit(make_pool: MakePool, settings: dict[str, object], message: str | None) -> None:
+    if message is None:
+        assert make_pool(settings).take(1)
+        return
+    with pytest.raises(UserError, match=message):
+        make_pool(settings)
+
+
+@needs_package
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_golds_are_correct_and_answers_are_no_code(make_pool: MakePool, dataset: str, tmp_path: Path) -> None:
+    problem = make_pool(table(dataset)).take(3)[2]
+    right = verify(problem, problem.gold)
+    assert (right.outcome, right.score, right.layer) == ("correct", 1.0, "score_answer")
+    mark = tmp_path / "mark"
+    for code in (
+        f"open({str(mark)!r}, 'w')",
+        f"__import__('os').system('touch {mark}')",
+        f"[open({str(mark)!r}, 'w')]",
+        f"[c for c in __import__('pathlib').Path({str(mark)!r}).touch() or '']",
+        f"exec('open({str(mark)!r}, chr(119))')",
+        "[" * 500,
+        "\ud800\0",
+        "",
+    ):
+        verdict = verify(problem, code)
+        assert verdict.outcome == "incorrect"
+        assert verdict.score < 1
+    assert not mark.exists()
+
+
+@needs_package
+def test_an_answer_that_takes_for_ever_is_incorrect(make_pool: MakePool) -> None:
+    verdict = verify(make_pool(table("countdown")).take(1)[0], "9**9**9**9")
+    assert verdict == Verdict("incorrect", 0.0, "score_answer", "deadline: took longer than the deadline")
+
+
+@needs_package
+def test_partial_scores_are_kept(make_pool: MakePool) -> None:
+    problem = make_pool(table("countdown")).take(1)[0]
+    verdict = verify(problem, "1 + 1")
+    assert verdict.outcome == "incorrect"
+    assert 0 < verdict.score < 0.1
+
+
+@needs_package
+def test_an_environment_has_held_out_problems(environment: Callable[..., Environment]) -> None:
+    made = environment('[task_pool]\ntype = "reasoning_gym"\ndataset = "chain_sum"\nconfig = {min_terms = 2}\n')
+    held_out = made.held_out()
+    assert {p.question for p in held_out.pool.take(30)}.isdisjoint({p.question for p in made.pool.take(200)})
