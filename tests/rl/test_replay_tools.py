@@ -14,6 +14,7 @@ from fake_sandbox import FakeSandbox, FakeSandboxes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
+from wheels import write_wheel
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.api import Request
@@ -28,6 +29,7 @@ from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.sandbox.api import Result
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tools.builtin import sandbox_limits
+from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.text.harmony import Harmony, Message
 from nmoe.text.tokenizer import Tokenizer
 
@@ -277,3 +279,81 @@ def test_a_trajectory_in_a_sandbox_replays_by_the_command(
         ReplayDifferenceError, match=r"first difference: tools: turn 1, call 1/0, python\.output: \"43 "
     ):
         list(replay_command(path, None, None))
+
+
+FILES = REAL + '[workspace]\ndirectory = "files"\nbootstrap = "requirements"\nkeep = "always"\n'
+
+
+def test_a_trajectory_on_files_replays_on_the_same_files(
+    environment: Make, harmony: Harmony, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trajectory has files of its own, packages that were installed for them, and what it leaves is kept."""
+    monkeypatch.setenv("NMOE_WORKSPACES", str(tmp_path / "workspaces"))
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "number.txt").write_text("41\n")
+    write_wheel(files / "tiny-1.0-py3-none-any.whl")
+    (files / "requirements.txt").write_text("./tiny-1.0-py3-none-any.whl\n")
+    demo = environment(FILES)
+    turns = [
+        call(harmony, "python", json.dumps({"code": "import tiny; print(tiny.VALUE)"})),
+        call(harmony, "bash", json.dumps({"script": "python3 -c 'import tiny; print(tiny.VALUE)'; cat number.txt"})),
+        call(harmony, "write", json.dumps({"path": "number.txt", "content": "0"})),
+        final(harmony),
+    ]
+    taken = iter(range(100))
+    with ToolRuntime(demo, SANDBOX) as runtime:
+        assert runtime.sandboxes is not None
+        collector = Collector(
+            ScriptedEngine(lambda *_: turns[next(taken) % 4]),  # type: ignore[arg-type]
+            *(demo, 8000, runtime.sandboxes),
+            workspaces=runtime.workspaces,
+        )
+        trajectories = [
+            collector.collect([PROBLEM], RolloutSettings(1, 1500), (1, "train", step)).groups[0].trajectories[0]
+            for step in (1, 2)
+        ]
+        record = runtime.record()
+    for step, trajectory in enumerate(trajectories, start=1):
+        assert [(event.failure, event.output) for event in trajectory.tool_events] == [
+            ("ok", "42\n"),
+            ("ok", "42\n41\n"),
+            ("ok", "wrote 1 bytes to number.txt"),
+        ]
+        assert trajectory.workspace is not None
+        left = Path(trajectory.workspace["kept"])
+        assert left.name.startswith(f"kept-1-train-{step}-0-demo_0-0-")
+        assert (left / "tree/number.txt").read_text() == "0"
+    assert (files / "number.txt").read_text() == "41\n"
+    (tmp_path / "replay").mkdir()
+    recorder = ReplayRecorder(
+        *(tmp_path / "replay", demo, tokenizer), seed=0, sample_rate=1.0, per_failure=0, sandbox=record
+    )
+    (path,) = recorder.write(1, trajectories[:1])
+    assert list(replay_command(path, None, None))[-1] == "all the same"
+    (files / "number.txt").write_text("43\n")
+    with pytest.raises(
+        ReplayDifferenceError, match=r"first difference: workspace: workspace\.content: .* \(and tools\)"
+    ):
+        list(replay_command(path, None, None))
+
+
+def test_files_that_do_not_go_into_the_sandbox_mask_the_sample(
+    environment: Make, harmony: Harmony, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMOE_WORKSPACES", str(tmp_path / "workspaces"))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/large").write_bytes(bytes(9 << 20))
+    small = FILES.replace("[budget]", "[budget]\ndisk_mb = 8").replace('bootstrap = "requirements"', "")
+    demo = environment(small)
+    with ToolRuntime(demo, SANDBOX) as runtime:
+        engine = ScriptedEngine(lambda *_: call(harmony, "bash", '{"script": "ls"}'))
+        collector = Collector(engine, demo, 8000, runtime.sandboxes, workspaces=runtime.workspaces)  # type: ignore[arg-type]
+        (group,) = collector.collect([PROBLEM], RolloutSettings(2, 1500), (1, "train", 1)).groups
+    for trajectory in group.trajectories:
+        assert trajectory.grade.failure == "workspace_failed"
+        assert not trajectory.trainable
+        (event,) = trajectory.tool_events
+        assert (event.failure, len(trajectory.turns)) == ("workspace_failed", 1)
+        assert "the workspace does not go into the sandbox: workspace " in event.reason
+        assert "more than 8 MB" in event.reason

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import fcntl
-import hashlib
 import io
 import json
 import os
 import subprocess
 import tarfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from wheels import write_wheel
 
 from nmoe.config import ConfigError, Locator, Place, parse
 from nmoe.config.environment import WorkspaceSettings
@@ -231,21 +229,6 @@ def build_wheel(directory, config_settings=None, metadata_directory=None):
         wheel.writestr("mine-1.0.dist-info/RECORD", "")
     return name
 """
-
-
-def write_wheel(path: Path) -> None:
-    content = {
-        "tiny.py": "VALUE = 42\n",
-        "tiny-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
-        "tiny-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = ""
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, text in content.items():
-            wheel.writestr(name, text)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-            record += f"{name},sha256={digest},{len(text)}\n"
-        wheel.writestr("tiny-1.0.dist-info/RECORD", record + "tiny-1.0.dist-info/RECORD,,\n")
 
 
 def test_requirements(workspaces: Open, project: Path) -> None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 CHANNEL, STATUS = 3, 4
 _NAME = "<python>"
+# Where a workspace's bootstrap installs (nmoe.rl.workspace.bootstrap). Set here, in the child, and never for the agent, which must
+# not import what a policy can write.
+_PACKAGES = "/workspace/.packages"
 _DENIED = {errno.EACCES: "sandbox_denied", errno.EPERM: "sandbox_denied", errno.EROFS: "sandbox_denied"}
 _FULL = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EFBIG: "disk_full"}
 
@@ -53,6 +56,8 @@ def command(argv: list[str], keeps_status: bool = False) -> Callable[[], None]:
         for number in (SIGPIPE, SIGXFSZ):
             signal(number, SIG_DFL)
         os.set_inheritable(STATUS, keeps_status)
+        if os.path.isdir(_PACKAGES):
+            os.environ["PYTHONPATH"] = _PACKAGES
         try:
             os.execvp(argv[0], argv)
         except FileNotFoundError:
@@ -74,7 +79,7 @@ def python(code: str) -> Callable[[], None]:
         main = type(sys)("__main__")
         main.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = main
-        sys.argv, sys.path[:0] = [""], [""]
+        sys.argv, sys.path[:0] = [""], ["", _PACKAGES] if os.path.isdir(_PACKAGES) else [""]
         exit_code = 0
         try:
             exec(compile(code, _NAME, "exec"), main.__dict__)
