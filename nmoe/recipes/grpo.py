@@ -93,7 +93,7 @@ def train(config: RLConfig) -> Path:
         # The policy before training, whether or not this is a resumption. With an adapter it is the base, which is there already.
         reference = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
     for loaded in [environment, probe] if probe is not None else [environment]:
-        loaded.check_prompts(model.config.context_tokens, config.sampling.max_new_tokens)
+        loaded.leave_out_overlong(model.config.context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
         runtime = stack.enter_context(ToolRuntime(environment, config.sandbox))
         probe_runtime = runtime

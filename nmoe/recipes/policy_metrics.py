@@ -38,13 +38,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["high_reward_but_wrong"] = _mean(high_but_wrong)
     metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
     metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
+    metrics["turns_mean"] = _mean([len(t.turns) for t in everything])
+    metrics["tool_calls_mean"] = _mean([len(t.tool_events) for t in everything])
     for source in sorted({t.problem.source for t in trajectories}):
         metrics[f"correctness/{source}"] = _mean(
             [t.grade.extras["correctness"] for t in trajectories if t.problem.source == source]
         )
     layers = Counter(t.grade.verdict.layer for t in everything if t.grade.verdict is not None)
     metrics |= {f"settled/{layer}": count / layers.total() for layer, count in sorted(layers.items())}
-    return metrics | {f"failures/{name}": float(failures[name]) for name in FAILURES if failures[name]}
+    calls = Counter(event.failure for t in everything for event in t.tool_events)
+    metrics |= {f"failures/{name}": float(failures[name]) for name in FAILURES if failures[name]}
+    return metrics | {f"tool_failures/{name}": float(calls[name]) for name in FAILURES if calls[name] and name != "ok"}
 
 
 def update_metrics(result: PassResult, step: StepResult, advantages_B: Tensor) -> dict[str, float]:

@@ -115,10 +115,22 @@ class Environment:
             )
         return prompt_ids
 
-    def check_prompts(self, context_tokens: int, max_new_tokens: int) -> None:
-        """`check_prompt` for every problem of a finite pool, and for the first of an endless one, before a run starts."""
-        for position in range(self.pool.size or 1):
-            self.check_prompt(self.pool.order.at(position), context_tokens, max_new_tokens)
+    def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> int:
+        """Has the pool pass over problems whose prompt and longest completion do not fit the model's context, before a run
+        starts. Returns how many of a finite pool those are; an endless one counts them as they come (`pool.passed_over`).
+
+        Raises UserError, as `check_prompt` does, where no problem fits, or not the first of an endless pool.
+        """
+
+        def fits(problem: Problem) -> bool:
+            return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+
+        self.pool.keep(fits)
+        size = self.pool.size or 1
+        overlong = [position for position in range(size) if not fits(self.pool.order.at(position))]
+        if len(overlong) == size:
+            self.check_prompt(self.pool.order.at(0), context_tokens, max_new_tokens)
+        return len(overlong)
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message."""

@@ -17,6 +17,7 @@ from nmoe.rl.grading.grade import Grade
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.tools.event import ToolCall, ToolEvent
 from nmoe.rl.turn import Turn
 
 # The grader's other extras, averaged without further ado.
@@ -57,6 +58,8 @@ def test_rollout_metrics() -> None:
         "high_reward_but_wrong": 0.25,
         "response_length_mean": 4.0,
         "grader_error_rate": 0.2,
+        "turns_mean": 1.0,
+        "tool_calls_mean": 0.0,
         "failures/grader_error": 1.0,
         "failures/ok": 2.0,
         "failures/parse_error": 1.0,
@@ -74,6 +77,21 @@ def test_the_layers_that_settled_it() -> None:
     metrics = rollout_metrics(trajectories)
     assert metrics["settled/exact"] == pytest.approx(2 / 3)
     assert metrics["settled/symbolic"] == pytest.approx(1 / 3)
+
+
+def test_calls_are_counted_by_their_own_failures() -> None:
+    def event(failure: Failure) -> ToolEvent:
+        return ToolEvent(ToolCall("add", "{}", "0/0"), failure, "", "", 0.0, 0.0)
+
+    used = replace(response("a", 1.0, 1.0, 3), tool_events=(event("ok"), event("timeout"), event("parse_error")))
+    used = replace(used, turns=used.turns * 2)
+    metrics = rollout_metrics([used, response("a", 0.0, 0.0, 3)])
+    assert (metrics["turns_mean"], metrics["tool_calls_mean"], metrics["response_length_mean"]) == (1.5, 1.5, 4.5)
+    assert {name: value for name, value in metrics.items() if "failures/" in name} == {
+        "failures/ok": 2.0,  # a failed call does not end a trajectory
+        "tool_failures/parse_error": 1.0,
+        "tool_failures/timeout": 1.0,
+    }
 
 
 def test_a_step_whose_every_sample_was_lost_is_no_step() -> None:

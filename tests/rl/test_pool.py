@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nmoe.errors import UserError
 from nmoe.rl.pools import Pool, Shard
+from nmoe.rl.problem import Problem
 
 MakePool = Callable[..., Pool]
 
@@ -119,3 +120,32 @@ def test_taking_nothing_and_less(make_pool: MakePool, pools: dict[str, dict[str,
     assert pool.take(0) == []
     with pytest.raises(ValueError, match="can not take -1 problems"):
         pool.take(-1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 12), st.integers(0, 12))
+def test_problems_that_do_not_fit_are_passed_over(
+    make_pool: MakePool, pools: dict[str, dict[str, Any]], world_size: int, each: int, cut: int
+) -> None:
+    """Each rank's walk without them, wherever it was resumed, and a count of them."""
+
+    def fits(problem: Problem) -> bool:
+        return problem.gold not in ("1", "4")
+
+    for rank in range(world_size):
+        whole = [problem for problem in make_pool(pools["records"], rank, world_size).take(60) if fits(problem)]
+        pool, resumed = (make_pool(pools["records"], rank, world_size) for _ in range(2))
+        for one in (pool, resumed):
+            one.keep(fits)
+        assert pool.take(each) == whole[:each]
+        resumed.load_state(json.loads(json.dumps(pool.state())))
+        assert resumed.take(cut) == whole[each : each + cut] == pool.take(cut)
+        assert pool.passed_over == pool.state()["taken"] - each - cut
+
+
+def test_a_pool_of_which_nothing_fits_says_so(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
+    for kind in ("records", "endless"):
+        pool = make_pool(pools[kind])
+        pool.keep(lambda problem: False)
+        with pytest.raises(UserError, match=r"none of \d+ problems in a row fits the model's context"):
+            pool.take(1)

@@ -439,3 +439,21 @@ def test_example_answers(environment: Make, form: str, task_type: str, gold: str
     for answer, correct in zip(tasks.TASKS[task_type].example_answers(problem), (1.0, 0.0), strict=True):
         grade = asyncio.run(demo.grade(problem, single_turn(demo.answer_ids(problem, answer)), 200))
         assert (grade.failure, parts(grade)[:3]) == ("ok", (1.0, 1.0, correct))
+
+
+def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path: Path) -> None:
+    digits = ["12", "345", "6" * 40]
+    (tmp_path / "records.jsonl").write_text(
+        "".join(json.dumps({"problem": f"Sort: {one}", "answer": one}) + "\n" for one in digits)
+    )
+    demo = environment('[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "sort"\n')
+    prompts = sorted(len(demo.prompt_ids(problem)) for problem in demo.pool.take(3))
+    room = prompts[1] + 20
+    assert demo.leave_out_overlong(room, 20) == 1
+    assert {problem.gold for problem in demo.pool.take(4)} == {"12", "345"}
+    assert demo.leave_out_overlong(prompts[2] + 20, 20) == 0
+    message = (
+        rf"its prompt of \d+ tokens and completions of up to 20 do not fit the model's context of {prompts[0] + 19}"
+    )
+    with pytest.raises(UserError, match=message):
+        demo.leave_out_overlong(prompts[0] + 19, 20)

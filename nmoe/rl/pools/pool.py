@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.rl.pools.order import Order
 from nmoe.rl.problem import Problem
+
+# Of an endless pool, so many problems in a row without one that fits mean that none ever will.
+_GIVE_UP = 10_000
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,14 @@ class Pool:
     def __init__(self, order: Order, shard: Shard) -> None:
         self.order = order
         self.shard = shard
+        self.passed_over = 0  # problems that did not fit, since this pool was made
         self._taken = 0
+        self._fits: Callable[[Problem], bool] | None = None
+
+    def keep(self, fits: Callable[[Problem], bool]) -> None:
+        """Has `take` pass over problems that do not fit. `fits` has to be a pure function of the problem, or a resumed run would
+        meet others."""
+        self._fits = fits
 
     @property
     def name(self) -> str:
@@ -44,12 +54,23 @@ class Pool:
         return self.order.size
 
     def take(self, n: int) -> list[Problem]:
-        """The next `n` problems of this shard."""
+        """The next `n` problems of this shard that fit. Raises UserError where none does."""
         if n < 0:
             raise ValueError(f"can not take {n} problems")
-        first, self._taken = self._taken, self._taken + n
-        rank, world_size = self.shard.rank, self.shard.world_size
-        return [self.order.at(rank + index * world_size) for index in range(first, self._taken)]
+        found: list[Problem] = []
+        in_a_row = 0
+        while len(found) < n:
+            problem = self.order.at(self.shard.rank + self._taken * self.shard.world_size)
+            self._taken += 1
+            if self._fits is None or self._fits(problem):
+                found.append(problem)
+                in_a_row = 0
+                continue
+            self.passed_over += 1
+            in_a_row += 1
+            if in_a_row > (self.size or _GIVE_UP):
+                raise UserError(f"pool {self.name!r}: none of {in_a_row} problems in a row fits the model's context")
+        return found
 
     def state(self) -> dict[str, Any]:
         return {"fingerprint": self.order.fingerprint, **self._shard_state(), "taken": self._taken}
