@@ -17,7 +17,19 @@ from nmoe.config.packaged import find_environment
 GeneratedTask = Literal["sort", "reverse", "add", "arithmetic"]
 """Tasks that make their own problems."""
 
-DatasetTask = Literal["gsm8k", "math", "arithmetic", "sort", "reverse", "add"]
+DatasetTask = Literal[
+    "gsm8k",
+    "math",
+    "multiple_choice",
+    "proof_verification",
+    "meta_verification",
+    "prm_step",
+    "prm_solution",
+    "arithmetic",
+    "sort",
+    "reverse",
+    "add",
+]
 """Tasks that can grade the records of a dataset."""
 
 GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]

@@ -114,11 +114,14 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
 
 
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
-    """Evaluations of graded groups, overall and by source where there are several."""
+    """Evaluations of graded groups: overall, by source where there are several, and by level and subject where problems name
+    them: "math", "math/level=Level 5", "math/subject=Algebra"."""
     sources = sorted({group.problem.source for group in groups})
     parts = [(env_id, list(groups))]
     if len(sources) > 1:
         parts += [(f"{env_id}/{source}", [g for g in groups if g.problem.source == source]) for source in sources]
+    named = sorted({name for group in groups for name in group.problem.groups})
+    parts += [(f"{env_id}/{name}", [g for g in groups if name in g.problem.groups]) for name in named]
     return [evaluation for dataset, part in parts for evaluation in _evaluations(dataset, part, temperature)]
 
 

@@ -44,6 +44,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"correctness/{source}"] = _mean(
             [t.grade.extras["correctness"] for t in trajectories if t.problem.source == source]
         )
+    for group in sorted({group for t in trajectories for group in t.problem.groups}):
+        metrics[f"correctness/{group}"] = _mean(
+            [t.grade.extras["correctness"] for t in trajectories if group in t.problem.groups]
+        )
     layers = Counter(t.grade.verdict.layer for t in everything if t.grade.verdict is not None)
     metrics |= {f"settled/{layer}": count / layers.total() for layer, count in sorted(layers.items())}
     calls = Counter(event.failure for t in everything for event in t.tool_events)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+Metadata = Mapping[str, str | int | float]
+
+# What a dataset says of a problem's kind; rates are reported for each value of these.
+GROUPS = ("level", "subject")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -22,4 +27,9 @@ class Problem:
     question: str
     gold: str
     source: str
-    metadata: Mapping[str, str | int | float] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups it belongs to: ["level=Level 5", "subject=Algebra"]."""
+        return [f"{key}={self.metadata[key]}" for key in GROUPS if key in self.metadata]

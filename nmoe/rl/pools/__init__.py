@@ -21,7 +21,7 @@ from nmoe.rl.pools.order import Order
 from nmoe.rl.pools.parquet import read_parquet
 from nmoe.rl.pools.pool import Pool, Shard
 from nmoe.rl.pools.reasoning_gym import reasoning_gym_order
-from nmoe.rl.pools.records import record_order
+from nmoe.rl.pools.records import columns_of, record_order
 
 __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 
@@ -42,8 +42,7 @@ def build_order(name: str, settings: TaskPool) -> Order:
         case JsonlPool():
             return record_order(name, settings, read_jsonl(Path(settings.path)), settings.path)
         case ParquetPool():
-            columns = (settings.problem_field, settings.answer_field)
-            return record_order(name, settings, read_parquet(Path(settings.path), columns), settings.path)
+            return record_order(name, settings, read_parquet(Path(settings.path), *columns_of(settings)), settings.path)
         case HubPool():
             return record_order(name, settings, read_hf(settings), f"dataset {settings.dataset!r}")
         case ReasoningGymPool():

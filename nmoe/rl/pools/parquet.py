@@ -9,8 +9,9 @@ from nmoe.errors import UserError
 from nmoe.rl.pools.records import Record
 
 
-def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """The rows of a file, in order, with `columns` alone. Raises UserError for what can not be read."""
+def read_parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Record]:
+    """The rows of a file, in order, with `columns` and those of `optional` that are there alone. Raises UserError for what can
+    not be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -22,7 +23,7 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Record]:
                 raise UserError(
                     f"{path}: no column {', '.join(map(repr, absent))}; the columns are {', '.join(map(repr, there))}"
                 )
-            for batch in file.iter_batches(columns=list(columns)):
+            for batch in file.iter_batches(columns=[*columns, *(name for name in optional if name in there)]):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", row

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from typing import Any
 
 from nmoe.config.environment import DatasetKeys
 from nmoe.errors import UserError
@@ -15,7 +16,10 @@ from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
 
-Record = tuple[str, Mapping[str, object]]  # where it lies, for errors ("train.jsonl:17"), and its fields
+# Of a record's workspace, where its environment has one.
+COMMITS = ("base_commit", "target_commit")
+
+Record = tuple[str, Mapping[str, Any]]  # where it lies, for errors ("train.jsonl:17"), and its fields
 
 
 def record_order(name: str, settings: DatasetKeys, records: Iterable[Record], origin: str) -> Order:
@@ -34,28 +38,36 @@ def record_order(name: str, settings: DatasetKeys, records: Iterable[Record], or
     return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content)
 
 
-def _problem(name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, object]) -> Problem:
+def _problem(name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, Any]) -> Problem:
+    task = TASKS[settings.task_type]
     try:
-        problem = Problem(
-            id=f"{name}/{index}",
-            task_type=settings.task_type,
-            question=_text(record, settings.problem_field, "problem_field"),
-            gold=extract_gold(settings.gold_extractor, _text(record, settings.answer_field, "answer_field")),
-            source=name,
-            metadata={"record": index},
-        )
-        TASKS[settings.task_type].check_gold(problem)
+        question = _text(record, settings.problem_field, "problem_field")
+        field = _text(record, settings.answer_field, "answer_field", task.gold_types)
+        question, gold, metadata = task.pose(question, extract_gold(settings.gold_extractor, field), record)
+        commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
+        metadata = {"record": index, **commits, **metadata}
+        problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata)
+        task.check_gold(problem)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return problem
 
 
-def _text(record: Mapping[str, object], field: str, setting: str) -> str:
+def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of a record that have to be there, and those that are read where they are."""
+    needed = (settings.problem_field, settings.answer_field)
+    return needed, (*TASKS[settings.task_type].record_fields, *COMMITS)
+
+
+def _text(record: Mapping[str, Any], field: str, setting: str, types: tuple[type, ...] = (str,)) -> str:
     if field not in record:
         raise UserError(
             f"no field {field!r}; the fields are {', '.join(map(repr, record)) or 'none'}: set {setting} to one of them"
         )
     value = record[field]
+    # True is an int to Python, and seldom a gold answer.
+    if not isinstance(value, str) and isinstance(value, types) and (not isinstance(value, bool) or bool in types):
+        value = str(value)
     if not isinstance(value, str):
         raise UserError(f"field {field!r} holds {type(value).__name__} {_shown(value)}, not text; write it as a string")
     if not value.strip():

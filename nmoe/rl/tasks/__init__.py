@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from nmoe.rl.tasks.add import AddTask
 from nmoe.rl.tasks.arithmetic import ArithmeticTask
+from nmoe.rl.tasks.choice import MultipleChoiceTask
 from nmoe.rl.tasks.gsm8k import Gsm8kTask
 from nmoe.rl.tasks.math import MathTask
+from nmoe.rl.tasks.prm import PrmSolutionTask, PrmStepTask
 from nmoe.rl.tasks.reasoning_gym import ReasoningGymTask
 from nmoe.rl.tasks.reverse import ReverseTask
+from nmoe.rl.tasks.score import MetaVerificationTask, ProofVerificationTask
 from nmoe.rl.tasks.sort import SortTask
 from nmoe.rl.tasks.task import Attempt, GeneratedTask, Task
 
@@ -21,6 +24,15 @@ GENERATED_TASKS: dict[str, GeneratedTask] = {
 }
 
 # Those that can grade the records of a dataset.
-DATASET_TASKS: dict[str, Task] = {**GENERATED_TASKS, "gsm8k": Gsm8kTask(), "math": MathTask()}
+DATASET_TASKS: dict[str, Task] = {
+    **GENERATED_TASKS,
+    "gsm8k": Gsm8kTask(),
+    "math": MathTask(),
+    "multiple_choice": MultipleChoiceTask(),
+    "proof_verification": ProofVerificationTask(),
+    "meta_verification": MetaVerificationTask(),
+    "prm_step": PrmStepTask(),
+    "prm_solution": PrmSolutionTask(),
+}
 
 TASKS: dict[str, Task] = {**DATASET_TASKS, "reasoning_gym": ReasoningGymTask()}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.rl.grading.answers import grade_answer
 from nmoe.rl.grading.equivalence import settle
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.rl.grading.verdict import Verdict
-from nmoe.rl.problem import Problem
-from nmoe.rl.tasks.task import Attempt, QuestionTask
+from nmoe.rl.problem import Metadata, Problem
+from nmoe.rl.tasks.task import Attempt, QuestionTask, group_metadata
 
 _ANY_ORDER = re.compile(r"separated? (?:\w+ ){0,3}(?:by|with) commas?|in any order", re.IGNORECASE)
 _IN_ORDER = re.compile(
@@ -27,6 +29,11 @@ class MathTask(QuestionTask):
     """
 
     bare_final = False
+    record_fields = ("level", "subject", "type")
+
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        """Keeps level and subject, by which evaluations and metrics are told apart."""
+        return question, gold, group_metadata(record)
 
     def check_gold(self, problem: Problem) -> None:
         if len(problem.gold) > MAX_ANSWER_CHARS:

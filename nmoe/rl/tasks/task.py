@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nmoe.rl.grading.verdict import Verdict
-from nmoe.rl.problem import Problem
+from nmoe.rl.problem import GROUPS, Metadata, Problem
 from nmoe.rl.tools.event import ToolEvent
 from nmoe.text.harmony import Message
 
@@ -36,6 +36,17 @@ class Task(Protocol):
     @property
     def bare_final(self) -> bool: ...
 
+    @property
+    def record_fields(self) -> tuple[str, ...]:
+        """The fields of a record, besides those of question and gold, that `pose` looks at where they are there."""
+
+    @property
+    def gold_types(self) -> tuple[type, ...]:
+        """The types that a record's gold may have."""
+
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        """Question, gold and metadata of the problem that a dataset's record is; raises UserError for a record that is none."""
+
     def check_gold(self, problem: Problem) -> None:
         """Raises UserError for a gold answer that `verify` can not compare with; called when a pool loads."""
 
@@ -61,10 +72,24 @@ class GeneratedTask(Task, Protocol):
 
 
 class QuestionTask:
-    """The conversation that all tasks here share: the question, as one user message."""
+    """What most tasks share: the question is one user message, and a record is no more than its question and gold."""
+
+    record_fields: tuple[str, ...] = ()
+    gold_types: tuple[type, ...] = (str,)
+
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        return question, gold, {}
 
     def messages(self, problem: Problem) -> list[Message]:
         return [Message("user", problem.question)]
 
     def split_key(self, question: str) -> str:
         return question
+
+
+def group_metadata(record: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """The groups that a record names: {"level": "Level 5", "subject": "Algebra"}. MATH calls the subject `type`."""
+    named = {key: record[key] for key in GROUPS if isinstance(record.get(key), str | int)}
+    if "subject" not in named and isinstance(record.get("type"), str):
+        named["subject"] = record["type"]
+    return named
