@@ -41,7 +41,8 @@ def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    if sys.platform == "linux":  # elsewhere the system refuses
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     module_name, _, name = named.partition(":")
     module = importlib.import_module(module_name)

@@ -71,7 +71,7 @@ class WorkerPool:
         self, function: str, workers: int | None = None, *, deadline_s: float = DEADLINE_S, memory_mb: int = MEMORY_MB
     ) -> None:
         self._command = [sys.executable, "-m", "nmoe.rl.grading.worker", function, str(deadline_s), str(memory_mb)]
-        self._size = workers or max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+        self._size = workers or max(1, min(4, _cores() - 1))
         # A worker without CPU time does not reach its deadline: this much later it counts as lost.
         self._silence_s = 20 * deadline_s + 60
         self._queue: deque[_Call] = deque()
@@ -185,6 +185,11 @@ class WorkerPool:
             signals = " and ".join("none" if loss is None else signal.Signals(loss).name for loss in call.losses)
             _finish(call, Reply("lost", f"two workers were lost on it, by signals {signals}"))
         return False
+
+
+def _cores() -> int:
+    """The cores that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _finish(call: _Call, outcome: Reply | WorkerError) -> None:
