@@ -279,14 +279,9 @@ class _Grpo:
             try:
                 collected = self.collector.collect(problems, settings, (config.run.seed, "train", step, refill))
             except GradingError as error:
-                self.run.ledger.failure(
-                    {
-                        "step": step,
-                        "failure": "grader_error",
-                        "problem": error.problem.id,
-                        "token_ids": [turn.sample.token_ids for turn in error.turns],
-                    }
-                )
+                record = error.trajectory.record(step, self.tokenizer.decode(error.trajectory.token_ids))
+                self.run.ledger.failure(record)
+                self.replays.write(step, [error.trajectory])
                 raise
             rollouts.groups += collected.groups
             rollouts.kept += [group for group in collected.groups if group.informative]

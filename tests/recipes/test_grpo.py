@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.replay import ReplayDifferenceError, replay_command
 from nmoe.learner.batch import Batch
 from nmoe.recipes import grpo
 from nmoe.rl.grading.verdict import Verdict
@@ -184,8 +185,15 @@ def test_a_grader_that_raises_stops_the_run_with_its_sample(
     (record,) = read_lines(run / "failures.jsonl")
     assert (record["failure"], record["problem"]) == ("grader_error", graded[39])
     assert record["step"] == len(read_metrics(run)) + 1
-    assert len(record["token_ids"][0]) > 5
+    assert len(record["token_ids"]) > 5
     assert list((run / "checkpoints").iterdir()) == []
+    # The bundle shows the defect again, until it is mended.
+    (bundle,) = run.glob(f"replay/step_{record['step']:06d}-grader_error-*")
+    graded[:] = [""] * 39
+    with pytest.raises(
+        ReplayDifferenceError, match="first difference: grade: the grader raises ZeroDivisionError: a def"
+    ):
+        list(replay_command(bundle, None, None))
 
 
 def test_the_best_checkpoint_is_marked_also_where_a_kill_came_before_its_mark(reinforce: Reinforce) -> None:

@@ -140,8 +140,10 @@ def test_a_grader_that_raises_stops_the_collection_with_its_sample(
     monkeypatch.setattr(TASKS["sort"], "verify", verify)
     with pytest.raises(GradingError, match="problem demo/3") as caught:
         collect(engine, environment(POOL), RolloutSettings(2, 30))
-    assert caught.value.problem is PROBLEMS[2]
-    assert [turn.sample for turn in caught.value.turns] == [engine.answers[2][1]]
+    trajectory = caught.value.trajectory
+    assert trajectory.problem is PROBLEMS[2]
+    assert [turn.sample for turn in trajectory.turns] == [engine.answers[2][1]]
+    assert (trajectory.grade.failure, trajectory.grade.verdict, trajectory.trainable) == ("grader_error", None, False)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -314,7 +314,7 @@ def test_a_grader_that_raises_closes_every_sandbox(
     script = in_turn(call(harmony, "bash", '{"script": "ls"}'), final(harmony))
     with pytest.raises(GradingError) as caught:
         play(environment(POOL + TOOLS), script, sandbox=sandbox, samples=3)
-    assert len(caught.value.turns) == 2
+    assert len(caught.value.trajectory.turns) == 2
     assert sandbox.closed == 3
 
 

@@ -27,12 +27,12 @@ R = TypeVar("R")
 
 
 class GradingError(Exception):
-    """A grader raised, on the trajectory whose turns this holds. The run stops; an exception never becomes reward 0."""
+    """A grader raised, on the trajectory that this holds, which has no grade but the name `grader_error`. The run stops; an
+    exception never becomes reward 0."""
 
-    def __init__(self, problem: Problem, turns: Sequence[Turn]) -> None:
-        super().__init__(f"grading a sample of problem {problem.id} raised an exception")
-        self.problem = problem
-        self.turns = turns
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__(f"grading a sample of problem {trajectory.problem.id} raised an exception")
+        self.trajectory = trajectory
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,16 @@ class Collector:
                     sandbox=session.opened,
                 )
             except Exception as error:
-                raise GradingError(problem, episode.turns) from error
+                ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.weights)
+                where = None if session.prepared is None else session.prepared.provenance
+                raise GradingError(self._done(episode, ungraded, where)) from error
             self._grade_s += time.perf_counter() - began
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
+        return self._done(episode, grade, workspace)
+
+    def _done(self, episode: Episode, grade: Grade, workspace: Mapping[str, Any] | None) -> Trajectory:
         return Trajectory(
-            problem=problem,
+            problem=episode.problem,
             index=episode.index,
             prompt_ids=episode.prompt_ids,
             turns=tuple(episode.turns),

@@ -183,14 +183,18 @@ async def _grade(environment: Environment, trajectory: Trajectory, sandbox: Sand
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
     if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
         ended = "truncated"  # there was no room for the turn that the call asks for
-    now = await environment.grade(
-        trajectory.problem,
-        trajectory.turns,
-        trajectory.sampling.max_new_tokens,
-        ended=ended,
-        tool_events=trajectory.tool_events,
-        sandbox=sandbox,
-    )
+    try:
+        now = await environment.grade(
+            trajectory.problem,
+            trajectory.turns,
+            trajectory.sampling.max_new_tokens,
+            ended=ended,
+            tool_events=trajectory.tool_events,
+            sandbox=sandbox,
+        )
+    except Exception as error:
+        # As it may have when the trajectory was recorded, which stopped that run.
+        return Check("grade", "", f"the grader raises {type(error).__name__}: {error}")
     return Check("grade", _said(now), _first_of(_graded(recorded), _graded(now), "grade"))
 
 
