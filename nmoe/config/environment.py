@@ -29,6 +29,10 @@ DatasetTask = Literal[
     "sort",
     "reverse",
     "add",
+    "humaneval",
+    "mbpp",
+    "code_edit",
+    "file_search",
 ]
 """Tasks that can grade the records of a dataset."""
 
@@ -341,6 +345,12 @@ class EnvironmentSettings(Section):
             )
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
+
+
+def task_types(pool: TaskPool) -> set[str]:
+    """The types of the problems that a pool may hand out, as far as its settings name them."""
+    sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
+    return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys))}
 
 
 def load_environment(named: Path) -> EnvironmentSettings:

@@ -25,12 +25,17 @@ from nmoe.config.environment import (
     load_environment,
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
+from nmoe.config.sandbox import SandboxSettings
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
+from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools import Shard
 from nmoe.rl.pools.hf import local_copy
 from nmoe.rl.problem import Problem
+from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tasks import TASKS
+from nmoe.rl.tools.builtin import sandbox_limits
+from nmoe.rl.tools.session import ToolSession
 from nmoe.rl.tools.unimported import check_source
 from nmoe.rl.turn import single_turn
 from nmoe.rl.workspace.sources import WorkspaceError, identity_of, source_of
@@ -185,7 +190,7 @@ def _graded(environment: Environment, problem: Problem) -> tuple[_Graded, _Grade
 
 def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool) -> _Graded:
     ids = environment.answer_ids(problem, answer)
-    grade = asyncio.run(environment.grade(problem, single_turn(ids), len(ids)))
+    grade = asyncio.run(_graded_in_session(environment, problem, ids))
     if grade.verdict is None:
         said, correct = f"not compared ({grade.failure})", False
     else:
@@ -194,6 +199,15 @@ def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool
         said = f"{verdict.outcome} ({verdict.layer}: {verdict.reason}); {components}"
         correct = verdict.outcome == "correct"
     return _Graded(answer, ids, said, as_wanted=correct == wanted and grade.failure == "ok")
+
+
+async def _graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
+    sandboxes = None
+    if TASKS[problem.task_type].needs_sandbox:
+        # Solutions and tests are code of the data, not of the user: they run where those of a policy do.
+        sandboxes = Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
+    async with ToolSession(sandboxes) as session:
+        return await environment.grade(problem, single_turn(ids), len(ids), session=session)
 
 
 def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Iterator[str]:

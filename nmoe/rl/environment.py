@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_environment
+from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_environment, task_types
 from nmoe.errors import UserError
 from nmoe.rl.curriculum import Curriculum
 from nmoe.rl.failures import Failure
@@ -27,7 +27,7 @@ from nmoe.rl.turn import Turn
 from nmoe.text.harmony import HarmonyTokenizer, Message
 
 if TYPE_CHECKING:
-    from nmoe.rl.sandbox.api import Sandbox
+    from nmoe.rl.tools.session import ToolSession
 
 
 class Environment:
@@ -88,8 +88,16 @@ class Environment:
 
     @property
     def wants_sandbox(self) -> bool:
-        """Whether a trajectory may need a sandbox: for a tool, or for files."""
-        return self.settings.workspace is not None or any(tool.sandbox_parameter for tool in self.tools.values())
+        """Whether a trajectory may need a sandbox: for a tool, for files, or to have its answer verified."""
+        return (
+            self.settings.workspace is not None
+            or any(tool.sandbox_parameter for tool in self.tools.values())
+            or any(TASKS[name].needs_sandbox for name in task_types(self.settings.task_pool))
+        )
+
+    def files(self, problem: Problem) -> Mapping[str, bytes]:
+        """What the problem adds to the workspace of a trajectory: path -> content."""
+        return TASKS[problem.task_type].files(problem)
 
     def token_limit(self, max_new_tokens: int) -> int:
         """The most tokens that a trajectory may sample: what the run allows, within the environment's budget."""
@@ -148,7 +156,7 @@ class Environment:
         *,
         ended: Failure | None = None,
         tool_events: Sequence[ToolEvent] = (),
-        sandbox: Sandbox | None = None,
+        session: ToolSession | None = None,
     ) -> Grade:
         """The grade of a trajectory of one turn or more, under the weights now in force.
 
@@ -163,7 +171,7 @@ class Environment:
             turns=turns,
             ended=ended,
             tool_events=tool_events,
-            sandbox=sandbox,
+            session=session,
             token_limit=self.token_limit(max_new_tokens),
             call_limit=self.budget.tool_calls,
             weights=self.weights,

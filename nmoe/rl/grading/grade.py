@@ -24,7 +24,7 @@ from nmoe.rl.tools.event import ToolEvent
 from nmoe.rl.turn import Turn
 
 if TYPE_CHECKING:
-    from nmoe.rl.sandbox.api import Sandbox
+    from nmoe.rl.tools.session import ToolSession
 
 COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
 
@@ -86,7 +86,7 @@ async def grade_reading(
     turns: Sequence[Turn],
     ended: Failure | None,
     tool_events: Sequence[ToolEvent],
-    sandbox: Sandbox | None,
+    session: ToolSession | None,
     token_limit: int,
     call_limit: int,
     weights: Mapping[str, float],
@@ -110,7 +110,8 @@ async def grade_reading(
     tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
     verdict = None
     if finished and reading.answer_counts and answer is not None:
-        verdict = await task.verify(problem, Attempt(answer, sandbox, tool_events))
+        opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
+        verdict = await task.verify(problem, Attempt(answer, opened, tool_events, sandboxes))
         if verdict.outcome == "error":
             failure = "grader_error"
     correctness = 0.0 if verdict is None else verdict.score

@@ -15,6 +15,7 @@ from nmoe.rl.grading.gold import extract_gold
 from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
+from nmoe.rl.tasks.task import Metadata
 
 # Of a record's workspace, where its environment has one.
 COMMITS = ("base_commit", "target_commit")
@@ -34,16 +35,20 @@ def record_order(name: str, settings: DatasetKeys, records: Iterable[Record], or
     if not problems:
         raise UserError(f"{origin}: no records; a task pool needs at least one problem")
     # Over the content rather than the path: data that moved is the same data, and data that changed is not.
-    content = fingerprint_of(*((problem.task_type, problem.question, problem.gold) for problem in problems))
+    content = fingerprint_of(*(_content(problem) for problem in problems))
     return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content)
+
+
+def _content(problem: Problem) -> tuple[object, ...]:
+    content = (problem.task_type, problem.question, problem.gold)
+    # Of a task's own records also the rest: tests, files.
+    return (*content, *sorted(problem.metadata.items())) if TASKS[problem.task_type].own_records else content
 
 
 def _problem(name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, Any]) -> Problem:
     task = TASKS[settings.task_type]
     try:
-        question = _text(record, settings.problem_field, "problem_field")
-        field = _text(record, settings.answer_field, "answer_field", task.gold_types)
-        question, gold, metadata = task.pose(question, extract_gold(settings.gold_extractor, field), record)
+        question, gold, metadata = task.read_record(record) or _posed(settings, record)
         commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
         metadata = {"record": index, **commits, **metadata}
         problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata)
@@ -53,10 +58,19 @@ def _problem(name: str, settings: DatasetKeys, index: int, where: str, record: M
     return problem
 
 
+def _posed(settings: DatasetKeys, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+    """From the fields that the settings name."""
+    task = TASKS[settings.task_type]
+    question = _text(record, settings.problem_field, "problem_field")
+    field = _text(record, settings.answer_field, "answer_field", task.gold_types)
+    return task.pose(question, extract_gold(settings.gold_extractor, field), record)
+
+
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The fields of a record that have to be there, and those that are read where they are."""
-    needed = (settings.problem_field, settings.answer_field)
-    return needed, (*TASKS[settings.task_type].record_fields, *COMMITS)
+    task = TASKS[settings.task_type]
+    needed = () if task.own_records else (settings.problem_field, settings.answer_field)
+    return needed, (*task.record_fields, *COMMITS)
 
 
 def _text(record: Mapping[str, Any], field: str, setting: str, types: tuple[type, ...] = (str,)) -> str:

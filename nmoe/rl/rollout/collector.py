@@ -17,8 +17,9 @@ from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.episode import Episode, Player, request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.sandbox.api import OpensSandboxes
 from nmoe.rl.tools.builtin import sandbox_limits
-from nmoe.rl.tools.session import OpensSandboxes, ToolSession
+from nmoe.rl.tools.session import ToolSession
 from nmoe.rl.turn import Turn
 from nmoe.rl.workspace.prepare import Workspaces
 from nmoe.rl.workspace.sources import WorkspaceError
@@ -125,7 +126,7 @@ class Collector:
     async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
         problem = episode.problem
         prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
-        async with ToolSession(self._sandboxes, prepare) as session:
+        async with ToolSession(self._sandboxes, prepare, self._environment.files(problem)) as session:
             ended: Failure | None
             reason = None
             try:
@@ -142,7 +143,7 @@ class Collector:
                     settings.max_new_tokens,
                     ended=ended,
                     tool_events=episode.tool_events,
-                    sandbox=session.opened,
+                    session=session,
                 )
             except Exception as error:
                 ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.weights)

@@ -19,11 +19,11 @@ from nmoe.rl.failures import Failure
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.rollout.bundle import Bundle
 from nmoe.rl.rollout.trajectory import Trajectory
-from nmoe.rl.sandbox.api import Sandbox
+from nmoe.rl.sandbox.api import OpensSandboxes
 from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.event import ToolEvent
 from nmoe.rl.tools.executor import AsyncToolExecutor
-from nmoe.rl.tools.session import OpensSandboxes, ToolSession
+from nmoe.rl.tools.session import ToolSession
 from nmoe.rl.workspace.prepare import Workspaces
 from nmoe.rl.workspace.sources import WorkspaceError
 from nmoe.text.tokenizer import Tokenizer
@@ -76,11 +76,11 @@ async def replay(
     yield _text(bundle, tokenizer)
     yield _turns(bundle, environment, trajectory)
     prepare = None if workspaces is None else partial(workspaces.prepare, trajectory.problem)
-    async with ToolSession(sandboxes, prepare) as session:
+    async with ToolSession(sandboxes, prepare, environment.files(trajectory.problem)) as session:
         if workspaces is not None:
             yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)
-        yield await _grade(environment, trajectory, session.opened)
+        yield await _grade(environment, trajectory, session)
     # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
     yield Check("digests", "every part as it was written", _altered(bundle))
 
@@ -178,7 +178,7 @@ def _returned(event: ToolEvent) -> dict[str, Any]:
     return {"failure": event.failure, "output": event.output, "reason": event.reason}
 
 
-async def _grade(environment: Environment, trajectory: Trajectory, sandbox: Sandbox | None) -> Check:
+async def _grade(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
     recorded, last = trajectory.grade, trajectory.turns[-1].sample
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
     if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
@@ -190,7 +190,7 @@ async def _grade(environment: Environment, trajectory: Trajectory, sandbox: Sand
             trajectory.sampling.max_new_tokens,
             ended=ended,
             tool_events=trajectory.tool_events,
-            sandbox=sandbox,
+            session=session,
         )
     except Exception as error:
         # As it may have when the trajectory was recorded, which stopped that run.

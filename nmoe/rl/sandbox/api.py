@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, Self
 
 from nmoe.errors import UserError
@@ -103,6 +104,13 @@ class Sandbox(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
+
+
+class OpensSandboxes(Protocol):
+    """Where sandboxes come from, each with a copy of the files of `workspace`."""
+
+    async def open(self, workspace: Path | None = None) -> Sandbox:
+        """Raises SandboxSetupError where it can not be had, UserError or SandboxFileError for files that do not go in."""
 
 
 @dataclass(frozen=True)

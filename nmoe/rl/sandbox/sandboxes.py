@@ -46,6 +46,8 @@ class Sandboxes:
         self.settings = settings or SandboxSettings()
         self.limits = limits or Limits()
         self._python, self._visible, self._site = _interpreter(self.settings)
+        # What a script calls python is the same interpreter.
+        self._environment = {**_ENVIRONMENT, "PATH": f"{os.path.dirname(self._python)}:{_ENVIRONMENT['PATH']}"}
         self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
@@ -105,7 +107,7 @@ class Sandboxes:
             "bubblewrap": self._bubblewrap,
         }
         try:
-            process = await start(self._python, _ROOT, plan, _ENVIRONMENT, _START_DEADLINE_S)
+            process = await start(self._python, _ROOT, plan, self._environment, _START_DEADLINE_S)
         except BaseException as error:
             if lock is not None:
                 lock.close()

@@ -13,7 +13,7 @@ from nmoe.rl.tools.event import ToolEvent
 from nmoe.text.harmony import Message
 
 if TYPE_CHECKING:
-    from nmoe.rl.sandbox.api import Sandbox
+    from nmoe.rl.sandbox.api import OpensSandboxes, Sandbox
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,13 @@ class Attempt:
     answer: str
     sandbox: Sandbox | None = None
     tool_events: Sequence[ToolEvent] = ()
+    sandboxes: OpensSandboxes | None = None
+
+    @property
+    def opens_sandboxes(self) -> OpensSandboxes:
+        """Where a verifier gets sandboxes of its own, for a task with `needs_sandbox`."""
+        assert self.sandboxes is not None, "whoever grades a task that needs sandboxes gives it where to open them"
+        return self.sandboxes
 
 
 class Task(Protocol):
@@ -37,8 +44,23 @@ class Task(Protocol):
     def bare_final(self) -> bool: ...
 
     @property
+    def needs_sandbox(self) -> bool:
+        """Whether `verify` opens sandboxes."""
+
+    def files(self, problem: Problem) -> Mapping[str, bytes]:
+        """What the problem adds to the workspace of a trajectory: path -> content."""
+
+    def read_record(self, record: Mapping[str, Any]) -> tuple[str, str, Metadata] | None:
+        """Question, gold and metadata of a record in a form of the task's own; None where the settings name the fields and
+        `pose` has the rest. Raises UserError for a record that is none."""
+
+    @property
+    def own_records(self) -> bool:
+        """Whether `read_record` reads the task's records, by `record_fields` alone."""
+
+    @property
     def record_fields(self) -> tuple[str, ...]:
-        """The fields of a record, besides those of question and gold, that `pose` looks at where they are there."""
+        """The fields of a record, besides those of question and gold, that are looked at where they are there."""
 
     @property
     def gold_types(self) -> tuple[type, ...]:
@@ -74,11 +96,19 @@ class GeneratedTask(Task, Protocol):
 class QuestionTask:
     """What most tasks share: the question is one user message, and a record is no more than its question and gold."""
 
+    needs_sandbox = False
+    own_records = False
     record_fields: tuple[str, ...] = ()
     gold_types: tuple[type, ...] = (str,)
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
         return question, gold, {}
+
+    def read_record(self, record: Mapping[str, Any]) -> tuple[str, str, Metadata] | None:
+        return None
+
+    def files(self, problem: Problem) -> Mapping[str, bytes]:
+        return {}
 
     def messages(self, problem: Problem) -> list[Message]:
         return [Message("user", problem.question)]

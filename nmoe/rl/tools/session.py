@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from nmoe.errors import UserError
-from nmoe.rl.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
+from nmoe.rl.sandbox.api import OpensSandboxes, Sandbox, SandboxFileError, SandboxSetupError
 from nmoe.rl.workspace.prepare import Prepared
 from nmoe.rl.workspace.sources import WorkspaceError
-
-
-class OpensSandboxes(Protocol):
-    """Where sandboxes come from, one for each trajectory that needs one, with a copy of the files of `workspace`."""
-
-    async def open(self, workspace: Path | None = None) -> Sandbox: ...
 
 
 class ToolSession:
     """An asynchronous context manager; its end closes the sandbox, which kills whatever still runs in it.
 
-    `workspace` gives the files that the sandbox starts with; asked once.
+    `workspace` gives the files that the sandbox starts with, asked once; `files`, by path, are the problem's own, added to
+    them. `sandboxes` is also where the trajectory's verifier opens its own.
     """
 
     def __init__(
-        self, sandboxes: OpensSandboxes | None, workspace: Callable[[], Awaitable[Prepared]] | None = None
+        self,
+        sandboxes: OpensSandboxes | None,
+        workspace: Callable[[], Awaitable[Prepared]] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         self.began = time.perf_counter()
         self.opened: Sandbox | None = None
         self.prepared: Prepared | None = None
-        self._sandboxes = sandboxes
+        self.sandboxes = sandboxes
+        self._files = files or {}
         self._workspace = workspace
         self._opening = asyncio.Lock()
 
@@ -45,19 +44,24 @@ class ToolSession:
         """The trajectory's sandbox. Raises SandboxSetupError where it can not be had, WorkspaceError where its files can not."""
         async with self._opening:
             if self.opened is None:
-                assert self._sandboxes is not None, (
+                assert self.sandboxes is not None, (
                     "an environment with tools that want a sandbox knows where to open one"
                 )
                 await self.prepare()
-                if self.prepared is None:
-                    self.opened = await self._sandboxes.open()
-                else:
-                    self.opened = await self._open_with(self._sandboxes, self.prepared.tree)
+                tree = None if self.prepared is None else self.prepared.tree
+                self.opened = await self._open_with(self.sandboxes, tree)
             return self.opened
 
-    async def _open_with(self, sandboxes: OpensSandboxes, files: Path) -> Sandbox:
+    async def _open_with(self, sandboxes: OpensSandboxes, tree: Path | None) -> Sandbox:
         try:
-            return await sandboxes.open(files)
+            sandbox = await sandboxes.open(tree)
+            try:
+                for path, content in self._files.items():
+                    await sandbox.write(path, content)
+            except BaseException:
+                await sandbox.close()
+                raise
+            return sandbox
         except SandboxSetupError:
             raise
         except (UserError, SandboxFileError) as error:

@@ -140,6 +140,11 @@ def test_the_directory_is_inherited(box: Box) -> None:
     assert box(box.sandbox.run(["pwd"])).stdout == b"/workspace\n", "a directory that is gone is left"
 
 
+def test_scripts_have_the_same_interpreter(box: Box) -> None:
+    show = "import sys; print(sys.version, sys.prefix)"
+    assert box(box.sandbox.bash(f"python3 -c '{show}'")).stdout == box(box.sandbox.python(show)).stdout
+
+
 def test_a_python_call_imports_from_its_directory(box: Box) -> None:
     box(box.sandbox.write("helper.py", b"x = 7"))
     assert box(box.sandbox.python("import helper; print(helper.x)")).stdout == b"7\n"

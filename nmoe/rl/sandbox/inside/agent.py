@@ -151,7 +151,9 @@ class Agent:
             (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_SIGPENDING, 1024),
         ):
-            resource.setrlimit(kind, (limit, limit))
+            hard = resource.getrlimit(kind)[1]
+            most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (most, most))
         try:
             os.chdir(self._cwd)
         except OSError:

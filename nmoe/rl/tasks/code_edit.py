@@ -1,0 +1,110 @@
+"""Changing code in a workspace so that hidden tests pass, which fail as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from nmoe.errors import UserError
+from nmoe.rl.grading.code.verify import Tests, verify_in
+from nmoe.rl.grading.verdict import Verdict
+from nmoe.rl.problem import Metadata, Problem
+from nmoe.rl.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
+from nmoe.rl.tasks.records import Record, files, text, texts
+from nmoe.rl.tasks.task import Attempt, QuestionTask
+
+_BLOCK = re.compile(r"^```[^\n`]*?([^\s`]+)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+class CodeEditTask(QuestionTask):
+    """Records have `problem`, the workspace's `files`, the hidden `tests` (both path -> content), a `solution` (the files that it
+    changes) and, where there are any, `protected` paths, which are restored before the tests run.
+
+    A trajectory with tools is judged by the workspace that it leaves. Without tools, files are changed by fenced blocks with
+    the path behind the opening fence (```` ```python calc.py ````) and the whole new content between.
+    """
+
+    bare_final = True
+    needs_sandbox = True
+    own_records = True
+    record_fields = ("problem", "files", "tests", "solution", "protected")
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        workspace, solution = files(record, "files"), files(record, "solution")
+        metadata = {
+            "files": json.dumps(workspace),
+            "tests": json.dumps(files(record, "tests")),
+            "protected": json.dumps(texts(record, "protected", default=())),
+        }
+        return text(record, "problem"), json.dumps(solution), metadata
+
+    def check_gold(self, problem: Problem) -> None:
+        workspace = self.files(problem)
+        if absent := [path for path in json.loads(str(problem.metadata["protected"])) if path not in workspace]:
+            raise UserError(f"field 'protected' names {', '.join(absent)}, which 'files' does not have")
+        if not self._tests(problem).modules:
+            raise UserError("field 'files' has no Python module that tests could import")
+        if not json.loads(problem.gold):
+            raise UserError("field 'solution' changes nothing")
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        workspace, solution = self.files(problem), json.loads(problem.gold)
+        return _blocks(solution), _blocks({path: workspace.get(path, b"").decode() for path in solution})
+
+    def files(self, problem: Problem) -> dict[str, bytes]:
+        return {path: content.encode() for path, content in json.loads(str(problem.metadata["files"])).items()}
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        try:
+            return await self._verify(problem, attempt)
+        except SandboxSetupError as error:
+            return Verdict("error", 0.0, "tests", str(error))
+
+    async def _verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        if attempt.sandbox is not None:
+            verdict = await self._judge(problem, attempt, attempt.sandbox)
+        else:
+            changes = {path: content.encode() for path, content in _BLOCK.findall(attempt.answer)}
+            if not changes:
+                return Verdict.of(False, "tests", "no file was changed")
+            verdict = await self._judge_changes(problem, attempt, changes)
+        if verdict.outcome != "correct":
+            return verdict
+        untouched = await self._judge_changes(problem, attempt, {})
+        if untouched.outcome == "correct":
+            return Verdict.of(False, "tests", "the tests pass without any change, so that they prove nothing")
+        return verdict if untouched.outcome == "incorrect" else untouched
+
+    async def _judge_changes(self, problem: Problem, attempt: Attempt, changes: Mapping[str, bytes]) -> Verdict:
+        """In a fresh copy of the workspace."""
+        async with await attempt.opens_sandboxes.open() as sandbox:
+            for path, content in self.files(problem).items():
+                await sandbox.write(path, content)
+            for path, content in changes.items():
+                try:
+                    await sandbox.write(path, content)
+                except SandboxFileError as error:
+                    return Verdict.of(False, "tests", f"can not be written: {error}")
+            return await self._judge(problem, attempt, sandbox)
+
+    async def _judge(self, problem: Problem, attempt: Attempt, sandbox: Sandbox) -> Verdict:
+        workspace = self.files(problem)
+        for path in json.loads(str(problem.metadata["protected"])):
+            try:
+                # Whatever lies in its place, a directory or a link, goes first.
+                await sandbox.run(["rm", "-rf", "--", path], cwd="/workspace")
+                await sandbox.write(path, workspace[path])
+            except SandboxFileError as error:
+                return Verdict.of(False, "tests", f"{path} can not be restored: {error}")
+        return await verify_in(attempt.opens_sandboxes, sandbox, self._tests(problem), None)
+
+    def _tests(self, problem: Problem) -> Tests:
+        tests: dict[str, str] = json.loads(str(problem.metadata["tests"]))
+        paths = [*self.files(problem), *json.loads(problem.gold)]
+        modules = {path.partition("/")[0].removesuffix(".py") for path in paths if path.endswith(".py")}
+        return Tests("files", tuple(tests.values()), modules=tuple(sorted(modules)))
+
+
+def _blocks(changed: Mapping[str, str]) -> str:
+    return "\n".join(f"```{path}\n{content.rstrip(chr(10))}\n```" for path, content in changed.items())

@@ -1,0 +1,49 @@
+"""Fields of a record whose form is a task's own, read strictly: what is missing or of another type is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nmoe.errors import UserError
+
+Record = Mapping[str, object]
+
+
+def text(record: Record, *names: str, default: str | None = None) -> str:
+    """The first of these fields that is there and not None."""
+    value = _field(record, names, default)
+    if not isinstance(value, str):
+        raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not text")
+    return value
+
+
+def texts(record: Record, *names: str, default: Sequence[str] | None = None) -> list[str]:
+    value = _field(record, names, default)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, str) for one in value):
+        raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not a list of texts")
+    return list(value)
+
+
+def files(record: Record, *names: str, default: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A mapping of relative paths to contents."""
+    value = _field(record, names, default)
+    if not isinstance(value, Mapping):
+        raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not an object of paths and contents")
+    # A column of Arrow has every key that any row has.
+    found = {path: content for path, content in value.items() if content is not None}
+    for path, content in found.items():
+        if not isinstance(path, str) or not isinstance(content, str):
+            raise UserError(f"field {names[0]!r}: {path!r} holds {type(content).__name__}, not text")
+        if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+            raise UserError(f"field {names[0]!r}: {path!r} is no path within a workspace")
+    return found
+
+
+def _field(record: Record, names: Sequence[str], default: object) -> object:
+    for name in names:
+        if record.get(name) is not None:
+            return record[name]
+    if default is None:
+        there = ", ".join(map(repr, record)) or "none"
+        raise UserError(f"no field {' or '.join(map(repr, names))}; the fields are {there}")
+    return default
