@@ -87,11 +87,12 @@ def add_adapter(config: RunConfig, model: Transformer) -> Lora | None:
 
 
 class ModelIdentity(BaseModel):
-    """Which model a run samples from, as its trajectories record it: `start` is the fingerprint of the checkpoint that the run
+    """Which model a run samples from, as its trajectories record it: `start` is the fingerprint of the `checkpoint` that the run
     began with, or the seed of a new model; how far it has been trained since is the version of each token."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
+    checkpoint: str
     start: str
     numerics: Literal["fast", "exact"]
     precision: Literal["float32", "bfloat16", "float16"]
@@ -104,7 +105,9 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
         start = f"seed {config.run.seed}"
     else:
         start = fingerprint(resolve_checkpoint(Path(section.path))) if lora is None else lora.fingerprint
-    return ModelIdentity(start=start, numerics=section.numerics, precision=section.precision)
+    return ModelIdentity(
+        checkpoint=section.path or "", start=start, numerics=section.numerics, precision=section.precision
+    )
 
 
 def describe(lora: Lora | None) -> list[str]:

@@ -66,6 +66,10 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     """
     path = find_environment(str(named))
     settings = load_environment(path)
+    if settings.format == "chat" and tokenizer_of is None:
+        raise UserError(
+            f'{path}: format = "chat" is rendered by the template of a tokenizer: name one with --tokenizer'
+        )
     tokenizer, origin = _tokenizer(tokenizer_of)
     # The example answers are longer than a policy's under a tokenizer of bytes; a budget is no matter of form.
     unlimited = settings.model_copy(update={"budget": BudgetSettings()})

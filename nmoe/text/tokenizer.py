@@ -126,8 +126,10 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the whole definition: the same for what `save` wrote and `load` read again."""
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:32]
+        """32 hexadecimal digits over the whole definition, chat template included: the same for what `save` wrote and `load` read
+        again."""
+        parts = [self._backend.to_str(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` as content: "<|end|>" gives ordinary tokens, and nothing is put before or after.

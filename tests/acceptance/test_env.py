@@ -88,6 +88,10 @@ def test_a_check_shows_prompt_tokens_mask_and_grades(command: Nmoe, own: Path, w
 def test_a_check_needs_no_tokenizer(nmoe: Nmoe, own: Path) -> None:
     result = nmoe("env", "check", own / "environment.toml")
     assert (result.code, result.err) == (0, "")
+    (own / "chat.toml").write_text(SORT.replace('version = "3"', 'format = "chat"'))
+    chat = nmoe("env", "check", own / "chat.toml")
+    assert (chat.code, chat.out) == (2, "")
+    assert 'format = "chat" is rendered by the template of a tokenizer: name one with --tokenizer' in chat.err
     texts, ids, _ = rows(result.out)
     assert texts[:8] == ["<|start|>", *"system", "<|message|>"]
     assert "Sort:·21" in "".join(texts)

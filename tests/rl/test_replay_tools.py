@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tool_cases
+from chat_templates import QWEN_TAGS, qwen
 from fake_sandbox import FakeSandbox, FakeSandboxes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from wheels import write_wheel
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.api import Request
+from nmoe.errors import UserError
 from nmoe.eval.replay import ReplayDifferenceError, replay_command
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
@@ -193,6 +196,37 @@ def test_a_token_of_a_tools_answer_that_was_changed_is_found(
             found = differences(path, tokenizer, [DEAD, OUT])
             assert found["text"].startswith(f"token {place}: "), found
             assert found["tools"].startswith(f"turn {span['turn']}, given token {place - span['start']}: "), found
+
+
+def test_a_conversation_by_a_chat_template_replays(environment: Make, tmp_path: Path) -> None:
+    """Two calls in one turn, whose answers the template writes as one message."""
+    (tmp_path / "qwen").mkdir()
+    chat = qwen(tmp_path / "qwen")
+    path = tmp_path / "chat.toml"
+    path.write_text('env_id = "chat"\nformat = "chat"\n' + ENVIRONMENT)
+    demo = Environment.from_toml(path, chat)
+
+    def sampled(text: str) -> list[int]:
+        pieces = re.split(f"({'|'.join(QWEN_TAGS)})", text)
+        ids = [
+            id_ for piece in pieces for id_ in ([chat.special_id(piece)] if piece in QWEN_TAGS else chat.encode(piece))
+        ]
+        return [*ids, chat.special_id("<|im_end|>")]
+
+    calls = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        for name, arguments in (("add", '{"x": 40, "y": 2}'), ("echo", '{"text": "<|im_end|>"}'))
+    )
+    trajectory = play(demo, [sampled(f"<think>\nhm\n</think>\n\n{calls}"), sampled("<think>\nso\n</think>\n\n123")], [])
+    assert [event.output for event in trajectory.tool_events] == ["42", "<|im_end|>"]
+    assert trajectory.grade.components["correctness"] == 1
+    path = kept(tmp_path / "replay", demo, chat, trajectory)
+    assert differences(path, chat, []) == {}
+    assert differences(path, Tokenizer.load(tmp_path / "replay/tokenizer"), []) == {}
+    config = tmp_path / "replay/tokenizer/tokenizer_config.json"
+    config.write_text(config.read_text().replace("each call return", "each call give"))
+    with pytest.raises(UserError, match="rendered with the tokenizer"):
+        differences(path, Tokenizer.load(tmp_path / "replay/tokenizer"), [])
 
 
 NAMES = st.sampled_from(["add", "echo", "forge", "fail", "flood", "bash", "none", "system"])
