@@ -46,6 +46,7 @@ from nmoe.recipes.setup import (
     set_threads,
 )
 from nmoe.rl.environment import Environment
+from nmoe.rl.failures import Failure
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.rollout.trajectory import Group, Trajectory
@@ -174,6 +175,11 @@ class _Grpo:
                 progress.note(line)
             if self.runtime.sandboxes is not None:
                 progress.note(f"sandbox: {self.runtime.sandboxes.describe()}")
+            if self.environment.overlong:
+                progress.note(
+                    f"{self.environment.overlong} of {self.environment.pool.size} problems are left out: their prompts and "
+                    f"completions of {config.sampling.max_new_tokens} tokens do not fit the model's context"
+                )
             self.progress = progress
             if first == 0:
                 self._evaluate(0)
@@ -199,6 +205,7 @@ class _Grpo:
     def _step(self, step: int) -> None:
         """One step of GRPO: sample, estimate advantages, update, publish."""
         config, began = self.config, time.perf_counter()
+        passed_over = self.environment.pool.passed_over
         rollouts = self._sample(step)
         self._record_failures(step, rollouts.trajectories)
         metrics = rollout_metrics(rollouts.trajectories)
@@ -206,6 +213,7 @@ class _Grpo:
             "groups": len(rollouts.groups),
             "groups_zero_variance": len(rollouts.groups) - len(rollouts.kept),
             "refills": rollouts.refills,
+            "problems_left_out": self.environment.pool.passed_over - passed_over,
         }
         learn_began = time.perf_counter()
         sync_s = 0.0
@@ -291,10 +299,15 @@ class _Grpo:
         return rollouts
 
     def _record_failures(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """What the infrastructure lost, and the step's replay bundles. Raises InfrastructureError where it lost everything."""
+        """What the infrastructure lost, the first trajectory with each failure of its own or of a call, and the step's replay
+        bundles. Raises InfrastructureError where everything was lost."""
         lost = [trajectory for trajectory in trajectories if not trajectory.trainable]
-        for trajectory in lost:
-            self.run.ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.token_ids)))
+        seen: set[Failure] = {"ok"}
+        for trajectory in trajectories:
+            failures = {trajectory.grade.failure, *(event.failure for event in trajectory.tool_events)}
+            if not trajectory.trainable or not failures <= seen:
+                self.run.ledger.failure(trajectory.record(step, self.tokenizer.decode(trajectory.token_ids)))
+            seen |= failures
         self.replays.write(step, trajectories)
         if len(lost) == len(trajectories):
             counts = Counter(trajectory.grade.failure for trajectory in lost)

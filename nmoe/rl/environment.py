@@ -46,6 +46,7 @@ class Environment:
         self.pool = build_pool(settings.env_id, settings.task_pool, shard)
         self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
         self._tokenizer = tokenizer
+        self.overlong = 0
         self.budget = settings.budget
         self.tools = (
             {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
@@ -123,9 +124,10 @@ class Environment:
             )
         return prompt_ids
 
-    def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> int:
+    def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> None:
         """Has the pool pass over problems whose prompt and longest completion do not fit the model's context, before a run
-        starts. Returns how many of a finite pool those are; an endless one counts them as they come (`pool.passed_over`).
+        starts. `overlong` says how many of a finite pool those are; an endless one counts them as they come
+        (`pool.passed_over`).
 
         Raises UserError, as `check_prompt` does, where no problem fits, or not the first of an endless pool.
         """
@@ -138,7 +140,7 @@ class Environment:
         overlong = [position for position in range(size) if not fits(self.pool.order.at(position))]
         if len(overlong) == size:
             self.check_prompt(self.pool.order.at(0), context_tokens, max_new_tokens)
-        return len(overlong)
+        self.overlong = len(overlong)
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message."""

@@ -114,3 +114,24 @@ def test_nothing_starts_where_the_sandbox_can_not_be_had(run: Path, monkeypatch:
     with pytest.raises(SandboxSetupError, match=r"needs bwrap, which is not installed"):
         start(run, "--sandbox.level=bubblewrap")
     assert not (run.parent / "runs").exists()
+
+
+def test_failures_are_recorded_once_a_step_by_name(run: Path) -> None:
+    """The random policy here is cut at the limit, all four times: one record shows it, and the metrics count it."""
+    directory = start(run)
+    rows, failures = read_metrics(directory), read_lines(directory / "failures.jsonl")
+    assert [row["failures/truncated"] for row in rows] == [4, 4]
+    assert [(failure["step"], failure["failure"]) for failure in failures] == [(1, "truncated"), (2, "truncated")]
+    assert failures[0]["token_ids"]
+
+
+def test_problems_that_do_not_fit_are_left_out_and_counted(run: Path) -> None:
+    """Two of three rows of digits fit a context that the third alone would fill."""
+    digits = ["12", "345", "6" * 700]
+    (run.parent / "records.jsonl").write_text(
+        "".join(json.dumps({"problem": f"Reverse: {one}", "answer": one[::-1]}) + "\n" for one in digits)
+    )
+    pool = [f"--environment.task_pool.{key}" for key in ("type=jsonl", f"path={run.parent}/records.jsonl")]
+    directory = start(run, *pool)
+    assert "1 of 3 problems are left out" in (directory / "log.txt").read_text()
+    assert sum(row["problems_left_out"] for row in read_metrics(directory)) >= 1

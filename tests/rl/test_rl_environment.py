@@ -449,9 +449,11 @@ def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path:
     demo = environment('[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "sort"\n')
     prompts = sorted(len(demo.prompt_ids(problem)) for problem in demo.pool.take(3))
     room = prompts[1] + 20
-    assert demo.leave_out_overlong(room, 20) == 1
+    demo.leave_out_overlong(room, 20)
+    assert demo.overlong == 1
     assert {problem.gold for problem in demo.pool.take(4)} == {"12", "345"}
-    assert demo.leave_out_overlong(prompts[2] + 20, 20) == 0
+    demo.leave_out_overlong(prompts[2] + 20, 20)
+    assert demo.overlong == 0
     message = (
         rf"its prompt of \d+ tokens and completions of up to 20 do not fit the model's context of {prompts[0] + 19}"
     )
