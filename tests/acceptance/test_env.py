@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -279,3 +280,22 @@ def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     checked = nmoe("env", "check", "countdown")
     assert (checked.code, checked.err) == (0, "")
     assert "gold '12'" in checked.out
+
+
+def test_code_runs_in_sandboxes(nmoe: Nmoe, own: Path) -> None:
+    """A solution that would leave a trace on this machine, were it run here."""
+    trace = own / "trace"
+    leave = f"import pathlib\ntry:\n    pathlib.Path({str(trace)!r}).touch()\nexcept OSError:\n    pass\n"
+    code = leave + "def add(a, b):\n    return a + b"
+    record = {"text": "Add.", "code": code, "test_list": ["assert add(1, 2) == 3"]}
+    (own / "data.jsonl").write_text(json.dumps(record) + "\n")
+    (own / "environment.toml").write_text(SORT.replace('task_type = "sort"', 'task_type = "mbpp"'))
+    result = nmoe("env", "check", "own")
+    if shutil.which("bwrap") is None:
+        assert result.code == 2
+        assert "needs bwrap, which is not installed" in result.err
+        return
+    assert (result.code, result.err) == (0, "")
+    assert ": correct (tests: all tests pass)" in result.out
+    assert ": incorrect (tests: " in result.out
+    assert not trace.exists()

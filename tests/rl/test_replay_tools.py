@@ -391,3 +391,42 @@ def test_files_that_do_not_go_into_the_sandbox_mask_the_sample(
         assert (event.failure, len(trajectory.turns)) == ("workspace_failed", 1)
         assert "the workspace does not go into the sandbox: workspace " in event.reason
         assert "more than 8 MB" in event.reason
+
+
+CODE = """
+[task_pool]
+type = "jsonl"
+path = "mbpp.jsonl"
+task_type = "mbpp"
+"""
+MBPP = {
+    "text": "Write a function to add two numbers.",
+    "code": "def add(a, b):\n    return a + b",
+    "test_list": ["assert add(1, 2) == 3"],
+}
+
+
+def test_code_is_judged_again(environment: Make, harmony: Harmony, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP) + "\n")
+    demo = environment(CODE)
+    (problem,) = demo.pool.take(1)
+    codes = [MBPP["code"], "import os\nos._exit(0)", "def add(a, b):\n    return 4"]
+    with ToolRuntime(demo, SANDBOX) as runtime:
+        engine = ScriptedEngine(lambda _, index: final(harmony, f"```python\n{codes[index]}\n```"))
+        collector = Collector(engine, demo, 4000, runtime.sandboxes)  # type: ignore[arg-type]
+        (group,) = collector.collect([problem], RolloutSettings(3, 1500), (1, "train", 1)).groups
+        record = runtime.record()
+    assert [one.grade.components["correctness"] for one in group.trajectories] == [1, 0, 0]
+    (tmp_path / "replay").mkdir()
+    recorder = ReplayRecorder(
+        *(tmp_path / "replay", demo, tokenizer), seed=0, sample_rate=1.0, per_failure=0, sandbox=record
+    )
+    for path in recorder.write(1, group.trajectories):
+        assert list(replay_command(path, None, None))[-1] == "all the same"
+    content = json.loads((path / FILE).read_text())
+    content["trajectory"]["metadata"]["tests"] = json.dumps(["assert add(1, 2) == 4"])
+    (path / FILE).write_text(json.dumps(content))
+    with pytest.raises(
+        ReplayDifferenceError, match=r"first difference: grade: grade\.score: 0\.0 in the bundle, 1\.0 now"
+    ):
+        list(replay_command(path, None, None))
