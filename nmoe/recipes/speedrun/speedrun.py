@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from nmoe.config.run import PretrainConfig, RLConfig, load_run
@@ -19,14 +20,16 @@ from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.speedrun.corpus import corpus_texts, write_corpus
 from nmoe.recipes.speedrun.examination import examine
 from nmoe.recipes.speedrun.report import write_speedrun_report
+from nmoe.recipes.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
-VOCABULARY = 384
+VOCABULARY = 512
 TOKENIZER_DOCUMENTS = 4_000
 CORPUS_DOCUMENTS = 100_000
+TOOL_DOCUMENTS = 20_000
 # Marks a directory as a speedrun's own, which the next one may replace.
 _MARKER = ".speedrun"
 
@@ -71,9 +74,12 @@ def speedrun(out: Path, seed: int) -> None:
     )
     stages = Stages()
     with stages.stage("tokenizer and corpus"), storage_errors(out):
-        tokenizer = Tokenizer.train(corpus_texts(seed, TOKENIZER_DOCUMENTS), VOCABULARY)
+        tools = ROOT / "environments/tools.toml"
+        texts = chain(corpus_texts(seed, TOKENIZER_DOCUMENTS), tool_texts(tools, seed, TOKENIZER_DOCUMENTS // 4))
+        tokenizer = Tokenizer.train(texts, VOCABULARY)
         tokenizer.save(tokenizer_directory)
         write_corpus(corpus, tokenizer, seed, CORPUS_DOCUMENTS)
+        ToolDocuments(tools, tokenizer).write(out / "tools.jsonl", seed, TOOL_DOCUMENTS)
         print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {corpus}")
     with stages.stage("pretraining the base"):
         base = pretrain(base_config)
