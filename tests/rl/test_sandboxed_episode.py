@@ -1,0 +1,76 @@
+"""Trajectories whose tools run in real sandboxes, over several collections: each has an event loop of its own, as each step of a
+run has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.engine.api import Request
+from nmoe.rl.environment import Environment
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.collector import Collector, RolloutSettings
+from nmoe.rl.sandbox.api import SandboxSetupError
+from nmoe.rl.tools.runtime import ToolRuntime
+from nmoe.text.harmony import Harmony, Message
+
+PROBLEMS = [Problem(f"demo/{place}", "sort", "Sort: 21", "12", "demo") for place in range(2)]
+SETTINGS = """
+[task_pool]
+type = "generated"
+task_type = "sort"
+[tools]
+use = ["python", "bash"]
+[budget]
+tool_s = 20.0
+disk_mb = 8
+"""
+
+
+@pytest.fixture
+def played(environment: Callable[..., Environment]) -> Iterator[tuple[Environment, ToolRuntime]]:
+    demo = environment(SETTINGS)
+    try:
+        runtime = ToolRuntime(demo, SandboxSettings(level="landlock", warm=2))
+    except SandboxSetupError as error:
+        pytest.skip(f"the landlock level can not be had here: {error}")
+    with runtime:
+        yield demo, runtime
+
+
+def call(harmony: Harmony, name: str, **arguments: str) -> list[int]:
+    return harmony.render_completion(
+        [Message("assistant", json.dumps(arguments), "commentary", recipient=f"functions.{name}")]
+    )
+
+
+def test_files_stay_within_a_trajectory_and_sandboxes_outlive_a_step(
+    played: tuple[Environment, ToolRuntime], harmony: Harmony
+) -> None:
+    demo, runtime = played
+    write = "import os; assert not os.path.exists('mine'); open('mine', 'w').write('1')"
+    turns = [
+        call(harmony, "python", code=write),
+        call(harmony, "bash", script="cat mine; mkdir d; cd d"),
+        call(harmony, "bash", script="pwd; exit 3"),
+        harmony.render_completion([Message("assistant", "12", channel="final")]),
+    ]
+
+    def script(request: Request, index: int) -> list[int]:
+        later = request.request_id.startswith("7/")
+        return turns[int(request.request_id.rpartition("/")[2]) if later else 0]
+
+    collector = Collector(ScriptedEngine(script), demo, 8000, runtime.sandboxes)  # type: ignore[arg-type]
+    for step in range(3):
+        for group in collector.collect(PROBLEMS, RolloutSettings(2, 1000), (7, "train", step)).groups:
+            for trajectory in group.trajectories:
+                assert [(event.failure, event.output) for event in trajectory.tool_events] == [
+                    ("ok", ""),
+                    ("ok", "1"),
+                    ("nonzero_exit", "/workspace/d\nerror (nonzero_exit): exit code 3"),
+                ]
+                assert (trajectory.grade.failure, trajectory.grade.score) == ("ok", 1.0)
