@@ -4,8 +4,8 @@
     python benchmarks/sandbox.py --level landlock --repeats 50
 
 Cold is from asking for a sandbox that nobody has started to its first output; warm is one more call in the same sandbox. Both are
-timed around the host's `await`. `fresh interpreter` is `python -I -S -c 'print(1)'` without any sandbox, and `bash` a warm call of
-the shell. The last line printed is one JSON object.
+timed around the host's `await`. `fresh interpreter` is `python -I -S -c 'print(1)'` without any sandbox. The last line printed is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -58,15 +58,11 @@ async def measure(level: str, repeats: int) -> dict[str, object]:
         async def warm() -> None:
             assert (await sandbox.python("print(1)")).stdout == b"1\n"
 
-        async def bash() -> None:
-            assert (await sandbox.bash("echo 1")).stdout == b"1\n"
-
         await warm()
         result = {
-            "cold_ms": statistics.median(opening),
+            "cold_ms": round(statistics.median(opening), 2),
             "warm_ms": await median_ms(10 * repeats, warm),
-            "bash_ms": await median_ms(repeats, bash),
-            "close_ms": statistics.median(closing),
+            "close_ms": round(statistics.median(closing), 2),
             "in_force": sandboxes.describe(),
         }
     await sandboxes.close()
@@ -88,7 +84,7 @@ def main() -> None:
         measured = asyncio.run(measure(level, arguments.repeats))
         result[level] = measured
         print(
-            f"{level}: print(1) {measured['cold_ms']} ms cold, {measured['warm_ms']} ms warm; bash {measured['bash_ms']} ms; "
+            f"{level}: print(1) {measured['cold_ms']} ms cold, {measured['warm_ms']} ms warm; "
             f"closing {measured['close_ms']} ms (medians)"
         )
     print(json.dumps({**result, "machine": machine(), "versions": versions("nmoe")}))

@@ -178,6 +178,8 @@ def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
 def _stand_in(name: str, pool: TaskPool) -> Problem | None:
     """A problem in place of those of a dataset that is not here; None where its task can not pose it."""
     assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
+    if TASKS[pool.task_type].own_records:
+        return None
     question, gold = _STAND_IN
     problem = Problem(f"{name}/stand-in", pool.task_type, question, gold, name)
     try:

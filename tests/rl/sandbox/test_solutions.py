@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from nmoe.config.environment import JsonlPool
 from nmoe.errors import UserError
+from nmoe.rl.check import check_environment
 from nmoe.rl.grading.code import verify, wire
 from nmoe.rl.grading.code.extract import code_of, definitions
 from nmoe.rl.grading.verdict import Verdict
@@ -474,6 +476,27 @@ def test_a_pool_of_records(tmp_path: Path, task_type: str) -> None:
     assert problem.metadata == {"record": 0, **problem_of(task_type, RECORDS[task_type]).metadata}
     hidden = [text for text in ("== 6", "heo", "assertRaises", "8421") if text in problem.question]
     assert not hidden, "the question does not tell"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed (apt-get install bubblewrap)")
+@pytest.mark.parametrize("task_type", RECORDS)
+def test_an_environment_of_records_checks_out(tmp_path: Path, task_type: str) -> None:
+    """`nmoe env check`: the gold solution is run and right, the wrong one is run and wrong."""
+    (tmp_path / "data.jsonl").write_text(json.dumps(RECORDS[task_type]))
+    (tmp_path / "environment.toml").write_text(
+        f'env_id = "code"\n[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "{task_type}"\n'
+    )
+    lines = list(check_environment(tmp_path, None))
+    assert lines[-1] == "ok"
+    assert any(line.startswith("  right answer") and "correct (" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+def test_packaged_environments_name_these_tasks(name: str) -> None:
+    """Without their data, the check says that nothing can stand in for them."""
+    lines = list(check_environment(Path(name), None))
+    assert "no problem can stand in for them" in lines
+    assert lines[-1] == "ok"
 
 
 @pytest.mark.parametrize(
