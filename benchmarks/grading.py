@@ -62,7 +62,7 @@ def unit(rng: random.Random) -> Pair:
 def symbolic(rng: random.Random) -> Pair:
     a, b, c, d = (rng.randrange(2, 30) for _ in range(4))
     wrong = int(rng.random() < 0.5)
-    kind = rng.randrange(6)
+    kind = rng.randrange(10)
     if kind == 0:
         return f"({a}x+{b})({c}x+{d})", f"{a * c}x^2+{a * d + b * c + wrong}x+{b * d}"
     if kind == 1:
@@ -73,7 +73,15 @@ def symbolic(rng: random.Random) -> Pair:
         return rf"{a}\ln {b}+{c}x", rf"\ln {b}^{{{a + wrong}}}+{c}x"
     if kind == 4:
         return rf"\frac{{x^2-{a * a}}}{{x-{a}}}+{b}", f"x+{a + b + wrong}"
-    return f"y={a}x+{b}", f"{c}y-{a * c}x={b * c + wrong}"
+    if kind == 5:
+        return f"y={a}x+{b}", f"{c}y-{a * c}x={b * c + wrong}"
+    if kind == 6:
+        return f"{a}x+{b}y", f"{b}y+{a + wrong}x"
+    if kind == 7:
+        return rf"\frac{{{a}\pi}}{{{b}}}", rf"{a + wrong}\pi/{b}"
+    if kind == 8:
+        return f"{a}+{b}i", f"{b + wrong}i+{a}"
+    return str(a**2 + wrong), f"{a}^2"
 
 
 MIX = [(integer, 60), (decimal, 10), (fraction, 10), (structure, 8), (unit, 4), (symbolic, 8)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 
@@ -22,8 +22,11 @@ from nmoe.rl.grading.workers import Reply, WorkerPool
 # Enough for every worker to have its next batch ready.
 _IN_FLIGHT = 256
 
+_REMEMBERED = 4096
+
 _lock = threading.Lock()
 _pool: WorkerPool | None = None
+_replies: OrderedDict[tuple[str, str, bool], Future[Reply]] = OrderedDict()
 
 
 def symbolic_workers() -> WorkerPool:
@@ -55,7 +58,35 @@ def grade_answers(pairs: Iterable[tuple[str, str]]) -> Iterator[Verdict]:
 
 
 def _submit(gold: str, answer: str, any_order: bool) -> Future[Reply]:
-    return symbolic_workers().submit(gold, answer, any_order)
+    """The reply on a pair; the samples of a group often give the same answer, which is compared once."""
+    key = gold, answer, any_order
+    pool = symbolic_workers()
+    with _lock:
+        shared = _replies.get(key)
+        if shared is None:
+            shared = _replies[key] = pool.submit(*key)
+            if len(_replies) > _REMEMBERED:
+                _replies.popitem(last=False)
+        else:
+            _replies.move_to_end(key)
+    mine: Future[Reply] = Future()  # of one's own: whoever is cancelled cancels nobody else
+    shared.add_done_callback(lambda done: _pass_on(key, done, mine))
+    return mine
+
+
+def _pass_on(key: tuple[str, str, bool], done: Future[Reply], mine: Future[Reply]) -> None:
+    failed = done.cancelled() or done.exception() is not None or done.result().status == "lost"
+    if failed:
+        with _lock:
+            _replies.pop(key, None)
+    if done.cancelled():
+        mine.cancel()
+    elif mine.set_running_or_notify_cancel():
+        error = done.exception()
+        if error is None:
+            mine.set_result(done.result())
+        else:
+            mine.set_exception(error)
 
 
 def _verdict(one: Verdict | Future[Reply]) -> Verdict:

@@ -1,6 +1,6 @@
 r"""Scalar texts made ready for math-verify's parser, or found not to be an expression at all.
 
-That parser reads generously: it takes X for x, "3 4" for 3 + 4, "5 east" for a product of letters, x' for x, `\sin 30^\circ`
+That parser reads generously: it takes "3 4" for 3 + 4, "5 east" for a product of letters, x' for x, `\sin 30^\circ`
 for the sine of 30 radians and 1/2x for 1/(2x). So it gets only what has one reading: numbers, letters, known functions,
 brackets and operators. Everything else is a text, which only the same text equals.
 """
@@ -131,6 +131,6 @@ def _without_commands(text: str) -> str:
 
 
 def comparable(gold: str, answer: str) -> bool:
-    """Whether the parser can be trusted with both: it does not tell cases apart, so that no letter may stand in both."""
+    """Whether i means the same in both: the parser takes I for the imaginary unit, which elsewhere is a current or an integral."""
     both = letters(gold) | letters(answer)
-    return all(not (letter.isupper() and letter.lower() in both) for letter in both)
+    return not {"i", "I"} <= both

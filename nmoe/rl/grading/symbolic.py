@@ -18,7 +18,7 @@ from typing import Any
 
 import mpmath
 import sympy
-from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, _Latex2Sympy, normalize_latex
 from math_verify.grader import verify
 
 from nmoe.rl.grading import expressions
@@ -28,6 +28,7 @@ from nmoe.rl.grading.numbers import TOLERANCE
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
 _DIGITS = 50
 _PRECISION, _ROUNDING = mpmath.mpf(10) ** -40, mpmath.mpf(float(TOLERANCE))
 # Rational, of both signs and with no small relation between them; the variables of an expression get them in turn.
@@ -39,6 +40,14 @@ _POINTS = [
 def equal(gold: str, answer: str, any_order: bool) -> bool:
     """Whether two raw answers are the same. May take for ever, or all memory."""
     return compare(gold, answer, MathVerify(), any_order=any_order) is True
+
+
+class _Parser(_Latex2Sympy):
+    """math-verify's, with integers made at once: it hands each to sympy as a text, which compiles it as Python for 0.4 ms, a
+    third of the time that a short expression takes."""
+
+    def parse_number(self, text: str) -> Any:
+        return sympy.Integer(int(text)) if text.isdecimal() else super().parse_number(text)
 
 
 def warm_up() -> None:
@@ -114,9 +123,7 @@ def _parse(text: str, is_real: bool) -> Any:
     if source is None:
         return None
     try:
-        parsed = latex2sympy(
-            normalize_latex(source, _NORMALIZATION), is_real=is_real, convert_degrees=False, normalization_config=None
-        )
+        parsed = _Parser(is_real=is_real, config=_CONVERSION).parse(normalize_latex(source, _NORMALIZATION))
     except Exception:  # the parser raises a bare Exception for what it does not understand
         return None
     if not isinstance(parsed, sympy.Expr):

@@ -144,6 +144,8 @@ class WorkerPool:
             worker = self._processes.get(place)
             if worker is None:
                 worker = self._processes[place] = _Worker(self._command)
+                if self._closed:  # in the meantime, so that nobody has killed it
+                    raise _LostError
                 worker.read(_START_S)
             worker.send([call.arguments for call in calls])
             while left:
@@ -159,8 +161,9 @@ class WorkerPool:
                 )
                 if status == "exhausted":
                     break
-        except _LostError:
-            self._processes.pop(place).end()
+        except (_LostError, OSError):  # OSError: no process to be had
+            if place in self._processes:
+                self._processes.pop(place).end()
             if not self._closed and not self._lose(left[0], None):
                 left.popleft()
         with self._changed:
