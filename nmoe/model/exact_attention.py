@@ -17,14 +17,9 @@ import torch
 from torch import Tensor
 
 from nmoe.model.attention import Attend, AttentionLayer
-from nmoe.model.kernels.cpu import library, operations
+from nmoe.model.kernels.cpu import operations
 
 _BLOCK = 16  # positions, of attention.cpp
-
-
-def available(x: Tensor) -> bool:
-    """Whether tensors like this are attended to by the kernel."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and library.library() is not None
 
 
 class ExactAttention:

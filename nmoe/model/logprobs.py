@@ -10,13 +10,13 @@ and gradients, whatever N and V; a vocabulary beyond 2^20 makes the piece one ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmoe.model.numerics import linear
+from nmoe.model.numerics import prepared
 from nmoe.model.products import input_gradient, weight_gradient
 
 _PIECE_LOGITS = 2**20
@@ -44,8 +44,9 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(rows, dtype=dtype, device=x_ND.device)
         entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         exps_NV = torch.empty(rows, vocabulary, dtype=dtype, device=x_ND.device) if keep else None
+        head = prepared(weight_VD, exact)
         for piece in _pieces(rows, vocabulary):
-            shifted_nV = _shifted_logits(x_ND, weight_VD, temperature, kept_NM, exact, piece)
+            shifted_nV = _shifted_logits(head, x_ND, temperature, kept_NM, piece)
             exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[piece])
             total_n = torch.sum(exps_nV, -1, out=total_N[piece])
             log_total_n = total_n.log()
@@ -67,10 +68,11 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_x_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
         rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
+        head = prepared(weight_VD, ctx.exact and exps_NV is None)
         # Where all is kept, the products that follow take it whole.
         for piece in _pieces(rows, vocabulary) if exps_NV is None else [slice(0, rows)]:
             if exps_NV is None:
-                logits_nV = _shifted_logits(x_ND, weight_VD, ctx.temperature, kept_NM, ctx.exact, piece)
+                logits_nV = _shifted_logits(head, x_ND, ctx.temperature, kept_NM, piece)
                 grad_nV = logits_nV.exp_().mul_(scale_N[piece].unsqueeze(-1))
             else:
                 grad_nV = exps_NV * scale_N.unsqueeze(-1)
@@ -86,10 +88,10 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _shifted_logits(
-    x_ND: Tensor, weight_VD: Tensor, temperature: float, kept_NM: Tensor | None, exact: bool, piece: slice
+    head: Callable[[Tensor], Tensor], x_ND: Tensor, temperature: float, kept_NM: Tensor | None, piece: slice
 ) -> Tensor:
     """The piece's logits in fp32 (fp64 for fp64 inputs) less the largest of each row."""
-    logits_nV = linear(x_ND[piece], weight_VD, exact)
+    logits_nV = head(x_ND[piece])
     logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if temperature != 1.0:
         logits_nV.div_(temperature)

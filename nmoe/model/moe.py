@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.kernels.combine import combine, dispatch
+from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
@@ -126,7 +127,7 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
     counts, offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
 
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
-        return linear_by_group(rows_RD, weight_EDF, counts)
+        return linear_by_group(rows_RD, weight_EDF, counts, weights.exact and serves_exact(rows_RD))
 
     def narrow(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
         # Not by oneDNN, as `low_rank` says.
@@ -285,7 +286,7 @@ class MoE(nn.Module):
         def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
             return experts(rows_RD, counts_E, weights)
 
-        if exact:
+        if exact and not (serves_exact(rows_RD) and adapters == (None, None)):
             least = least_rows(rows_RD) if adapters == (None, None) else least_rows_of_mkl()
             out_RD = with_full_groups(run, rows_RD, expert_R, counts_E, least)
         else:

@@ -2,10 +2,10 @@
 
 On a CPU in fp32, a product gives a row the same bits in any batch of at least two rows (oneDNN; where that is missing, MKL's
 eight rows to each thread), and other bits in smaller ones; attention sums in an order that depends on how many queries and keys
-there are. `numerics = "exact"` pads small products up to those rows and attends key after key (`nmoe.model.exact_attention`).
-torch's sigmoid and silu give other bits where a piece of work ends, by up to a unit in the last place, and where that is
-depends on the batch and the threads: "exact" takes the sigmoid from the exponential, which does not. Everything else works row by
-row.
+there are. `numerics = "exact"` takes kernels that sum a row's products and a query's keys in order (`nmoe.model.kernels.cpu`,
+`nmoe.model.exact_attention`); where there are none it pads small products and attends in fp64. torch's sigmoid and silu give
+other bits where a piece of work ends, by up to a unit in the last place, and where that is depends on the batch and the threads:
+"exact" takes the sigmoid from the exponential, which does not. Everything else works row by row.
 """
 
 # Shapes: N rows, D and F widths, R routed rows sorted by expert, E experts.
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model import products
+from nmoe.model.kernels.cpu.library import serves_exact
 
 Numerics = Literal["fast", "exact"]
 
@@ -42,10 +43,17 @@ def enough_rows(x_ND: Tensor, least: int) -> Tensor:
 
 
 def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool, bias_F: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; with `exact`, in no fewer rows than `least_rows`."""
-    if not exact:
-        return products.linear(x_ND, weight_FD, bias_F)
+    """`x @ weight.T + bias`; with `exact`, by the kernel or in no fewer rows than `least_rows`."""
+    if not exact or serves_exact(x_ND):
+        return products.linear(x_ND, weight_FD, bias_F, exact)
     return products.linear(enough_rows(x_ND, least_rows(x_ND)), weight_FD, bias_F)[: x_ND.shape[0]]
+
+
+def prepared(weight_FD: Tensor, exact: bool) -> Callable[[Tensor], Tensor]:
+    """`linear(x, weight, exact)` without gradients, for several x."""
+    if exact and serves_exact(weight_FD):
+        return products.prepared(weight_FD)
+    return lambda x_ND: linear(x_ND, weight_FD, exact)
 
 
 def with_full_groups(

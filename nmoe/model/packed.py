@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nmoe.model import exact_attention
 from nmoe.model.attention import AttentionLayer
+from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.varlen import VarlenAttention
 
 # A bucket ends where a sequence is shorter than this share of the bucket's longest: lower wastes arithmetic on padding,
@@ -83,7 +84,7 @@ class PackedAttention:
         return _BucketedAttention(self.lengths, self.device, self.exact, self.shared)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        if self.exact and exact_attention.available(q_THC):
+        if self.exact and serves_exact(q_THC):
             return self._exact(layer, q_THC, k_TJC, v_TJU)
         if self.varlen is not None and self.varlen.takes(layer, q_THC):
             return self.varlen(layer, q_THC, k_TJC, v_TJU)

@@ -72,6 +72,10 @@ def _panels(weight_FD: Tensor) -> list[Tensor]:
     return [operations.packed_panels(weight_FD.t().unsqueeze(0))]
 
 
+def _each_panels(weight_EDF: Tensor) -> list[Tensor]:
+    return [operations.packed_panels(weight_EDF)]
+
+
 def _panels_in_fp32(weight_FD: Tensor) -> list[Tensor]:
     return _panels(weight_FD.float())
 
@@ -116,8 +120,13 @@ def by_onednn(x: Tensor) -> bool:
     return usable and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
-def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`."""
+def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, exact: bool = False) -> Tensor:
+    """`x @ weight.T + bias`; with `exact`, which `library.serves_exact` allows, by the kernel with gradients and without."""
+    if exact and torch.is_grad_enabled():
+        differentiable_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F, True)
+        return differentiable_NF
+    if exact:
+        return _by_panels(x_ND, weight_FD, bias_F)
     if by_kernel(x_ND, weight_FD):
         return operations.linear(x_ND, _packed(weight_FD, _panels), weight_FD.shape[0], bias_F)
     if _can_pack(x_ND, weight_FD):
@@ -126,8 +135,24 @@ def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Ten
         return F.linear(x_ND, weight_FD, bias_F)
     if not torch.is_grad_enabled():
         return _product(x_ND, weight_FD, bias_F)
-    out_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F)
+    out_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F, False)
     return out_NF
+
+
+def prepared(weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
+    """`linear(x, weight, exact=True)` without gradients, for several x: the weight is packed once."""
+    panels = _panels_of(weight_FD, _panels)
+    return lambda x_ND: operations.linear(x_ND, panels, weight_FD.shape[0], None)
+
+
+def _by_panels(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    return operations.linear(x_ND, _panels_of(weight_FD, _panels), weight_FD.shape[0], bias_F)
+
+
+def _panels_of(weight: Tensor, packing: Packing) -> Tensor:
+    """Packed before where that is kept, otherwise now: a copy of the weight, little beside products of many rows."""
+    kept = _packed_weights is not None and _can_pack(weight, weight)
+    return _packed(weight, packing) if kept else packing(weight.detach())[0]
 
 
 def swiglu_linear(x_ND: Tensor, gate_up_FD: Tensor) -> Tensor:
@@ -187,18 +212,27 @@ def weight_gradient(x_ND: Tensor, grad_NF: Tensor) -> Tensor:
     return _product(grad_NF.t(), x_ND.t())
 
 
-def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
-    """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order."""
+def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int], exact: bool = False) -> Tensor:
+    """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; `exact` is that of `linear`."""
+    if exact and not torch.is_grad_enabled():
+        return _groups_by_panels(x_RD, weight_EDF, counts)
+    if exact:
+        differentiable_RF: Tensor = _LinearByGroup.apply(x_RD, weight_EDF, tuple(counts), True)
+        return differentiable_RF
     if _can_pack(x_RD, weight_EDF):
         assert _packed_weights is not None, "looked at"
         packed = _packed_weights.of(weight_EDF, _each_for_onednn)
         outputs = weight_EDF.shape[2]
         return torch.cat([_product(part, packed[e], None, outputs) for e, part in enumerate(x_RD.split(list(counts)))])
     if by_onednn(x_RD):
-        out_RF: Tensor = _LinearByGroup.apply(x_RD, weight_EDF, tuple(counts))
+        out_RF: Tensor = _LinearByGroup.apply(x_RD, weight_EDF, tuple(counts), False)
         return out_RF
     weights = weight_EDF.unbind(0)
     return torch.cat([part @ weights[e] for e, part in enumerate(x_RD.split(list(counts)))])
+
+
+def _groups_by_panels(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+    return operations.linear_by_group(x_RD, _panels_of(weight_EDF, _each_panels), weight_EDF.shape[2], counts)
 
 
 def _product(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, outputs: int | None = None) -> Tensor:
@@ -213,30 +247,33 @@ class _Linear(torch.autograd.Function):
     """y = x W' + b:  dx = dy W,  dW = dy' x,  db = the sum of dy's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool) -> Tensor:
         ctx.save_for_backward(x_ND, weight_FD)
-        return _product(x_ND, weight_FD, bias_F)
+        return (_by_panels if exact else _product)(x_ND, weight_FD, bias_F)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_FD = ctx.saved_tensors
         (grad_NF,) = grads
         return (
             input_gradient(grad_NF, weight_FD) if ctx.needs_input_grad[0] else None,
             weight_gradient(x_ND, grad_NF) if ctx.needs_input_grad[1] else None,
             grad_NF.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
         )
 
 
 class _LinearByGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weight_EDF: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x_RD: Tensor, weight_EDF: Tensor, counts: tuple[int, ...], exact: bool) -> Tensor:
         ctx.save_for_backward(x_RD, weight_EDF)
         ctx.counts = counts
+        if exact:
+            return _groups_by_panels(x_RD, weight_EDF, counts)
         return torch.cat([_product(part, weight_EDF[e].t()) for e, part in enumerate(x_RD.split(counts))])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, weight_EDF = ctx.saved_tensors
         parts = grads[0].split(ctx.counts)
         grad_x_RD = grad_weight_EDF = None
@@ -246,4 +283,4 @@ class _LinearByGroup(torch.autograd.Function):
             grad_weight_EDF = torch.empty_like(weight_EDF)
             for e, (x_ND, grad_NF) in enumerate(zip(x_RD.split(ctx.counts), parts, strict=True)):
                 grad_weight_EDF[e] = weight_gradient(x_ND, grad_NF).t()
-        return grad_x_RD, grad_weight_EDF, None
+        return grad_x_RD, grad_weight_EDF, None, None

@@ -65,6 +65,17 @@ def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, biased
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 40], [0, 0, 1], [70, 0, 0]], ids=str)
+@pytest.mark.parametrize("outputs", [5, 70])
+def test_linear_by_group(dtype: torch.dtype, counts: list[int], outputs: int) -> None:
+    x, weight = draw(sum(counts), 24, dtype=dtype), draw(3, 24, outputs, dtype=dtype) / 5
+    expected = [part.double() @ weight[e].double() for e, part in enumerate(x.split(counts))]
+    out = operations.linear_by_group(x, operations.packed_panels(weight), outputs, counts)
+    close(out, torch.cat(expected))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [16, 20, 48])
 def test_swiglu_linear(dtype: torch.dtype, width: int) -> None:
     x, gate_up = draw(29, 24, dtype=dtype), draw(2 * width, 24, dtype=dtype) / 5
@@ -253,8 +264,9 @@ def test_what_the_engine_uses_them_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return call(name, *arguments)
 
     monkeypatch.setattr(operations, "call", noting)
+    exact = {"nmoe_linear_fp32", "nmoe_linear_by_group_fp32", "nmoe_attention_fp32"}
     kinds = ("linear", "route", "experts", "rms_norm", "norm_and_turn", "attention")
-    expected = {"exact": {"nmoe_attention_fp32"}, "fast": {*(f"nmoe_{kind}_fp32" for kind in kinds), "nmoe_sample"}}
+    expected = {"exact": exact, "fast": {*(f"nmoe_{kind}_fp32" for kind in kinds), "nmoe_sample"}}
     for numerics in ("exact", "fast"):
         called.clear()
         core = EngineCore(tiny_family("qwen3_moe").set_numerics(numerics), 2)  # type: ignore[arg-type]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmoe.model import exact_attention
 from nmoe.model.attention import AttentionLayer
+from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.packed import PackedAttention
 
 pytestmark = pytest.mark.skipif(
-    not exact_attention.available(torch.zeros(1)),
+    not serves_exact(torch.zeros(1)),
     reason="the kernels need Linux, a CPU with AVX-512 bf16 products, and a C++ compiler",
 )
 

@@ -6,8 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model import products
+from nmoe.model.kernels.cpu.library import serves_exact
 
 pytestmark = pytest.mark.skipif(not products.by_onednn(torch.zeros(1)), reason="this torch has no oneDNN")
+
+
+# Exact products are kernels that not every machine has.
+EXACT = [False, True] if serves_exact(torch.zeros(1)) else [False]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -16,13 +21,19 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 3, 5), (2, 8, 4), (37, 16, 100), (64, 100, 7), (0, 4, 4)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_values_and_gradients(rows: int, inputs: int, outputs: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("exact", EXACT)
+def test_linear_values_and_gradients(rows: int, inputs: int, outputs: int, with_bias: bool, exact: bool) -> None:
+    def linear(*tensors: Tensor) -> Tensor:
+        return products.linear(*(tensors if with_bias else (*tensors, None)), exact)
+
     tensors = [draw(rows, inputs), draw(outputs, inputs), *([draw(outputs)] if with_bias else [])]
     upstream = draw(rows, outputs, seed=1)
     ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    for function, inputs_ in ((products.linear, ours), (F.linear, theirs)):
+    for function, inputs_ in ((linear, ours), (F.linear, theirs)):
         function(*inputs_).backward(upstream)
-    torch.testing.assert_close(products.linear(*tensors), F.linear(*tensors), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(*tensors), F.linear(*tensors), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(*tensors), F.linear(*tensors), rtol=1e-5, atol=1e-5)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
 
@@ -36,11 +47,14 @@ def test_only_the_gradients_that_are_asked_for() -> None:
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [1, 5, 1]], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(6, 10), (10, 6)])
-def test_groups(counts: list[int], inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("exact", EXACT)
+def test_groups(counts: list[int], inputs: int, outputs: int, exact: bool) -> None:
     x, weight, upstream = draw(7, inputs), draw(3, inputs, outputs), draw(7, outputs, seed=1)
     mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     other = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    out = products.linear_by_group(*mine, counts)
+    out = products.linear_by_group(*mine, counts, exact)
+    with torch.no_grad():
+        assert torch.equal(products.linear_by_group(*mine, counts, exact), out)
     expected = torch.cat([part @ other[1][e] for e, part in enumerate(other[0].split(counts))])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     out.backward(upstream)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.model import exact_attention
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.packed import PackedAttention, causal_attention
@@ -68,7 +67,7 @@ class PrefillAttention:
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         self.cache.write(layer.index, self.places, k_TJC, v_TJU)
-        if self.exact and exact_attention.available(q_THC):
+        if self.exact and library.serves_exact(q_THC):
             return operations.attention(layer, q_THC, *self.cache.of_layer(layer.index), *self._rows)
         parts = []
         if self.packed is not None:
@@ -121,7 +120,7 @@ class DecodeAttention:
         return self.cache.places(blocks_B, self.positions_B)
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
-        by_kernel = exact_attention.available(q_BHC) if self.exact else library.usable(q_BHC)
+        by_kernel = library.serves_exact(q_BHC) if self.exact else library.usable(q_BHC)
         if by_kernel and q_BHC.dtype == self.cache.dtype:
             rows = (torch.from_numpy(self.table_BM), torch.from_numpy(self.positions_B))
             return operations.attention(layer, q_BHC, *self.cache.of_layer(layer.index), *rows, new=(k_BJC, v_BJU))

@@ -31,7 +31,7 @@ from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
 from nmoe.engine.native.runner import Runner
 from nmoe.errors import UserError
-from nmoe.model import exact_attention
+from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.transformer import Transformer
 
 # Prompt tokens computed in one step, so that one long prompt holds up those that decode for no longer than this.
@@ -511,7 +511,7 @@ class EngineCore:
 def cache_dtype(model: Transformer) -> torch.dtype:
     """What keys and values are kept and attended to in."""
     weight = model.embedding.weight
-    return torch.float64 if model.exact and not exact_attention.available(weight) else weight.dtype
+    return torch.float64 if model.exact and not serves_exact(weight) else weight.dtype
 
 
 def _order(sequence: tuple[Job, int]) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Compiles the C++ kernels for the CPU at hand, once per machine, and says where they are in use.
 
 They need Linux on a CPU with AVX-512 and its bf16 products (Zen 4, Sapphire Rapids and later) and a C++ compiler, `$CXX` or g++.
-Where something is missing everything runs by torch's operations as before, slower. Only the engine decodes by them (`in_use`), and
-not with exact numerics: their sums run in another order than those of the learner.
+Where something is missing everything runs by torch's operations as before, slower. With fast numerics only the engine takes them
+(`in_use`). With exact ones engine and learner take those that give a row the same bits in any batch, products and attention.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ def in_use() -> Iterator[None]:
 def usable(x: Tensor) -> bool:
     """Whether an operation on `x` is to be a kernel's."""
     return _in_use and x.dtype in DTYPES and x.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def serves_exact(x: Tensor) -> bool:
+    """Whether exact numerics of tensors like this are the kernels'. Engine and learner have to answer alike."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and library() is not None
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> int:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +48,17 @@ def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) ->
     out_NF = x_ND.new_empty(x_ND.shape[0], outputs)
     call(f"nmoe_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, bias_F, out_NF, *x_ND.shape, outputs)
     return out_NF
+
+
+def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence[int]) -> Tensor:
+    """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; `packed_panels` packed the weights."""
+    x_RD = x_RD.contiguous()
+    out_RF = x_RD.new_empty(x_RD.shape[0], outputs)
+    groups = torch.tensor([0, *accumulate(counts)])
+    call(
+        f"nmoe_linear_by_group_{DTYPES[x_RD.dtype]}", x_RD, packed, groups, out_RF, len(counts), x_RD.shape[1], outputs
+    )
+    return out_RF
 
 
 def swiglu_linear(x_ND: Tensor, packed: Tensor, width: int) -> Tensor:

@@ -41,6 +41,21 @@ inline v16 swiglu(v16 gate, v16 up, float limit) {
     return _mm512_mul_ps(stored<T>(_mm512_mul_ps(gate, sigmoid(gate))), up);
 }
 
+// Rows sorted by expert, expert e's from `first_E[e]` to `first_E[e + 1]`, each times its expert's weight.
+template <class T>
+void linear_by_group(const T* x_RD, const T* packed, const int64_t* first_E, T* out_RF, long E, long D, long F) {
+    const long panels = (F + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(dynamic, 4)
+    for (long task = 0; task < E * panels; ++task) {
+        const long e = task / panels, f = task % panels * PANEL;
+        const __mmask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
+        product(x_RD, D, first_E[e], first_E[e + 1], packed + task * D * PANEL, [&](long r, v16 a, v16 b) {
+            store(out_RF + r * F + f, a, low);
+            store(out_RF + r * F + f + 16, b, high);
+        });
+    }
+}
+
 // A dense feed-forward's first half: panels as those of an expert's gate_up.
 template <class T>
 void swiglu_linear(const T* x_ND, const T* packed, T* out_NF, long N, long D, long F) {
@@ -123,6 +138,10 @@ void experts(const T* x_TD, const int64_t* chosen_TK, const float* weights_TK, c
 #define NMOE_PRODUCTS(suffix, T)                                                                                            \
     extern "C" void nmoe_linear_##suffix(const T* x, const T* packed, const T* bias, T* out, long N, long D, long F) {      \
         nmoe::linear<T>(x, packed, bias, out, N, D, F);                                                                     \
+    }                                                                                                                       \
+    extern "C" void nmoe_linear_by_group_##suffix(const T* x, const T* packed, const int64_t* groups, T* out, long E,       \
+                                                  long D, long F) {                                                         \
+        nmoe::linear_by_group<T>(x, packed, groups, out, E, D, F);                                                          \
     }                                                                                                                       \
     extern "C" void nmoe_swiglu_linear_##suffix(const T* x, const T* packed, T* out, long N, long D, long F) {              \
         nmoe::swiglu_linear<T>(x, packed, out, N, D, F);                                                                    \
