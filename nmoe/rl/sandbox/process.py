@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,9 +33,9 @@ class LostError(Exception):
 
 @dataclass
 class Process:
-    """A started agent: the launcher (bwrap, or the agent's parent), the agent itself as a pidfd, and the control socket."""
+    """A started agent: the launcher (bwrap, or the agent's parent) and the agent itself as pidfds, and the control socket."""
 
-    launcher: subprocess.Popen[bytes]
+    launcher: int
     control: socket.socket
     agent: int = -1
 
@@ -50,70 +51,89 @@ class Process:
                 signal.pidfd_send_signal(self.agent, signal.SIGKILL)
             os.close(self.agent)
             self.agent = -1
-        else:
+        elif self.launcher >= 0:
             # Not yet an agent: the socket's end stops it where the launcher's end does not.
-            self.launcher.kill()
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.launcher, signal.SIGKILL)
 
-    async def ended(self) -> int:
-        """Waits for the launcher, which outlives everything in the sandbox; the exit code."""
-        loop = asyncio.get_running_loop()
-        if self.launcher.poll() is None:
-            done: asyncio.Future[None] = loop.create_future()
-            descriptor = os.pidfd_open(self.launcher.pid)
-            loop.add_reader(descriptor, _settle, done)
+    async def ended(self) -> None:
+        """Waits for the launcher, which outlives everything in the sandbox."""
+        launcher, self.launcher = self.launcher, -1
+        if launcher >= 0:
             try:
-                await done
+                await _readable(launcher)
             finally:
-                loop.remove_reader(descriptor)
-                os.close(descriptor)
-        return self.launcher.wait()
+                os.close(launcher)
 
 
-async def start(
-    python: str, root: str, plan: dict[str, Any], environment: dict[str, str], deadline_s: float
-) -> Process:
-    """Starts an agent by `plan` and waits until it is ready. Raises OSError with what the launcher said."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    said, say = os.pipe()
-    code = f"import sys; sys.path.insert(0, {root!r}); from nmoe.rl.sandbox.inside import launch; launch.main({plan!r})"
-    try:
-        launcher = subprocess.Popen(
-            [python, "-S", "-s", "-P", "-c", code],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=say,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        )
-    except OSError:
-        ours.close()
-        os.close(said)
-        raise
-    finally:
-        theirs.close()
-        os.close(say)
-    process = Process(launcher, ours)
-    try:
-        async with asyncio.timeout(deadline_s):
-            try:
-                process.agent = os.pidfd_open(await _greeted(ours))
-            except (LostError, OSError):
-                process.kill()
-                await process.ended()
-                raise OSError(_text(said) or "the launcher ended without a word") from None
-    except BaseException as error:
-        process.kill()
-        ours.close()
-        if isinstance(error, TimeoutError):
-            raise OSError(f"it was not ready after {deadline_s:g} seconds") from None
-        raise
-    finally:
-        os.close(said)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-    return process
+class Starter:
+    """The process that forks launchers (`nmoe.rl.sandbox.inside.server`): started when first asked, and again if it is gone."""
+
+    def __init__(self, python: str, root: str, environment: dict[str, str]) -> None:
+        code = f"import sys; sys.path.insert(0, {root!r}); from nmoe.rl.sandbox.inside import server; server.main()"
+        self._command = [python, "-S", "-s", "-P", "-c", code]
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    async def start(self, plan: dict[str, Any], deadline_s: float) -> Process:
+        """Starts an agent by `plan` and waits until it is ready. Raises OSError with what the launcher said."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        said, say = os.pipe()
+        try:
+            process = Process(self._launch(plan, theirs.fileno(), say), ours)
+        except BaseException:
+            ours.close()
+            os.close(said)
+            raise
+        finally:
+            theirs.close()
+            os.close(say)
+        try:
+            async with asyncio.timeout(deadline_s):
+                try:
+                    process.agent = os.pidfd_open(await _greeted(ours))
+                except (LostError, OSError):
+                    process.kill()
+                    await process.ended()
+                    raise OSError(_text(said) or "the launcher ended without a word") from None
+        except BaseException as error:
+            process.kill()
+            await asyncio.shield(process.ended())
+            ours.close()
+            if isinstance(error, TimeoutError):
+                raise OSError(f"it was not ready after {deadline_s:g} seconds") from None
+            raise
+        finally:
+            os.close(said)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        return process
+
+    def close(self) -> None:
+        """Ends the process; sandboxes that it started go on."""
+        with self._lock:
+            if self._server is not None and self._requests is not None:
+                self._requests.close()
+                self._server.wait()
+                self._server = self._requests = None
+
+    def _launch(self, plan: dict[str, Any], control: int, errors: int) -> int:
+        """A pidfd of a launcher with these descriptors. Takes about as long as a fork."""
+        with self._lock:
+            if self._requests is None or self._server is None or self._server.poll() is not None:
+                self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    self._server = subprocess.Popen(
+                        self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=self._environment, cwd="/"
+                    )
+            socket.send_fds(self._requests, [repr(plan).encode()], [control, errors])
+            _, descriptors, _, _ = socket.recv_fds(self._requests, 16, 1)
+        if not descriptors:
+            raise OSError("the process that starts sandboxes has ended")
+        return descriptors[0]
 
 
 async def _greeted(control: socket.socket) -> int:
@@ -131,14 +151,14 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _readable(control: socket.socket) -> None:
+async def _readable(waited_for: socket.socket | int) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(control, _settle, ready)
+    loop.add_reader(waited_for, _settle, ready)
     try:
         await ready
     finally:
-        loop.remove_reader(control)
+        loop.remove_reader(waited_for)
 
 
 async def _receive(control: socket.socket, size: int) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.rl.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
-from nmoe.rl.sandbox.process import ProcessSandbox, start
+from nmoe.rl.sandbox.process import ProcessSandbox, Starter
 from nmoe.rl.sandbox.warm import WarmSandboxes
 from nmoe.rl.sandbox.workspace import entries_of
 
@@ -47,14 +47,19 @@ class Sandboxes:
         self.limits = limits or Limits()
         self._python, self._visible, self._site = _interpreter(self.settings)
         # What a script calls python is the same interpreter.
-        self._environment = {**_ENVIRONMENT, "PATH": f"{os.path.dirname(self._python)}:{_ENVIRONMENT['PATH']}"}
+        environment = {**_ENVIRONMENT, "PATH": f"{os.path.dirname(self._python)}:{_ENVIRONMENT['PATH']}"}
+        self._starter = Starter(self._python, _ROOT, environment)
         self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
         # Imported here, for the checks open sandboxes by this class.
         from nmoe.rl.sandbox.probe import probe
 
-        _in_a_thread(probe, self)
+        try:
+            _in_a_thread(probe, self)
+        except BaseException:
+            self._starter.close()
+            raise
 
     def describe(self) -> str:
         """What is in force, in one line, for the log and for records of workspaces."""
@@ -92,6 +97,7 @@ class Sandboxes:
         """Ends the sandboxes that wait for use, and opens no more."""
         self._closed = True
         await asyncio.to_thread(self.warm.close)
+        await asyncio.to_thread(self._starter.close)
 
     async def open_cold(self) -> ProcessSandbox:
         """One that is started now, not taken from those that wait. Raises SandboxSetupError."""
@@ -107,7 +113,7 @@ class Sandboxes:
             "bubblewrap": self._bubblewrap,
         }
         try:
-            process = await start(self._python, _ROOT, plan, self._environment, _START_DEADLINE_S)
+            process = await self._starter.start(plan, _START_DEADLINE_S)
         except BaseException as error:
             if lock is not None:
                 lock.close()

@@ -1,8 +1,5 @@
-"""Builds one sandbox around itself and becomes its agent. Run by the host as
-
-    PYTHON -S -s -P -c "import sys; sys.path.insert(0, ROOT); from nmoe.rl.sandbox.inside import launch; launch.main(PLAN)"
-
-with the control socket as standard input. It makes a mount namespace of its own, mounts the sized tmpfs there, takes the
+"""Builds one sandbox around itself and becomes its agent: a process that `server` has forked, with the control socket as standard
+input. It makes a mount namespace of its own, mounts the sized tmpfs there, takes the
 unprivileged uid where it was started as root, and then enters the namespaces: by bubblewrap, or by itself with Landlock.
 """
 
@@ -17,6 +14,8 @@ from nmoe.rl.sandbox.inside import agent, child, files, kernel, landlock, protoc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
     from typing import Any, NoReturn
 
 CONTROL = 3
@@ -159,8 +158,7 @@ def _enter_bubblewrap(plan: dict[str, Any]) -> NoReturn:
         arguments += ["--bind", f"{_STAGE}/disk/{name}", inside]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]
     program = _file_with(seccomp.filter_program())
-    names = sorted({".".join(module.__name__.split(".")[:depth]) for module in _MODULES for depth in range(1, 5)})
-    code = _file_with(marshal.dumps((names, [(module.__name__, _code(module)) for module in _MODULES])))
+    code = _file_with(_CODE)
     arguments += ["--seccomp", str(program), plan["python"], "-S", "-s", "-P", "-c"]
     shown = {"workspace": WORKSPACE, "readable": _readable(plan), "site": plan["site"]}
     arguments += [_BOOTSTRAP.format(code=code, control=CONTROL, **shown)]
@@ -257,5 +255,11 @@ def _file_with(data: bytes) -> int:
     return descriptor
 
 
-def _code(module: Any) -> Any:
-    return module.__spec__.loader.get_code(module.__name__)
+def _compiled(modules: Sequence[ModuleType]) -> bytes:
+    """The packages' names and the modules' code, for `_BOOTSTRAP`."""
+    names = sorted({".".join(module.__name__.split(".")[:depth]) for module in modules for depth in range(1, 5)})
+    code = [(module.__name__, module.__spec__.loader.get_code(module.__name__)) for module in modules]  # type: ignore
+    return marshal.dumps((names, code))
+
+
+_CODE = _compiled(_MODULES)
