@@ -155,7 +155,7 @@ def _row(one: Packaged) -> tuple[str, ...]:
             raise UserError(one.problem)
         settings = load_environment(one.path)
     except UserError as error:
-        return one.name, "-", "-", "-", one.package, f"can not be used: {error}"
+        return one.name, "-", "-", "-", one.package, f"can not be used: {'; '.join(str(error).splitlines())}"
     return one.name, settings.version, settings.format, settings.task_pool.type, one.package, settings.description
 
 

@@ -259,12 +259,14 @@ def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (site / "mine/environments/countdown").mkdir(parents=True)
     (site / "mine/__init__.py").write_text("raise SystemExit('imported')")
     (site / "mine/environments/countdown/environment.toml").write_text(SORT)
+    (site / "mine/broken.toml").write_text("env_id = 1\nversion = 2\n")
     (site / "mine/environments/countdown/data.jsonl").write_text('{"problem": "Sort: 21", "answer": "12"}\n')
     info = site / "mine-0.4.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.4\n")
     (info / "entry_points.txt").write_text(
         "[nmoe.environments]\ncountdown = mine.environments.countdown\nlost = mine.environments.lost\n"
+        "broken = mine:broken.toml\n"
     )
     monkeypatch.syspath_prepend(str(site))
     result = nmoe("env", "list")
@@ -277,6 +279,7 @@ def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert cells["lost"][4].startswith(
         "can not be used: the entry point 'mine.environments.lost' leads to no environment"
     )
+    assert re.match(r"can not be used: 3 problems; \S+/mine/broken\.toml: ", cells["broken"][4])
     checked = nmoe("env", "check", "countdown")
     assert (checked.code, checked.err) == (0, "")
     assert "gold '12'" in checked.out

@@ -21,9 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nmoe.config import Locator, Place, parse
+from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.packaged import SHIPPED
 from nmoe.engine.api import Sample, Sampling
 from nmoe.errors import UserError
-from nmoe.rl.environment import Environment
+from nmoe.rl.environment import Environment, identity_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.bundle import FILE, read_bundle
 from nmoe.rl.rollout.recorder import ReplayRecorder
@@ -179,6 +182,46 @@ def test_any_completion_replays(
         1, [trajectory_of(demo, ids, finish, problem=problem)]
     )
     assert differences(path, tokenizer) == {}
+
+
+EVERYTHING = """
+env_id = "everything"
+format = "chat"
+[task_pool]
+type = "mixture"
+[[task_pool.sources]]
+name = "legs"
+weight = 1
+type = "reasoning_gym"
+dataset = "leg_counting"
+config = { min_animals = 2, nested = { list = [1, 2.5, "a"] } }
+[[task_pool.sources]]
+name = "sort"
+weight = 0.3
+type = "generated"
+task_type = "sort"
+difficulty = [1, 2]
+[tools]
+use = ["python", "my.tools:add"]
+[workspace]
+repository = "clone"
+base_commit = "abc"
+max_age_days = 0.5
+[rubric]
+tool_use = 1e-7
+"""
+
+
+@pytest.mark.parametrize("path", [None, *sorted(SHIPPED.glob("**/*.toml"))], ids=lambda path: path and path.stem)
+def test_settings_come_back_from_a_bundle_as_they_were(path: Path | None, tmp_path: Path) -> None:
+    if path is None:
+        path = tmp_path / "everything.toml"
+        path.write_text(EVERYTHING)
+    before = load_environment(path)
+    stored = json.loads(json.dumps(before.model_dump(mode="json")))
+    after = parse(stored, EnvironmentSettings, Locator(Place("bundle")))
+    assert after == before
+    assert identity_of(after) == identity_of(before)
 
 
 # --- what was changed --------------------------------------------------------------------------------------------------

@@ -140,10 +140,12 @@ async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
     try:
         await session.prepare()
     except WorkspaceError as error:
-        now: dict[str, Any] = {"failed": str(error)}
+        # Its words may name files of the moment; what counts is that there are no files now either.
+        now: dict[str, Any] = {"failed": recorded.get("failed", str(error))}
     else:
         assert session.prepared is not None, "an environment with workspaces prepares one"
-        now = {key: session.prepared.provenance.get(key) for key in ("base_commit", "target_commit", "content")}
+        keys = ("failed", "base_commit", "target_commit", "content")
+        now = {key: session.prepared.provenance.get(key) for key in keys}
     difference = _first_of({key: recorded.get(key) for key in now}, now, "workspace")
     return Check("workspace", f"files {now.get('content', 'that could not be had')}", difference)
 
