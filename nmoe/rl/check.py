@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nmoe.config.environment import (
     BudgetSettings,
@@ -31,6 +32,7 @@ from nmoe.rl.environment import Environment
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools import Shard
 from nmoe.rl.pools.hf import local_copy
+from nmoe.rl.pools.records import record_order
 from nmoe.rl.problem import Problem
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tasks import TASKS
@@ -46,6 +48,21 @@ WIDTH = 110
 
 # In place of a dataset that is not here. Every task over short answers can pose and grade it.
 _STAND_IN = ("What is 6 * 7?", "42")
+# Of tasks with records of their own form.
+_STAND_IN_RECORDS: dict[str, dict[str, Any]] = {
+    "humaneval": {
+        "task_id": "stand-in",
+        "prompt": 'def add(a, b):\n    """Adds two numbers."""\n',
+        "canonical_solution": "    return a + b\n",
+        "entry_point": "add",
+        "test": "def check(candidate):\n    assert candidate(2, 3) == 5\n",
+    },
+    "mbpp": {
+        "text": "Write a function to add two numbers.",
+        "code": "def add(a, b):\n    return a + b",
+        "test_list": ["assert add(2, 3) == 5"],
+    },
+}
 _DATALESS = GeneratedPool(type="generated", task_type="sort")
 
 
@@ -179,7 +196,8 @@ def _stand_in(name: str, pool: TaskPool) -> Problem | None:
     """A problem in place of those of a dataset that is not here; None where its task can not pose it."""
     assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
     if TASKS[pool.task_type].own_records:
-        return None
+        record = _STAND_IN_RECORDS.get(pool.task_type)
+        return None if record is None else record_order(name, pool, [("stand-in", record)], "stand-in").at(0)
     question, gold = _STAND_IN
     problem = Problem(f"{name}/stand-in", pool.task_type, question, gold, name)
     try:
