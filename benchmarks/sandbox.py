@@ -63,7 +63,6 @@ async def measure(level: str, repeats: int) -> dict[str, object]:
             "cold_ms": round(statistics.median(opening), 2),
             "warm_ms": await median_ms(10 * repeats, warm),
             "close_ms": round(statistics.median(closing), 2),
-            "in_force": sandboxes.describe(),
         }
     await sandboxes.close()
     return result
