@@ -78,6 +78,9 @@ _SEPARATING_WORD = re.compile(r"\s*(?:,\s*)?(?:or|and)\s*")
 _DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
 _PERCENT = re.compile(r"(.+?)\\?%")
 _BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
+_DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
+# An angle may be in degrees, and so may the argument of a function, which is no unit of its value.
+_ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
 _FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?'?(?:\([A-Za-z](?:, ?[A-Za-z])*\))?")
 _BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
@@ -107,7 +110,7 @@ _UNITS = {
     "degree": "deg",
     "%": "percent percentage pct",
     "mph": "milesperhour",
-    "": "dollar",  # a dollar sign is dropped too: TeX leaves them around numbers
+    "dollar": "",
     "cent": "",
     "unit": "",
 }
@@ -124,6 +127,8 @@ _MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end
 
 def read_answer(text: str) -> Answer:
     """The form of an answer in raw text."""
+    if _DOLLARS.fullmatch(text) and (amount := read_number(normalize(text))) is not None:
+        return Answer(normalize(text), Scalar(normalize(text), amount, "dollar"))
     marked = _WORDED.sub(_mark, _MARKS.sub("?", text))
     if grouped := _GROUPED_COUNT.fullmatch(marked):  # "1,234 eggs" is one number
         marked = grouped[1].replace(",", "") + grouped[2]
@@ -323,8 +328,10 @@ def _scalar(text: str) -> Scalar:
 
 
 def _with_unit(text: str, unit: str) -> Scalar:
-    text = normalize(_MARKS.sub(" ", text))
-    return Scalar(text, read_number(text), unit)
+    value = normalize(_MARKS.sub(" ", text))
+    if unit == "degree" and not _ANGLE.fullmatch(value):
+        return Scalar(rf"{value}^\circ", None)
+    return Scalar(value, read_number(value), unit)
 
 
 def _unit(words: str, power: str) -> str:
