@@ -15,6 +15,7 @@ from rl.sandbox.conftest import LIMITS, Box
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.errors import UserError
+from nmoe.rl.sandbox import probe
 from nmoe.rl.sandbox.api import Access, SandboxFileError, SandboxSetupError
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 
@@ -394,6 +395,32 @@ def test_what_is_in_force_is_said(sandboxes: Sandboxes) -> None:
 def test_settings_that_can_not_be_had(settings: SandboxSettings, message: str) -> None:
     with pytest.raises(SandboxSetupError, match=message):
         Sandboxes(settings, LIMITS)
+
+
+def test_a_sandbox_that_does_not_hold_is_refused(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check of the probe, made to find that something got through."""
+
+    def refusal() -> str:
+        with pytest.raises(SandboxSetupError) as caught:
+            Sandboxes(sandboxes.settings, LIMITS)
+        return str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_ATTEMPTS", _every_attempt_succeeds())
+        said = refusal()
+        assert said.startswith("sandbox_setup_failed: ")
+        for name in ("reading a file of the host", "that the filter refuses", "filling more than its disk", "TCP port"):
+            assert name in said
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_HOARD", "pass")
+        assert refusal().endswith("what got through: using more memory than allowed (ok)")
+
+
+def _every_attempt_succeeds() -> str:
+    """The probe's own list of attempts, with acts that do nothing."""
+    names = [line.split('"')[1] for line in probe._ATTEMPTS.splitlines() if line.startswith("attempt(")]
+    assert len(names) > 8
+    return "\n".join(f"print({name!r})" for name in names)
 
 
 def test_no_bubblewrap_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
