@@ -25,6 +25,7 @@ from nmoe.rl.rollout.episode import request_seed
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.sandbox.api import Limits, Result, SandboxSetupError
 from nmoe.rl.tasks import TASKS, Attempt
+from nmoe.rl.tools import executor
 from nmoe.text.harmony import Harmony, Message
 from nmoe.text.tokenizer import Tokenizer
 
@@ -262,6 +263,23 @@ def test_the_wall_clock_ends_a_slow_trajectory_and_keeps_its_turns(environment: 
     assert (trajectory.grade.failure, trajectory.grade.score) == ("timeout", 0.0)
     assert trajectory.trainable  # it was the policy that called
     assert (len(trajectory.turns), [event.call.name for event in trajectory.tool_events]) == (2, ["add"])
+
+
+def test_a_sandbox_that_a_call_was_torn_out_of_is_not_used_again(
+    environment: Make, harmony: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "GRACE_S", 0.05)
+    tools = '[tools]\nuse = ["tool_cases:hang", "tool_cases:sleep"]\n[budget]\ntool_s = 0.05\n'
+    sandbox = FakeSandbox()
+    script = in_turn(call(harmony, "hang", "{}"), final(harmony))
+    (trajectory,), engine = play(environment(POOL + tools), script, sandbox=sandbox)
+    assert (trajectory.grade.failure, trajectory.trainable, len(engine.requests)) == ("timeout", True, 1)
+    assert [event.failure for event in trajectory.tool_events] == ["timeout"]
+    assert sandbox.closed == 1
+    # One that has nothing to do with the sandbox may be late.
+    script = in_turn(call(harmony, "sleep", '{"seconds": 9}'), final(harmony))
+    (trajectory,), _ = play(environment(POOL + tools), script)
+    assert (trajectory.grade.failure, [event.failure for event in trajectory.tool_events]) == ("ok", ["timeout"])
 
 
 def test_an_engine_that_loses_a_later_turn_masks_the_trajectory(environment: Make, harmony: Harmony) -> None:

@@ -88,6 +88,12 @@ async def files(path: str, sandbox: Sandbox) -> bytes:
     return await sandbox.read(path)
 
 
+async def hang(sandbox: Sandbox) -> str:
+    """Never comes back from the sandbox."""
+    await asyncio.sleep(60)
+    return "back"
+
+
 @dataclass
 class Point:
     x: float

@@ -94,6 +94,8 @@ class Player:
         for event in events:
             if event.failure in INFRASTRUCTURE:
                 return event.failure
+        if session.lost:
+            return "timeout"
         given = environment.format.answer_calls(environment.messages(episode.problem), episode.rounds)
         prompt_ids = (*episode.ids(), *given)
         left = episode.sampling.max_new_tokens - episode.sampled_tokens

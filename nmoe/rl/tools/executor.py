@@ -75,6 +75,7 @@ class AsyncToolExecutor:
             return ToolOutput("", error.failure, shortened(str(error)))
         except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told, and may go on
             if isinstance(error, TimeoutError) and clock.expired():
+                session.lost = session.lost or tool.sandbox_parameter is not None
                 return ToolOutput("", "timeout", f"{call.name} took longer than {self._budget.tool_s:g} s")
             return ToolOutput("", "tool_error", shortened(f"{type(error).__name__}: {error}"))
 

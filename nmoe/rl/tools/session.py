@@ -18,7 +18,8 @@ class ToolSession:
     """An asynchronous context manager; its end closes the sandbox, which kills whatever still runs in it.
 
     `workspace` gives the files that the sandbox starts with, asked once; `files`, by path, are the problem's own, added to
-    them. `sandboxes` is also where the trajectory's verifier opens its own.
+    them. `sandboxes` is also where the trajectory's verifier opens its own. `lost` says that a call which had been given the
+    sandbox was cancelled: nobody knows what it left there, and one that ran inside has closed it.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ToolSession:
         self.began = time.perf_counter()
         self.opened: Sandbox | None = None
         self.prepared: Prepared | None = None
+        self.lost = False
         self.sandboxes = sandboxes
         self._files = files or {}
         self._workspace = workspace
