@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,3 +94,39 @@ def test_exact_numerics_agree_to_the_bit(
     emitted = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
     assert torch.equal(recomputed, emitted)
     assert emitted.std() > 0.1
+
+
+@pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
+def test_turns_agree_with_one_pass_over_all_of_them(
+    tiny_model: MakeModel, request_of: MakeRequest, changes: dict[str, Any]
+) -> None:
+    """Three turns with given tokens between them, the later ones from the prefix cache: the learner sees one sequence."""
+    model = tiny_model(**changes)
+    engine = NativeEngine(model, 4)
+    problem, grade = Problem("p/0", "reverse", "", "", "p"), Grade(0.0, {}, "ok", {}, None)
+
+    async def turns_of(name: str) -> Trajectory:
+        first = request_of(name, 9, 1, 12)
+        ids, turns = first.prompt_ids, list[Turn]()
+        for place in range(3):
+            given = (5, 6, 7, place) if place else ()
+            ids = (*ids, *given)
+            sampling = replace(first.sampling, seed=first.sampling.seed + place)
+            (sample,) = await engine.generate(Request(ids, 1, sampling, f"{name}/{place}"))
+            turns.append(Turn(given, sample))
+            ids = (*ids, *sample.token_ids)
+        return Trajectory(problem, 0, first.prompt_ids, tuple(turns), grade, first.sampling)
+
+    async def all_of() -> list[Trajectory]:
+        return await asyncio.gather(*(turns_of(name) for name in "abcde"))
+
+    trajectories = engine.run(all_of())
+    assert engine.stats().prefix_hit_tokens > 0
+    batch = policy_batch(trajectories, torch.zeros(5), "token", 40)
+    assert batch.lengths == (9 + 3 * 12 + 2 * 4 - 1,) * 5
+    sampled = [one for t in trajectories for one, by_policy in zip(t.logprobs, t.mask, strict=True) if by_policy]
+    learner = Learner(model, OptimizerSettings(1e-3), 10, 100, 1.0)
+    mismatch = (learner.logprobs(batch).result() - torch.tensor(sampled)).abs()
+    assert len(mismatch) == 5 * 36
+    assert mismatch.mean() <= 1e-6
+    assert mismatch.max() <= 1e-4
