@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import pytest
 
@@ -28,17 +28,21 @@ class Box(Protocol):
     def __call__(self, work: Coroutine[Any, Any, T]) -> T: ...
 
 
-@pytest.fixture(scope="session", params=LEVELS)
-def sandboxes(request: pytest.FixtureRequest) -> Sandboxes:
-    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
+def sandboxes_of(level: Literal["bubblewrap", "landlock"], warm: int = 0) -> Sandboxes:
+    """Skips the test where the level can not be had here; one that starts and does not hold is a failure."""
+    if level == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed (apt-get install bubblewrap): the bubblewrap level is not tested")
     try:
-        return Sandboxes(SandboxSettings(level=request.param, warm=0), LIMITS)
+        return Sandboxes(SandboxSettings(level=level, warm=warm), LIMITS)
     except SandboxSetupError as error:
-        # One that starts and does not hold is a failure.
         if "can not be started" in str(error):
-            pytest.skip(f"the {request.param} level is not tested: {error}")
+            pytest.skip(f"the {level} level is not tested: {error}")
         raise
+
+
+@pytest.fixture(scope="session", params=LEVELS)
+def sandboxes(request: pytest.FixtureRequest) -> Sandboxes:
+    return sandboxes_of(request.param)
 
 
 @pytest.fixture(scope="session")

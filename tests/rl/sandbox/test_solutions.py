@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rl.sandbox.conftest import sandboxes_of
 
 from nmoe.config.environment import JsonlPool
 from nmoe.errors import UserError
@@ -107,8 +108,11 @@ def problem_of(task_type: str, record: dict[str, object]) -> Problem:
 
 
 @pytest.fixture(scope="session")
-def graders(sandboxes: Sandboxes) -> Sandboxes:
-    return sandboxes
+def graders() -> Iterator[Sandboxes]:
+    """Of one level: what the levels hold is tested elsewhere."""
+    opened = sandboxes_of("bubblewrap" if shutil.which("bwrap") else "landlock", warm=2)
+    yield opened
+    asyncio.run(opened.close())
 
 
 @pytest.fixture
@@ -491,11 +495,12 @@ def test_an_environment_of_records_checks_out(tmp_path: Path, task_type: str) ->
     assert any(line.startswith("  right answer") and "correct (" in line for line in lines)
 
 
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed (apt-get install bubblewrap)")
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_packaged_environments_name_these_tasks(name: str) -> None:
-    """Without their data, the check says that nothing can stand in for them."""
+    """Without their data, a problem of the same form stands in for them, and is run."""
     lines = list(check_environment(Path(name), None))
-    assert "no problem can stand in for them" in lines
+    assert any(line.startswith("  right answer") and "correct (tests: all tests pass)" in line for line in lines)
     assert lines[-1] == "ok"
 
 
