@@ -125,6 +125,7 @@ class ChatFormat:
         assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools)
+        self._names = {tool.name for tool in tools}
         # Some tokenizers have these as control tokens, too; in a turn they are its form.
         tags = {tokenizer.added_tokens.get(tag) for tag in (THINK, END_THINK, "<tool_call>", "</tool_call>")}
         self._control_ids = tokenizer.control_ids - tags
@@ -138,7 +139,7 @@ class ChatFormat:
         return [_chat_call(body, f"{turn}/{place}") for place, body in enumerate(said.calls)]
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
-        answers = [[ToolAnswer(one.call.name, one.output, one.call.call_id) for one in events] for events in rounds]
+        answers = [[ToolAnswer(self._known(one), one.output, one.call.call_id) for one in events] for events in rounds]
         return self._template.continuation_ids(messages, answers)
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
@@ -163,6 +164,10 @@ class ChatFormat:
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         final = answer if task.bare_final else rf"\boxed{{{answer}}}"
         return self._template.completion_ids(f"{THINK}\n{_REASONING}\n{END_THINK}\n\n{final}")
+
+    def _known(self, event: ToolEvent) -> str:
+        # Another name, written by the policy as it liked, could hold control tokens: templates write names as they are.
+        return event.call.name if event.call.name in self._names else "unknown"
 
     def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
         """What a turn says, and whether it ended by itself. A control token inside of it is no text."""

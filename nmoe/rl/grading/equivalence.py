@@ -22,7 +22,9 @@ from nmoe.rl.grading.verdict import Verdict
 # Matching two sets takes the product of their sizes.
 _MAX_SET = 30
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
-_WORD = re.compile(r"[^\W\d_]{3,}")
+_WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
+# Words that stand like a unit and multiply: who leaves one out gives another number.
+_MAGNITUDES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
 
 
 class Leaves(Protocol):
@@ -177,6 +179,8 @@ class _Comparison:
         # TeX leaves dollar signs around numbers, so that one says nothing where the gold has no unit.
         if answer.unit not in ("", gold.unit, "" if gold.unit else "dollar"):
             return False
+        if not answer.unit and gold.unit.startswith(_MAGNITUDES):
+            return False
         if gold.text == answer.text:
             return True
         if gold.number is not None and answer.number is not None:
@@ -197,7 +201,7 @@ def _text_of(form: Form) -> str:
 
 
 def _sentence_case(text: str) -> str:
-    """Words of three letters or more with a small first letter: "East" is "east", but a point A is not a."""
+    """Words of three letters or more, and "No", with a small first letter: "East" is "east", but a point A is not a."""
     return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
 
 

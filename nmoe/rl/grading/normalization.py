@@ -50,7 +50,7 @@ _SPELLINGS = {
     r"\varnothing": r"\emptyset ",
 }
 _SPELLING = re.compile("|".join(map(re.escape, _SPELLINGS)))
-_DROPPED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;:]")
+_DROPPED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\! ?|\\[,;:]")
 _SPACES = re.compile(r"\\(?:displaystyle|quad|qquad)(?![A-Za-z])|(?<!\\)\\ |~")
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _RELATION_COMMAND = re.compile(r"\\(le|ge)q(?:slant)?(?![A-Za-z])|\\(ne)q(?![A-Za-z])")

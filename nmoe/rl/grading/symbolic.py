@@ -52,9 +52,13 @@ class _Parser(_Latex2Sympy):
 
 def warm_up() -> None:
     """Reads and compares forms of every kind once: parser and sympy keep what they found out about their own tables, and the first
-    expression of a kind takes ten times as long as those after it."""
-    for pair in WARM_UP:
-        equal(*pair, False)
+    expression of a kind takes ten times as long as those after it.
+
+    Raises RuntimeError where no pair is found equal: a parser that fails on everything, as with packages that do not fit one
+    another, would else make every answer wrong without a word."""
+    found = [equal(*pair, False) for pair in WARM_UP]
+    if not any(found):
+        raise RuntimeError("math-verify finds nothing equal: are its packages those of constraints.txt?")
 
 
 WARM_UP = [

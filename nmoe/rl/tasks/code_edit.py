@@ -58,7 +58,7 @@ class CodeEditTask(QuestionTask):
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         try:
             return await self._verify(problem, attempt)
-        except SandboxSetupError as error:
+        except (SandboxSetupError, SandboxFileError) as error:
             return Verdict("error", 0.0, "tests", str(error))
 
     async def _verify(self, problem: Problem, attempt: Attempt) -> Verdict:
@@ -85,7 +85,7 @@ class CodeEditTask(QuestionTask):
                 try:
                     await sandbox.write(path, content)
                 except SandboxFileError as error:
-                    return Verdict.of(False, "tests", f"can not be written: {error}")
+                    return _unwritten(path, error)
             return await self._judge(problem, attempt, sandbox)
 
     async def _judge(self, problem: Problem, attempt: Attempt, sandbox: Sandbox) -> Verdict:
@@ -96,7 +96,7 @@ class CodeEditTask(QuestionTask):
                 await sandbox.run(["rm", "-rf", "--", path], cwd="/workspace")
                 await sandbox.write(path, workspace[path])
             except SandboxFileError as error:
-                return Verdict.of(False, "tests", f"{path} can not be restored: {error}")
+                return _unwritten(path, error)
         return await verify_in(attempt.opens_sandboxes, sandbox, self._tests(problem), None)
 
     def _tests(self, problem: Problem) -> Tests:
@@ -104,6 +104,14 @@ class CodeEditTask(QuestionTask):
         paths = [*self.files(problem), *json.loads(problem.gold)]
         modules = {path.partition("/")[0].removesuffix(".py") for path in paths if path.endswith(".py")}
         return Tests("files", tuple(tests.values()), modules=tuple(sorted(modules)))
+
+
+def _unwritten(path: str, error: SandboxFileError) -> Verdict:
+    """What it means that a file does not go into a workspace that the policy has shaped. Raises the error where the sandbox
+    itself was lost."""
+    if error.failure == "internal_error":
+        raise error
+    return Verdict.of(False, "tests", f"{path} can not be written: {error}")
 
 
 def _blocks(changed: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nmoe.rl.grading import symbolic
 from nmoe.rl.grading.equivalence import settle
 from nmoe.rl.grading.symbolic import equal
 
@@ -83,3 +84,11 @@ def test_expanded_products(a: int, b: int, c: int, d: int, change: int) -> None:
 @settings(deadline=None)
 def test_equal_is_total(answer: str) -> None:
     assert equal("x + 1", answer, False) in (True, False)
+
+
+def test_a_parser_that_fails_on_everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does when its packages do not fit one another; unnoticed, every answer would be graded wrong."""
+    symbolic.warm_up()
+    monkeypatch.setattr(symbolic, "_parse", lambda text, is_real: None)
+    with pytest.raises(RuntimeError, match="nothing equal"):
+        symbolic.warm_up()

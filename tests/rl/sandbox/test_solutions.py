@@ -310,6 +310,47 @@ def test_subclasses_of_plain_data_are_what_they_extend(judge: Judge) -> None:
     assert judge("mbpp", record["code"], record).outcome == "correct"
 
 
+def test_numbers_of_numpy_are_numbers(judge: Judge) -> None:
+    record = {
+        "text": "Double.",
+        "code": "def double(x):\n    return 2 * x\ndef big(x):\n    return x > 2",
+        "test_list": ["assert double(3) == 6", "assert big(3) is True", "assert {double(1): 0} == {2: 0}"],
+    }
+    numpy = "import numpy\ndef double(x):\n    return numpy.int64(x) * 2\ndef big(x):\n    return numpy.float32(x) > 2"
+    assert judge("mbpp", numpy, record).outcome == "correct"
+    assert judge("mbpp", numpy.replace("* 2", "* 3"), record).outcome == "incorrect"
+
+
+def test_objects_within_objects_and_what_classes_hold(judge: Judge) -> None:
+    code = (
+        "class Node:\n    limit = 9\n    def __init__(self, value, rest=None):\n        self.value, self.rest = value, rest\n"
+        "    @staticmethod\n    def two():\n        return 2\n"
+        "def build():\n    return Node(1, Node(5))"
+    )
+    tests = [
+        "assert build().rest.value == 5",
+        "assert build().rest.rest is None",
+        "assert Node.limit == 9 and Node.two() == 2",
+    ]
+    record = {"text": "Build.", "code": code, "test_list": tests}
+    assert judge("mbpp", code, record).outcome == "correct"
+    assert judge("mbpp", code.replace("Node(5)", "Node(4)"), record).outcome == "incorrect"
+
+
+@pytest.mark.parametrize("test", ["assert Box(3).size", "assert Box(3).size != 4", "assert not Box(3).size == 4"])
+def test_an_object_in_an_attribute_is_neither_true_nor_unequal(judge: Judge, test: str) -> None:
+    code = "class Box:\n    def __init__(self, size):\n        self.size = size"
+    record = {"text": "A box.", "code": code, "test_list": [test]}
+    assert judge("mbpp", code, record).outcome == "correct"
+    assert judge("mbpp", code.replace("= size", "= object()"), record).outcome == "incorrect"
+    module = {
+        **EDIT,
+        "tests": {"test_a.py": f"from stats import Box\ndef test_box():\n    {test.replace('(3).size', '')}\n"},
+    }
+    answer = "```stats.py\nBox = object()\n```"
+    assert judge("code_edit", answer, module).outcome == "incorrect"
+
+
 def test_exceptions_are_those_the_tests_expect(judge: Judge) -> None:
     record = {
         "text": "Refuse.",
@@ -426,6 +467,19 @@ def test_an_answer_can_hold_whole_files(judge: Judge) -> None:
 
 
 # what can not be graded
+
+
+def test_a_workspace_that_is_lost_is_no_verdict(graders: Sandboxes, loop: asyncio.Runner) -> None:
+    """Before its protected files are restored; the answer is right."""
+    problem = problem_of("code_edit", EDIT)
+
+    async def verified() -> Verdict:
+        async with await graders.open() as sandbox:
+            await sandbox.close()
+            return await CODE_TASKS["code_edit"].verify(problem, Attempt("done", sandbox, (), graders))
+
+    verdict = loop.run(verified())
+    assert (verdict.outcome, verdict.score) == ("error", 0.0), verdict
 
 
 class Cannot:

@@ -66,6 +66,10 @@ class Channel:
         raise _exception(message["raised"], str(message["message"]))
 
 
+def _refuse(*_: Any) -> Any:
+    raise TypeError("the solution gave an object that is no plain data, which nothing here can be compared with")
+
+
 class Handle:
     """An object that stays with the candidate."""
 
@@ -76,8 +80,7 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = self._channel.ask("get", [self._number, name])
-        return Remote(self._channel, [self._number, name]) if isinstance(value, Handle) else value
+        return self._channel.ask("get", [self._number, name])
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._channel.ask("call", [self._number], arguments, named)
@@ -91,9 +94,6 @@ class Handle:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._channel.ask("call", [self._number, "__iter__"]))
 
-    def _refuse(self, *_: Any) -> bool:
-        raise TypeError("the solution gave an object that is no plain data, which nothing here can be compared with")
-
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __bool__ = _refuse
     __contains__ = _refuse
@@ -101,7 +101,7 @@ class Handle:
 
 
 class Remote:
-    """A function of the solution's, or a class."""
+    """What the solution has under a name and is no plain data: a function or a class, as a rule."""
 
     def __init__(self, channel: Channel, target: Sequence[Any]) -> None:
         self._channel = channel
@@ -110,6 +110,15 @@ class Remote:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._channel.ask("call", self._target, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._channel.ask("get", [*self._target, name])
+
+    __eq__ = __ne__ = _refuse
+    __bool__ = _refuse
+    __hash__ = object.__hash__
 
 
 class RemoteModule(ModuleType):

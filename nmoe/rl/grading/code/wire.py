@@ -2,7 +2,8 @@
 
 What JSON has no form for is an object with one key: {"tuple": [...]}, {"set": [...]}, {"dict": [[key, value], ...]},
 {"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"iterator": [...]}; {"handle": 3} stands for an object that stays
-where it is. A subclass travels as the builtin that it extends. Runs inside sandboxes, on the standard library alone.
+where it is. A subclass travels as the builtin that it extends, a single number of numpy's as Python's. Runs inside
+sandboxes, on the standard library alone.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def encode(value: Any, handle: Callable[[Any], int], depth: int = 0) -> Any:
         return {"dict": inner(iter(dict.items(value)))}
     if isinstance(value, Iterator):
         return {"iterator": inner(value)}
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return encode(value.item(), handle, depth + 1)
     return {"handle": handle(value)}
 
 
