@@ -203,9 +203,12 @@ def test_pools_and_documents_that_can_not_be_read(
 
 def test_a_prompt_longer_than_the_context(command: Nmoe, nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> None:
     long = {"question": f"Reverse: {'12' * 40}", "answer": "21" * 40}
-    result = command("rl", "train", pool(GOOD, GOOD, GOOD, long))
-    refused(result, "problem pool/3: its prompt of", "the model's context of 64", "lower sampling.max_new_tokens")
+    result = command("rl", "train", pool(long, long))
+    refused(result, "problem pool/", "its prompt of", "the model's context of 64", "lower sampling.max_new_tokens")
     assert nothing_started(tmp_path)
+    result = command("rl", "train", pool(GOOD, GOOD, GOOD, long))
+    assert result.code == 0
+    assert "1 of 4 problems are left out: their prompts and completions of 24 tokens do not fit" in result.out
     (tmp_path / "environment.toml").write_text(
         'env_id = "pool"\n[task_pool]\ntype = "jsonl"\npath = "pool.jsonl"\ntask_type = "reverse"\nproblem_field = "question"\n'
     )
@@ -218,12 +221,14 @@ def test_a_prompt_longer_than_the_context(command: Nmoe, nmoe: Nmoe, pool: Calla
 
 
 def test_a_generated_prompt_that_outgrows_the_context(nmoe: Nmoe, workshop: Path, base: Path, tmp_path: Path) -> None:
-    # The first problem fits; others of its step are being sampled when one is found that does not.
+    # The first problem fits; those of the endless pool that do not are passed over as they come, and counted.
     difficulty = "--environment.task_pool.difficulty=[3, 60]"
-    result = nmoe("rl", "train", workshop / "rl.toml", "--run.directory=runs", "--run.seed=2", difficulty)
-    refused(result, "problem reverse/", "the model's context of 64")
-    assert list((tmp_path / "runs" / "rl" / "checkpoints").iterdir()) == []
-    assert not (tmp_path / "runs" / "rl" / "metrics.jsonl").exists()
+    flags = ("--run.steps=2", "--optimizer.warmup_steps=0", "--eval.every_steps=0")
+    result = nmoe("rl", "train", workshop / "rl.toml", "--run.directory=runs", "--run.seed=2", difficulty, *flags)
+    assert result.code == 0, result
+    steps = [json.loads(line) for line in (tmp_path / "runs" / "rl" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    assert all(step["problems_left_out"] > 0 for step in steps)
 
 
 def test_a_run_is_not_written_over_and_not_resumed_as_another(nmoe: Nmoe, workshop: Path, tmp_path: Path) -> None:
