@@ -141,6 +141,14 @@ def test_a_gold_that_can_not_be_compared_is_refused(task_type: str, gold: str, r
 def test_an_expression_of_the_question_is_no_answer_to_it() -> None:
     asked = problem("math", r"6\sqrt{5}", r"Simplify $\sqrt{180}$.")
     assert not correct(asked, r"\sqrt{180}")
+    # Nor is anything left to compute, where the answer is a number.
+    counted = problem("math", "70", r"Evaluate $\binom{8}{4}$.")
+    assert all(correct(counted, answer) for answer in ("70", "x = 70", r"\frac{140}{2}", "70.0"))
+    assert not any(
+        correct(counted, answer) for answer in (r"\binom{8}{4}+0", r"7\cdot 10", "80-10", r"\sqrt{4900}", "70^1")
+    )
+    assert correct(problem("math", r"\frac{1}{6}", "?"), r"0.1\overline{6}")
+    assert correct(problem("math", r"6\sqrt{5}", "?"), r"\sqrt{36}\cdot\sqrt{5}")
     assert not correct(asked, r"$\sqrt {180}$")
     assert correct(asked, r"6\sqrt5")
     assert correct(asked, r"\sqrt{36 \cdot 5}")

@@ -10,6 +10,7 @@ from nmoe.errors import UserError
 from nmoe.rl.grading.answers import grade_answer
 from nmoe.rl.grading.equivalence import settle
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
+from nmoe.rl.grading.numbers import read_number
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Metadata, Problem
 from nmoe.rl.tasks.task import Attempt, QuestionTask, group_metadata
@@ -19,12 +20,16 @@ _IN_ORDER = re.compile(
     r"\border(?:ed)? (?:from|of)|respectively|(?:in|de)creasing|(?:a|de)scending|smallest|largest", re.IGNORECASE
 )
 
+# What is left to compute. A fraction is a number, and so is a decimal that repeats.
+_UNEVALUATED = re.compile(r"[+*^!]|[\d})]\s*-|\\(?!(?:[dt]?frac|overline|text|mathrm|left|right)(?![A-Za-z]))[A-Za-z]+")
+
 
 class MathTask(QuestionTask):
     r"""Equivalence of answers (docs/grading.md), with what the question adds to it.
 
     An expression that the question itself contains is not an answer to it: `\sqrt{180}` is as much as the gold
-    `6\sqrt{5}`, but "Simplify $\sqrt{180}$" asks for more. And where the question wants a list "separated by commas" and no
+    `6\sqrt{5}`, but "Simplify $\sqrt{180}$" asks for more. Nor is an expression where the gold answer is a number: to a policy
+    that finds that `\binom{8}{4}+0` pays, counting is a detour. And where the question wants a list "separated by commas" and no
     particular order, any order will do.
     """
 
@@ -54,6 +59,8 @@ class MathTask(QuestionTask):
             return verdict
         if _squeezed(attempt.answer) in _squeezed(problem.question):
             return Verdict.of(False, "symbolic", "repeats an expression of the question")
+        if read_number(normalize(problem.gold)) is not None and _UNEVALUATED.search(attempt.answer):
+            return Verdict.of(False, "symbolic", "an expression, where the answer is a number")
         return await grade_answer(problem.gold, attempt.answer, any_order=any_order)
 
 
