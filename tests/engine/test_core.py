@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nmoe.engine.api import Delta, Request, Sample, Sampling
 from nmoe.engine.native.cache import bytes_per_block
-from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.core import GATHER_STEPS, EngineCore
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.sampler import kept_mask
 from nmoe.errors import UserError
@@ -142,6 +142,25 @@ def test_stats_count_samples_that_run_and_wait(tiny_model: MakeModel, request_of
     core.step()
     assert (core.stats().running, core.stats().waiting) == (3, 3)
     assert core.stats().generated_tokens == 6
+
+
+@pytest.mark.parametrize(("newcomers", "steps"), [(1, GATHER_STEPS), (3, 0)])
+def test_a_few_newcomers_gather_beside_many_running_rows(
+    tiny_model: MakeModel, request_of: MakeRequest, newcomers: int, steps: int
+) -> None:
+    """One beside 40 waits for others, three do not: 3 * 16 > 40. Either way they get the tokens that they get alone."""
+    core = EngineCore(tiny_model(), 64)
+    core.add(request_of("many", 3, 40, 30))
+    core.step()
+    late = [core.add(request_of(f"late{place}", 4, 1, 5)) for place in range(newcomers)]
+    waited = 0
+    while core.stats().running == 40:
+        core.step()
+        waited += core.stats().running == 40
+    assert waited == steps
+    run(core)
+    alone = samples_of(tiny_model(), 4, *(job.request for job in late))
+    assert [[s.token_ids for s in whole(job.samples)] for job in late] == [[s.token_ids for s in one] for one in alone]
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples(tiny_model: MakeModel, request_of: MakeRequest) -> None:

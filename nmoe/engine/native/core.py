@@ -37,6 +37,9 @@ from nmoe.model.transformer import Transformer
 # Prompt tokens computed in one step, so that one long prompt holds up those that decode for no longer than this.
 PREFILL_TOKENS = 8192
 
+# Newcomers fewer than one to so many running rows wait for others, for at most so many steps.
+GATHER_SHARE, GATHER_STEPS = 16, 8
+
 # The default bound of the cache's memory.
 _CACHE_BYTES = 4 * 2**30
 
@@ -66,6 +69,7 @@ class EngineCore:
         graphs = decode_graphs(model, self.cache, scratch=blocks) if on_gpu else None
         self.runner = Runner(model, self.cache, self.rows, graphs)
         self.version = 0
+        self._gathering = 0  # the step at which those that came since are taken up; 0 where nobody waits to be
         self._waiting: deque[Job] = deque()  # with samples still to start, or tokens to score
         self._paused: list[Paused] = []  # oldest first
         self._prefills: list[Prefill] = []  # oldest first
@@ -180,7 +184,8 @@ class EngineCore:
         """Prefills, starts, decodes, retires; returns the jobs that finished."""
         began = time.perf_counter()
         with self.runner.active():
-            self._admit()
+            if self._worth_admitting():
+                self._admit()
             done = self._prefill()
             done += self._start()
             if self._running:
@@ -191,6 +196,18 @@ class EngineCore:
         return done
 
     # Prompts
+
+    def _worth_admitting(self) -> bool:
+        """Whether to take up what waits now. A prompt that comes alone costs a pass of its own beside many running rows, so that
+        there newcomers gather for a few steps: the answers of tools come one by one."""
+        newcomers = len(self._waiting) + len(self._paused)
+        if not self._prefills and newcomers * GATHER_SHARE < len(self._running):
+            if self._gathering == 0:
+                self._gathering = self._steps + GATHER_STEPS if newcomers else 0
+            if newcomers == 0 or self._steps < self._gathering:
+                return False
+        self._gathering = 0
+        return True
 
     def _admit(self) -> None:
         """Takes up what waits, oldest first and paused sequences before new ones, as rows and blocks allow."""
