@@ -157,6 +157,28 @@ def test_an_answer_that_takes_for_ever_is_incorrect(make_pool: MakePool) -> None
     assert verdict == Verdict("incorrect", 0.0, "score_answer", "deadline: took longer than the deadline")
 
 
+@pytest.mark.parametrize(("broken", "expected"), [("answer", 0.0), ("verifier", None)])
+def test_a_verifier_that_raises(monkeypatch: pytest.MonkeyPatch, broken: str, expected: float | None) -> None:
+    """On an answer: that is wrong. On its own gold answer too: nobody was judged, and it comes through."""
+
+    class Puzzle:
+        def __getitem__(self, index: int) -> dict[str, str]:
+            return {"question": "?", "answer": "4"}
+
+        def score_answer(self, answer: str, entry: dict[str, str]) -> float:
+            if broken == "verifier":
+                raise OSError("the word list is gone")
+            return float(int(answer) == 4)
+
+    monkeypatch.setattr(gym, "_dataset", lambda *_: Puzzle())
+    assert broken == "verifier" or gym.score("x", "{}", 0, 1, 0, "4") == 1.0
+    if expected is None:
+        with pytest.raises(OSError, match="word list"):
+            gym.score("x", "{}", 0, 1, 0, "four")
+    else:
+        assert gym.score("x", "{}", 0, 1, 0, "four") == expected
+
+
 @needs_package
 def test_partial_scores_are_kept(make_pool: MakePool) -> None:
     problem = make_pool(table("countdown")).take(1)[0]

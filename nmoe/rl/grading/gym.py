@@ -84,7 +84,10 @@ def entries(name: str, config: str, seed: int, size: int, start: int, count: int
 
 
 def score(name: str, config: str, seed: int, size: int, index: int, answer: str) -> float:
-    """What the dataset's verifier gives an answer to its entry `index`, in [0, 1]; 0 for one that makes it raise."""
+    """What the dataset's verifier gives an answer to its entry `index`, in [0, 1]; 0 for one that makes it raise.
+
+    Where it raises on its own gold answer too, the verifier is at fault, or what it reads, and not the answer: that comes through.
+    """
     made = _dataset(name, config, seed, size)
     entry = made[index]
     verifier: Callable[[str, Any], Any] = made.score_answer
@@ -93,6 +96,8 @@ def score(name: str, config: str, seed: int, size: int, index: int, answer: str)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # on some answers some verifiers do
+        if entry["answer"] is not None:
+            verifier(entry["answer"], entry)
         return 0.0
     return min(1.0, max(0.0, given)) if math.isfinite(given) else 0.0
 
