@@ -29,6 +29,12 @@ class Batch:
     `prefixes` may say which sequences begin alike, as the samples of one prompt do: `((0, 2), (0, 2), (1, 3))` says that the
     first two share their first two inputs. Such rows go through the model once, and give all their sequences the same
     values and gradients as if each had run them.
+
+    `pairs` says of each sequence which pair it belongs to and whether it is the preferred one of the two: `((0, True), (0,
+    False))`. Sequences of one pair run in one micro-batch, because what is learned from a pair is no sum over its sequences.
+
+    `old_logprobs_T` and `old_values_T` are the learner's own before the first of several updates on the same samples,
+    `returns_T` and `labels_T` what a head is to say at that position.
     """
 
     lengths: tuple[int, ...]
@@ -39,9 +45,14 @@ class Batch:
     advantages_T: Tensor | None = None
     behaviour_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    old_values_T: Tensor | None = None
+    labels_T: Tensor | None = None
     routes_TYK: Tensor | None = None
     kept_TM: Tensor | None = None
     prefixes: tuple[tuple[int, int], ...] | None = None
+    pairs: tuple[tuple[int, bool], ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -78,8 +89,15 @@ class Batch:
 
     def with_reference(self, logprobs_N: Tensor) -> Batch:
         """The batch with a reference policy's log-probabilities of its scored tokens."""
-        column_T = torch.zeros_like(self.weights_T).masked_scatter(self.scored_T, logprobs_N)
-        return replace(self, reference_logprobs_T=column_T)
+        return replace(self, reference_logprobs_T=self.column(logprobs_N))
+
+    def column(self, values_N: Tensor) -> Tensor:
+        """Values of the scored tokens as a column of the batch, `[T]`, 0 elsewhere."""
+        return torch.zeros(self.tokens, dtype=values_N.dtype).masked_scatter(self.scored_T, values_N)
+
+    def sequence_ids(self) -> Tensor:
+        """The number of each token's sequence, `[T]`."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths, dtype=torch.int64))
 
     def to(self, device: torch.device) -> Batch:
         columns: dict[str, Any] = {name: values_T.to(device) for name, values_T in self._columns()}
@@ -99,12 +117,13 @@ class Batch:
         columns = {name: values_T[rows_T] for name, values_T in self._columns()}
         lengths = tuple(self.lengths[i] for i in sequences)
         prefixes = None if self.prefixes is None else tuple(self.prefixes[i] for i in sequences)
-        return replace(self, lengths=lengths, prefixes=prefixes, **columns), rows_T
+        pairs = None if self.pairs is None else tuple(self.pairs[i] for i in sequences)
+        return replace(self, lengths=lengths, prefixes=prefixes, pairs=pairs, **columns), rows_T
 
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int]]:
     """Sequence indices, longest first, cut where the next would exceed the token budget; a longer one stands alone. Sequences
-    that share a prefix follow the longest of them.
+    that share a prefix follow the longest of them, and a pair is never cut.
 
     Sorting puts sequences of similar length together, which is what the length buckets of attention want.
     """
@@ -114,13 +133,17 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int
     for group, length in zip(groups, lengths, strict=True):
         longest[group] = max(length, longest.get(group, 0))
     order = sorted(range(len(lengths)), key=lambda i: (-longest[groups[i]], groups[i], -lengths[i]))
+    together: dict[int, list[int]] = {}
+    for i in order:
+        together.setdefault(i if batch.pairs is None else batch.pairs[i][0], []).append(i)
     chosen: list[int] = []
     tokens = 0
-    for i in order:
-        if chosen and tokens + lengths[i] > tokens_per_microbatch:
+    for unit in together.values():
+        unit_tokens = sum(lengths[i] for i in unit)
+        if chosen and tokens + unit_tokens > tokens_per_microbatch:
             yield chosen
             chosen, tokens = [], 0
-        chosen.append(i)
-        tokens += lengths[i]
+        chosen += unit
+        tokens += unit_tokens
     if chosen:
         yield chosen

@@ -1,6 +1,7 @@
 """Running a batch through a model, micro-batch by micro-batch."""
 
-# Shapes: T predicting positions, S those that run, N scored positions, D width, K chosen experts, E experts.
+# Shapes: T predicting positions, S those that run, N scored positions, D width, K chosen experts, E experts, K outputs
+# of a head.
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Outputs
+from nmoe.model.head import Head
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -53,12 +55,25 @@ def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tenso
     return states_SD[place_T[micro.scored_T]]
 
 
-def score(model: Transformer, micro: Batch, trace: RouterTrace, temperature: float) -> Outputs:
-    """Log-probabilities and entropies of the scored tokens, under the support that they were sampled from."""
+def score(
+    model: Transformer,
+    micro: Batch,
+    trace: RouterTrace,
+    temperature: float,
+    head: Head | None = None,
+    head_only: bool = False,
+) -> Outputs:
+    """Log-probabilities and entropies of the scored tokens, under the support that they were sampled from, and what a head says
+    there; of the vocabulary nothing where the head is all that is asked."""
     states_ND = scored_states(model, micro, trace)
+    head_NK = None if head is None else head(states_ND)
+    if head_only:
+        nan_N = torch.full(states_ND.shape[:1], torch.nan, device=states_ND.device)
+        return Outputs(nan_N, nan_N, head_NK)
     kept_NM = None if micro.kept_TM is None else micro.kept_TM[micro.scored_T]
     targets_N = micro.targets_T[micro.scored_T]
-    return Outputs(*head_logprobs(states_ND, model.head_weight, targets_N, temperature, kept_NM, model.exact))
+    logprobs_N, entropy_N = head_logprobs(states_ND, model.head_weight, targets_N, temperature, kept_NM, model.exact)
+    return Outputs(logprobs_N, entropy_N, head_NK)
 
 
 @torch.no_grad()
@@ -73,6 +88,26 @@ def batch_logprobs(
         if counts:
             parts.append(logprobs_N)
             places.append(rows_T[micro.scored_T.cpu()])
+    return _in_order(ranks, parts, places)
+
+
+@torch.no_grad()
+def batch_head_outputs(
+    model: Transformer, head: Head, batch: Batch, tokens_per_microbatch: int, ranks: Ranks | None = None
+) -> Tensor:
+    """What a head says at the batch's scored tokens, `[N, K]`, in its order, over recorded routes where the batch has them."""
+    ranks = ranks or Ranks()
+    parts, places = [], []
+    for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
+        head_NK = head(scored_states(model, micro, RouterTrace(replay=micro.routes_TYK))).cpu()
+        if counts:
+            parts.append(head_NK)
+            places.append(rows_T[micro.scored_T.cpu()])
+    return _in_order(ranks, parts, places)
+
+
+def _in_order(ranks: Ranks, parts: list[Tensor], places: list[Tensor]) -> Tensor:
+    """Every rank's parts as one, in the order of their places in the batch."""
     gathered = ranks.gather((parts, places))
-    parts_all = [part for parts, _ in gathered for part in parts]
-    return torch.cat(parts_all)[torch.cat([place for _, places in gathered for place in places]).argsort()]
+    whole = torch.cat([part for parts, _ in gathered for part in parts])
+    return whole[torch.cat([place for _, places in gathered for place in places]).argsort()]

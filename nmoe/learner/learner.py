@@ -18,12 +18,13 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs, score, scored_states, split
+from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scored_states, split
 from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
+from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
 from nmoe.model.peft_format import resume_adapter, save_adapter
@@ -54,13 +55,14 @@ class PassResult:
 
 
 class Learner:
-    """Trains one model: all of it or, where it is given one, its adapter alone.
+    """Trains one model: all of it or, where it is given one, its adapter alone; and with it a head, where it is given one.
 
     It does so in one process or, all of a model, on all ranks of `torch.distributed`'s default group: each is given the same
     model and makes the same calls, runs a part of every batch, holds a part of the weights, and returns what one process would.
 
     `tokens_per_microbatch` bounds the memory of a pass; it never changes a gradient. `temperature` is the one that
-    sampling uses: log-probabilities are those of the distribution that was sampled from.
+    sampling uses: log-probabilities are those of the distribution that was sampled from. With `head_only` the vocabulary is left
+    out of every pass: critics of their own, reward models and classifiers have no use for it.
     """
 
     def __init__(
@@ -72,14 +74,19 @@ class Learner:
         temperature: float = 1.0,
         lora: Lora | None = None,
         ranks: Ranks | None = None,
+        head: Head | None = None,
+        head_only: bool = False,
     ) -> None:
+        assert head is not None or not head_only, "a learner of a head alone has one"
         assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
-        self.model, self.lora = model, lora
+        self.model, self.lora, self.head, self.head_only = model, lora, head, head_only
         self.ranks = ranks or Ranks()
         if lora is not None and self.ranks.size > 1:
             raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
+        if head_only and model.head is not None:
+            model.head.requires_grad_(False)  # it is never run, and would be a parameter without a gradient
         self.ranks.shard(model, model.blocks)
-        self.optimizer = Optimizer(model, optimizer, total_steps)
+        self.optimizer = Optimizer(model, optimizer, total_steps, head)
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
         self.version = 0
@@ -96,7 +103,7 @@ class Learner:
         part = _Part(RoutingStatistics.empty(len(config.moe_layers), config.experts) if config.experts else None)
         for micro, rows_T, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
-            outputs = score(self.model, micro, trace, self.temperature)
+            outputs = score(self.model, micro, trace, self.temperature, self.head, self.head_only)
             objective_sum, statistics = objective(outputs, _scored(micro))
             total = objective_sum
             auxiliary = 0.0
@@ -110,7 +117,8 @@ class Learner:
                 continue
             part.loss += float(objective_sum.detach())
             part.auxiliary_loss += auxiliary
-            statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
+            if not self.head_only:
+                statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
             for name, values_N in statistics.items():
                 part.columns.setdefault(name, []).append(values_N.cpu())
             part.places.append(rows_T[micro.scored_T.cpu()])
@@ -135,10 +143,21 @@ class Learner:
         """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
         return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature, self.ranks))
 
+    def head_outputs(self, batch: Batch) -> Future[Tensor]:
+        """What the head says at the scored tokens under the present weights, `[N, K]`, in the batch's order."""
+        assert self.head is not None, "a learner without a head has no outputs of one"
+        return Done(batch_head_outputs(self.model, self.head, batch, self.tokens_per_microbatch, self.ranks))
+
     def optim_step(self) -> Future[StepResult]:
         """Clips, steps, moves the router biases (which belong to the base, where that is frozen), advances the schedule and clears
         the gradient."""
         release(self.model)
+        if self.head is not None and self.ranks.size > 1:
+            for (
+                parameter
+            ) in self.head.parameters():  # whole on every rank; those of the model are summed by what shards them
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.ranks.sum(gradient).div_(self.ranks.size)
         result = self.optimizer.step()
         self.ranks.sum(self._load_YE)
         if not result.overflow and self.lora is None:
@@ -154,8 +173,8 @@ class Learner:
         return Done(self.version)
 
     def save(self, directory: Path) -> None:
-        """Writes what is trained and its optimizer into `directory`, which exists: an adapter comes with a reference to its base,
-        not with the base."""
+        """Writes what is trained, a head included, and its optimizer into `directory`, which exists: an adapter comes with a
+        reference to its base, not with the base."""
         writes = self.ranks.rank == 0
         if self.lora is not None:
             save_adapter(self.lora, directory)
@@ -163,6 +182,8 @@ class Learner:
             model = self._unsharded()
             if writes:
                 save_model(model, directory)
+        if self.head is not None and writes:
+            self.head.save(directory)
         self.optimizer.save(directory, writes)
         self.ranks.wait()
 
@@ -189,6 +210,8 @@ class Learner:
             load_weights(model, directory)
             if model is not self.model:
                 set_full_state(self.model, model.state_dict())
+        if self.head is not None:
+            self.head.load_weights(directory)
         self.optimizer.load(directory)
 
     def _unsharded(self) -> Transformer:
@@ -215,7 +238,7 @@ class _Part:
 def _joined(parts: list[_Part]) -> PassResult:
     """The ranks' parts as one pass, per-token columns in the batch's order."""
     order_N = torch.cat([place for part in parts for place in part.places]).argsort()
-    names = next(part.columns for part in parts if part.columns)
+    names = next((part.columns for part in parts if part.columns), {})
     tokens = {name: torch.cat([v for part in parts for v in part.columns.get(name, [])])[order_N] for name in names}
     routing = parts[0].routing
     for part in parts[1:]:
@@ -233,4 +256,10 @@ def _scored(micro: Batch) -> Scored:
         advantages_N=column(micro.advantages_T),
         behaviour_logprobs_N=column(micro.behaviour_logprobs_T),
         reference_logprobs_N=column(micro.reference_logprobs_T),
+        old_logprobs_N=column(micro.old_logprobs_T),
+        returns_N=column(micro.returns_T),
+        old_values_N=column(micro.old_values_T),
+        labels_N=column(micro.labels_T),
+        sequence_N=micro.sequence_ids().to(micro.scored_T.device)[micro.scored_T],
+        pairs=micro.pairs,
     )

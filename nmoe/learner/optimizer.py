@@ -57,14 +57,18 @@ class StepResult:
 
 
 class Optimizer:
-    """Steps a model's parameters that are not frozen; `steps` counts the optimizer steps taken. A loss has to be multiplied by
-    `loss_scale` before its backward pass."""
+    """Steps the parameters of a model and its head that are not frozen; `steps` counts the optimizer steps taken. A loss has to be
+    multiplied by `loss_scale` before its backward pass."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, settings: OptimizerSettings, total_steps: int, head: nn.Module | None = None
+    ) -> None:
         self.settings = settings
         self.total_steps = total_steps
         self.steps = 0
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if head is not None:
+            trained |= {f"own_head.{name}": parameter for name, parameter in head.named_parameters()}
         self.names, self.parameters = list(trained), list(trained.values())
         self.masters = [_master(parameter) for parameter in self.parameters]
         self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)

@@ -1,0 +1,83 @@
+"""A head beside the vocabulary's: a linear map from final hidden states to a few numbers: a value, a reward, two classes."""
+
+# Shapes: N rows, D width, K outputs.
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from nmoe.errors import UserError
+
+HeadKind = Literal["value", "reward", "step"]
+
+WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+
+
+class Head(nn.Module):
+    """`x @ weight.T + bias` in fp32, whatever the precision of the model. It begins at zero, where every output is 0 and no guess
+    is better than another; its gradient there is not zero, and that of the model is none in the first step alone."""
+
+    def __init__(self, hidden_size: int, outputs: int, kind: HeadKind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Outputs `[N, K]` of normalised final hidden states."""
+        return F.linear(x_ND.to(self.weight.dtype), self.weight, self.bias)
+
+    def save(self, directory: Path) -> None:
+        """Writes weights and description into a checkpoint's directory, beside the model's."""
+        outputs, hidden_size = self.weight.shape
+        description = {"hidden_size": hidden_size, "outputs": outputs, "kind": self.kind}
+        (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, directory / WEIGHTS)
+
+    def load_weights(self, directory: Path) -> None:
+        """Takes the weights of a checkpoint's head. Raises UserError where `load_head` does, and for one of another number of
+        outputs."""
+        outputs, hidden_size = self.weight.shape
+        stored = load_head(directory, hidden_size, self.kind)
+        if (found := stored.weight.shape[0]) != outputs:
+            raise UserError(f"{directory / DESCRIPTION}: a head of {found} outputs, where {outputs} are wanted")
+        self.load_state_dict(stored.state_dict())
+
+
+def load_head(directory: Path, hidden_size: int, kind: HeadKind) -> Head:
+    """The head of a checkpoint, for a model of this width.
+
+    Raises UserError where there is none, where it is of another kind or width, and for one that is torn or not finite.
+    """
+    path = directory / DESCRIPTION
+    try:
+        raw = json.loads(path.read_text())
+        found, width, outputs = raw["kind"], int(raw["hidden_size"]), int(raw["outputs"])
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such file: this checkpoint has no head, and one of kind {kind!r} is wanted"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not the description of a head: {error}") from None
+    if found not in get_args(HeadKind) or found != kind:
+        raise UserError(f"{path}: a head of kind {found!r}, where one of kind {kind!r} is wanted")
+    if width != hidden_size:
+        raise UserError(f"{path}: a head for a model of width {width}, and this model's width is {hidden_size}")
+    head = Head(hidden_size, outputs, kind)
+    try:
+        head.load_state_dict(load_file(directory / WEIGHTS))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(
+            f"{directory / WEIGHTS}: missing, torn, or of another shape than {DESCRIPTION} says: {error}"
+        ) from None
+    if not all(bool(tensor.isfinite().all()) for tensor in head.state_dict().values()):
+        raise UserError(f"{directory / WEIGHTS}: holds values that are not finite")
+    return head
