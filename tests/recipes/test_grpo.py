@@ -15,7 +15,7 @@ from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.replay import ReplayDifferenceError, replay_command
 from nmoe.learner.batch import Batch
-from nmoe.recipes import grpo
+from nmoe.recipes import grpo, policy_update
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import GradingError
@@ -45,14 +45,14 @@ weights = { correctness = 1.0 }
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Trajectory]]:
     """The trajectories of every training batch, in order."""
     seen: list[list[Trajectory]] = []
-    policy_batch = grpo.policy_batch
+    policy_batch = policy_update.policy_batch
 
     def record(trajectories: Sequence[Trajectory], advantages_B: Tensor, *rest: Any) -> Batch:
         assert len(advantages_B) == len(trajectories)
         seen.append(list(trajectories))
         return policy_batch(trajectories, advantages_B, *rest)
 
-    monkeypatch.setattr(grpo, "policy_batch", record)
+    monkeypatch.setattr(policy_update, "policy_batch", record)
     return seen
 
 
