@@ -14,7 +14,7 @@ from nmoe.config.base import Array, Conflict, DataPath, Section
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
 
-GeneratedTask = Literal["sort", "reverse", "add", "arithmetic"]
+GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum"]
 """Tasks that make their own problems."""
 
 DatasetTask = Literal[
@@ -26,6 +26,7 @@ DatasetTask = Literal[
     "prm_step",
     "prm_solution",
     "arithmetic",
+    "sum",
     "sort",
     "reverse",
     "add",

@@ -20,14 +20,16 @@ from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.speedrun.corpus import corpus_texts, write_corpus
 from nmoe.recipes.speedrun.examination import examine
 from nmoe.recipes.speedrun.report import write_speedrun_report
+from nmoe.recipes.speedrun.steps import step_texts
 from nmoe.recipes.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
-VOCABULARY = 512
+VOCABULARY = 768
 TOKENIZER_DOCUMENTS = 4_000
+TOKENIZER_JUDGEMENTS = 50
 CORPUS_DOCUMENTS = 100_000
 TOOL_DOCUMENTS = 20_000
 # Marks a directory as a speedrun's own, which the next one may replace.
@@ -75,7 +77,11 @@ def speedrun(out: Path, seed: int) -> None:
     stages = Stages()
     with stages.stage("tokenizer and corpus"), storage_errors(out):
         tools = ROOT / "environments/tools.toml"
-        texts = chain(corpus_texts(seed, TOKENIZER_DOCUMENTS), tool_texts(tools, seed, TOKENIZER_DOCUMENTS // 4))
+        texts = chain(
+            corpus_texts(seed, TOKENIZER_DOCUMENTS),
+            tool_texts(tools, seed, TOKENIZER_DOCUMENTS // 4),
+            step_texts(seed, TOKENIZER_JUDGEMENTS),
+        )
         tokenizer = Tokenizer.train(texts, VOCABULARY)
         tokenizer.save(tokenizer_directory)
         write_corpus(corpus, tokenizer, seed, CORPUS_DOCUMENTS)

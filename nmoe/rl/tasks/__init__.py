@@ -16,6 +16,7 @@ from nmoe.rl.tasks.reasoning_gym import ReasoningGymTask
 from nmoe.rl.tasks.reverse import ReverseTask
 from nmoe.rl.tasks.score import MetaVerificationTask, ProofVerificationTask
 from nmoe.rl.tasks.sort import SortTask
+from nmoe.rl.tasks.sum import SumTask
 from nmoe.rl.tasks.task import Attempt, GeneratedTask, Task
 
 __all__ = ["CODE_TASKS", "DATASET_TASKS", "GENERATED_TASKS", "TASKS", "Attempt", "GeneratedTask", "Task"]
@@ -25,6 +26,7 @@ GENERATED_TASKS: dict[str, GeneratedTask] = {
     "reverse": ReverseTask(),
     "add": AddTask(),
     "arithmetic": ArithmeticTask(),
+    "sum": SumTask(),
 }
 
 # Those over code and files, whose records have a form of their own.
