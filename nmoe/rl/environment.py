@@ -146,6 +146,10 @@ class Environment:
         """What one sampled turn is read as, message by message."""
         return self.format.transcript(token_ids)
 
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        """What a last turn says to whoever asked, reasoning left out; None where it says nothing."""
+        return self.format.answer_text(token_ids)
+
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""
         return self.format.answer_ids(TASKS[problem.task_type], answer)

@@ -45,6 +45,9 @@ class Format(Protocol):
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message, for people and for replays."""
 
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        """What the last turn says to whoever asked, reasoning left out; None where it says nothing. Total."""
+
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         """A completion in the best form, reasoning included, that gives this answer."""
 
@@ -104,6 +107,9 @@ class HarmonyFormat:
         completion = self._harmony.parse_completion(token_ids)
         return [*map(asdict, completion.messages), {"end": completion.end, "error": completion.error}]
 
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        return _unless_blank(self._harmony.parse_completion(token_ids).final or "")
+
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         final = answer if task.bare_final else rf"\boxed{{{answer}}}"
         return self._harmony.render_completion(
@@ -161,6 +167,9 @@ class ChatFormat:
         messages: list[dict[str, str | None]] = [{"reasoning": said.reasoning, "content": said.content}]
         return messages + [{"call": body} for body in said.calls]
 
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        return _unless_blank(self._read(token_ids)[0].content)
+
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         final = answer if task.bare_final else rf"\boxed{{{answer}}}"
         return self._template.completion_ids(f"{THINK}\n{_REASONING}\n{END_THINK}\n\n{final}")
@@ -176,6 +185,10 @@ class ChatFormat:
         said = read_turn(self._tokenizer.decode(body))
         is_text = self._control_ids.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
         return replace(said, well_formed=said.well_formed and is_text), ended
+
+
+def _unless_blank(text: str) -> str | None:
+    return text if text.strip() else None
 
 
 def _chat_call(body: str, call_id: str) -> ToolCall:
@@ -216,8 +229,7 @@ class BoxedFormat:
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
         (completion_ids,) = turns
-        ended = bool(completion_ids) and completion_ids[-1] in self.stop_ids
-        text = self._tokenizer.decode(completion_ids[:-1] if ended else completion_ids)
+        text = self._text(completion_ids)
         box = last_boxed(text)
         return Reading(
             from_response(text),
@@ -230,8 +242,15 @@ class BoxedFormat:
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         return [{"content": self._tokenizer.decode(token_ids)}]
 
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        return _unless_blank(self._text(token_ids))
+
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         return [*self._tokenizer.encode(rf"{_REASONING} \boxed{{{answer}}}"), self.stop_ids[0]]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
+        return self._tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
 
 FORMATS: dict[str, type[HarmonyFormat] | type[ChatFormat] | type[BoxedFormat]] = {

@@ -441,6 +441,16 @@ def test_example_answers(environment: Make, form: str, task_type: str, gold: str
         assert (grade.failure, parts(grade)[:3]) == ("ok", (1.0, 1.0, correct))
 
 
+def test_what_a_turn_says_to_whoever_asked(environment: Make, harmony: Harmony, tokenizer: Tokenizer) -> None:
+    plain, boxed = environment(POOL), environment(BOXED + POOL)
+    assert plain.answer_text(turn(harmony, ANALYSIS, WRONG, RIGHT)) == "13459"
+    assert plain.answer_text(turn(harmony, ANALYSIS)) is None
+    assert plain.answer_text(turn(harmony, Message("assistant", " \n", channel="final"))) is None
+    said = tokenizer.encode("Sorted: \\boxed{13459}")
+    assert boxed.answer_text([*said, boxed.stop_ids[0]]) == boxed.answer_text(said) == "Sorted: \\boxed{13459}"
+    assert boxed.answer_text([boxed.stop_ids[0]]) is None
+
+
 def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path: Path) -> None:
     digits = ["12", "345", "6" * 40]
     (tmp_path / "records.jsonl").write_text(

@@ -1,0 +1,80 @@
+r"""Direct preference optimization and its kin: losses over how much more likely than under a reference policy the preferred
+completion y+ has become, compared with the other, y-.
+
+With h = log pi(y+) / pi_ref(y+) - log pi(y-) / pi_ref(y-), summed over the completions' tokens, b = beta and s = label_smoothing:
+
+    sigmoid       -(1 - s) log sigma(b h) - s log sigma(-b h)
+                  DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). With s > 0 a label is taken to be wrong with that
+                  probability (Mitchell 2023, "A note on DPO with noisy preferences", eq. 3)
+    sigmoid_norm  the same with each log ratio over its completion's number of tokens
+                  length-normalised DPO (Lambert et al. 2024, arXiv:2411.15124, section 5.1.2)
+    robust        (-(1 - s) log sigma(b h) + s log sigma(-b h)) / (1 - 2 s)
+                  unbiased under labels flipped with probability s (Chowdhury et al. 2024, arXiv:2403.00409, section 3.1)
+    hinge         max(0, 1 - b h)
+                  "hinge-norm" (Liu et al. 2023, arXiv:2309.06657), the hinge of SLiC (Zhao et al. 2023, arXiv:2305.10425)
+    ipo           (h' - 1 / (2 b))^2, with h' as in sigmoid_norm
+                  IPO (Azar et al. 2023, arXiv:2310.12036, eq. 17, b for tau). The paper takes sums; over them a longer pair is
+                  pulled at harder, so that here, as in TRL, log ratios are means over tokens
+
+    loss = sum over pairs of w (L + sft_weight * -log pi(y+) / |y+|)
+                  the second term: Pang et al. 2024, arXiv:2404.19733, eq. 1, where |y+| counts the completion alone
+
+The names are those of TRL's `loss_type`.
+"""
+
+# Shapes: N scored tokens of a micro-batch, B its sequences, P its pairs.
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
+from nmoe.learner.objectives.pairs import pair_sides, sequence_sums
+
+PreferenceLoss = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"]
+
+# Losses over means of log ratios, where the others take sums.
+NORMALISED = ("sigmoid_norm", "ipo")
+
+
+def preference_loss(difference_P: Tensor, loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """The loss L of each pair, `[P]`, from the difference h of its log ratios in nats, normalised or not."""
+    scaled_P = beta * difference_P
+    if loss == "hinge":
+        return F.relu(1 - scaled_P)
+    if loss == "ipo":
+        return (difference_P - 1 / (2 * beta)).square()
+    right_P, flipped_P = -F.logsigmoid(scaled_P), -F.logsigmoid(-scaled_P)
+    if loss == "robust":
+        return ((1 - label_smoothing) * right_P - label_smoothing * flipped_P) / (1 - 2 * label_smoothing)
+    return (1 - label_smoothing) * right_P + label_smoothing * flipped_P
+
+
+def dpo(loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0, sft_weight: float = 0.0) -> Objective:
+    """An objective over pairs and `reference_logprobs`, which scores the completions of both sides."""
+
+    def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        sequence_N = need(scored.sequence_N, "sequence ids")
+        if scored.pairs is None:
+            raise ValueError("this objective needs the batch's pairs, which are missing")
+        preferred, other = pair_sides(scored.pairs)
+        sequences = len(scored.pairs)
+        logprobs_N = outputs.logprobs_N
+        ratio_B = sequence_sums(
+            logprobs_N - need(scored.reference_logprobs_N, "reference_logprobs"), sequence_N, sequences
+        )
+        tokens_B = sequence_sums(torch.ones_like(logprobs_N), sequence_N, sequences)
+        if loss in NORMALISED:
+            ratio_B = ratio_B / tokens_B
+        weight_B = sequence_sums(scored.weights_N, sequence_N, sequences)
+        loss_P = preference_loss(ratio_B[preferred] - ratio_B[other], loss, beta, label_smoothing)
+        if sft_weight > 0:
+            mean_B = sequence_sums(logprobs_N, sequence_N, sequences) / tokens_B
+            loss_P = loss_P - sft_weight * mean_B[preferred]
+        return ((weight_B[preferred] + weight_B[other]) * loss_P).sum(), {}
+
+    return objective
