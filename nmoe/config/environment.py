@@ -82,14 +82,18 @@ class JsonlPool(DatasetKeys):
     """A local file with one JSON object per line."""
 
     type: Literal["jsonl"]
-    path: Annotated[str, DataPath()] = Field(min_length=1, description="the JSONL file")
+    path: Annotated[str, DataPath()] = Field(
+        min_length=1, description="the JSONL file; `@[a:b]` behind it takes a part of its records"
+    )
 
 
 class ParquetPool(DatasetKeys):
     """A local Parquet file."""
 
     type: Literal["parquet"]
-    path: Annotated[str, DataPath()] = Field(min_length=1, description="the Parquet file")
+    path: Annotated[str, DataPath()] = Field(
+        min_length=1, description="the Parquet file; `@[a:b]` behind it takes a part of its rows"
+    )
 
 
 class HubPool(DatasetKeys):
@@ -97,7 +101,11 @@ class HubPool(DatasetKeys):
 
     type: Literal["hf"]
     dataset: Annotated[str, DataPath(may_be_name=True)] = Field(
-        min_length=1, description="name on the hub, or a local directory or file"
+        min_length=1, description="name on the hub, or a local directory or file; `@[a:b]` behind it takes a part of it"
+    )
+    data_files: Array[str] = Field(
+        default=(),
+        description="files of `dataset` to read, wildcards allowed; with `json`, `parquet`, `csv`: local ones",
     )
     subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
     split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")

@@ -14,6 +14,7 @@ from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import lay_over, malformed, override_document, read_override
 from nmoe.config.problems import ConfigError, Problem, at, explain
 from nmoe.config.schema import follow, item_of, section_for, sections_of
+from nmoe.config.slices import split_path
 from nmoe.errors import UserError
 
 S = TypeVar("S", bound=Section)
@@ -132,7 +133,9 @@ def _start_paths_below(value: Any, annotation: Any, directory: Path) -> None:
         marks = [mark for mark in known.metadata if isinstance(mark, DataPath)]
         if not marks:
             _start_paths_below(value[key], known.annotation, directory)
-        elif isinstance(value[key], str) and (not marks[0].may_be_name or _exists(directory / value[key])):
+        elif isinstance(value[key], str) and (
+            not marks[0].may_be_name or _exists(directory / split_path(value[key])[0])
+        ):
             value[key] = str(directory / value[key])
 
 

@@ -1,40 +1,33 @@
-"""Documents to pretrain on: read from JSONL, shuffled anew each epoch, handed out by a token budget."""
+"""Documents to pretrain on: read from a dataset, shuffled anew each epoch, handed out by a token budget."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 
 Document = NDArray[np.int64]
 
 
-def read_documents(path: Path, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
-    """One document per line: `{"text": "..."}`, which is encoded and ended by <|endoftext|>, or `{"token_ids": [...]}`, taken
-    as it is, for documents with control tokens that no text can spell.
+def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
+    """One document per row of what `nmoe.data.rows` reads: `{"text": "..."}`, which is encoded and ended by <|endoftext|>, or
+    `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell.
 
     Documents longer than `context_tokens` are cut into pieces of that length. Raises UserError, with file and line, for a
-    line that is neither, an id beyond the vocabulary, or a file without documents.
+    row that is neither, an id beyond the vocabulary, or a file without documents.
     """
     end = [tokenizer.special_id("<|endoftext|>")]
     documents: list[Document] = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: can not be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        ids = _ids(line, tokenizer, end, f"{path}:{number}")
+    for where, record in read_rows(path):
+        ids = _ids(record, tokenizer, end, where)
         for start in range(0, max(1, len(ids) - 1), context_tokens):
             documents.append(np.array(ids[start : start + context_tokens + 1], dtype=np.int64))
     if not documents:
@@ -42,18 +35,14 @@ def read_documents(path: Path, tokenizer: Tokenizer, context_tokens: int) -> lis
     return documents
 
 
-def _ids(line: bytes, tokenizer: Tokenizer, end: list[int], where: str) -> list[int]:
-    try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from None
-    text = record.get("text") if isinstance(record, dict) else None
+def _ids(record: Mapping[str, Any], tokenizer: Tokenizer, end: list[int], where: str) -> list[int]:
+    text = record.get("text")
     if isinstance(text, str) and text:
         try:
             return tokenizer.encode(text) + end
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-    ids = record.get("token_ids") if isinstance(record, dict) else None
+    ids = record.get("token_ids")
     if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int for i in ids):
         raise UserError(f"{where}: neither `text` (a string) nor `token_ids` (two whole numbers or more)")
     if wrong := [i for i in ids if not 0 <= i < tokenizer.vocab_size]:

@@ -61,7 +61,7 @@ def pretrain(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)
-    documents = read_documents(Path(config.data.documents), tokenizer, model.config.context_tokens)
+    documents = read_documents(config.data.documents, tokenizer, model.config.context_tokens)
     kept = len(documents) - config.data.held_out_documents
     if kept < 1:
         raise UserError(

@@ -27,11 +27,12 @@ from nmoe.config.environment import (
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
 from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.slices import split_path
+from nmoe.data.rows import local_copy
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools import Shard
-from nmoe.rl.pools.hf import local_copy
 from nmoe.rl.pools.records import record_order
 from nmoe.rl.problem import Problem
 from nmoe.rl.sandbox.sandboxes import Sandboxes
@@ -110,7 +111,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     shown = False
     for name, pool in _sources(settings):
         yield ""
-        here = not isinstance(pool, HubPool) or local_copy(pool.dataset) is not None
+        here = not isinstance(pool, HubPool) or local_copy(split_path(pool.dataset)[0]) is not None
         try:
             # Without its data an environment still has its format, its system message and its rewards.
             its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})

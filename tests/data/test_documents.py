@@ -25,7 +25,7 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def read(path: Path, tokenizer: Tokenizer, context_tokens: int = 8) -> list[list[int]]:
-    return [document.tolist() for document in read_documents(path, tokenizer, context_tokens)]
+    return [document.tolist() for document in read_documents(str(path), tokenizer, context_tokens)]
 
 
 def test_text_is_encoded_and_ended_and_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -63,10 +63,10 @@ NEITHER = r"neither `text` \(a string\) nor `token_ids` \(two whole numbers or m
     ("line", "message"),
     [
         ('{"text": ', "not JSON: "),
-        ("\udcff", "not JSON: "),
+        ("\udcff", "not UTF-8: "),
         ("[" * 100_000, "not JSON: "),
-        ("[1, 2]", NEITHER),
-        ("null", NEITHER),
+        ("[1, 2]", "a list, not an object"),
+        ("null", "a NoneType, not an object"),
         ({"texts": "a"}, NEITHER),
         ({"text": 7}, NEITHER),
         ({"text": ""}, NEITHER),

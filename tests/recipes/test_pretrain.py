@@ -37,7 +37,7 @@ def test_the_held_out_loss_is_that_of_the_last_documents(workshop: Path, base: P
     rows = read_metrics(base)
     assert [row["step"] for row in rows if "held_out_loss" in row] == [200, 400, 600]
     directory = resolve_checkpoint(base)
-    held_out = read_documents(workshop / "corpus.jsonl", Tokenizer.load(directory), 64)[-50:]
+    held_out = read_documents(str(workshop / "corpus.jsonl"), Tokenizer.load(directory), 64)[-50:]
     logprobs_N = batch_logprobs(load_model(directory), document_batch(held_out), 4096, 1.0)
     assert len(logprobs_N) == sum(len(document) - 1 for document in held_out)
     assert rows[-1]["held_out_loss"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)

@@ -275,7 +275,7 @@ def test_an_empty_pool_is_an_error(make_pool: MakePool, tmp_path: Path) -> None:
 
 def test_a_broken_row_of_a_dataset_is_named(make_pool: MakePool, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [*GSM8K, {"question": "?", "answer": "3"}])
-    with pytest.raises(UserError, match=rf"{path}: train row 6: gold_extractor = 'gsm8k_hash'"):
+    with pytest.raises(UserError, match=rf"{path}:6: gold_extractor = 'gsm8k_hash'"):
         make_pool({"type": "hf", "dataset": path, **GSM8K_KEYS})
 
 
@@ -300,7 +300,7 @@ def test_a_local_file_of_another_kind(make_pool: MakePool, tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"files of type '.txt' are not read; .jsonl, .json, .parquet, .csv are"):
         make_pool({"type": "hf", "dataset": str(tmp_path / "data.txt"), **GSM8K_KEYS})
     (tmp_path / "data.json").write_text('[{"question": ')
-    with pytest.raises(UserError, match=r"the local copy .*data.json can not be loaded: (?!An error occurred)"):
+    with pytest.raises(UserError, match=r"data.json: not JSON: Expecting value"):
         make_pool({"type": "hf", "dataset": str(tmp_path / "data.json"), **GSM8K_KEYS})
 
 

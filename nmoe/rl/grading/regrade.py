@@ -12,15 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from nmoe.data.rows import read_lines, read_rows
 from nmoe.errors import UserError
 from nmoe.rl.grading.answers import grade_answers
 from nmoe.rl.grading.extraction import from_final, last_boxed, last_number
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.rl.grading.verdict import Verdict
-from nmoe.rl.pools.jsonl import parse_jsonl, read_jsonl
 from nmoe.text.harmony_text import read_completion
 
 Extract = Literal["whole", "boxed", "last_number", "harmony"]
@@ -48,7 +47,7 @@ def regrade(file: str, extract: Extract, out: TextIO) -> None:
     Everything is read and checked before anything is graded. Raises UserError with file and line for a line that is no object with
     the strings `gold` and `prediction`, or whose gold can not be compared with.
     """
-    records = parse_jsonl("stdin", sys.stdin.buffer) if file == "-" else read_jsonl(Path(file))
+    records = read_lines("stdin", sys.stdin.buffer) if file == "-" else read_rows(file, form="jsonl")
     lines = [_line(where, record) for where, record in records]
     if not lines:
         raise UserError(f"{file}: no lines; each is an object like {_EXAMPLE}")

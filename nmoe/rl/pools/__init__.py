@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from nmoe.config.environment import (
     GeneratedPool,
     HubPool,
@@ -13,12 +11,10 @@ from nmoe.config.environment import (
     ReasoningGymPool,
     TaskPool,
 )
+from nmoe.data.rows import read_rows
 from nmoe.rl.pools.generated import generated_order
-from nmoe.rl.pools.hf import read_hf
-from nmoe.rl.pools.jsonl import read_jsonl
 from nmoe.rl.pools.mixture import Mixture
 from nmoe.rl.pools.order import Order
-from nmoe.rl.pools.parquet import read_parquet
 from nmoe.rl.pools.pool import Pool, Shard
 from nmoe.rl.pools.reasoning_gym import reasoning_gym_order
 from nmoe.rl.pools.records import columns_of, record_order
@@ -40,11 +36,16 @@ def build_order(name: str, settings: TaskPool) -> Order:
         case GeneratedPool():
             return generated_order(name, settings)
         case JsonlPool():
-            return record_order(name, settings, read_jsonl(Path(settings.path)), settings.path)
+            return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path)
         case ParquetPool():
-            return record_order(name, settings, read_parquet(Path(settings.path), *columns_of(settings)), settings.path)
+            needed, optional = columns_of(settings)
+            rows = read_rows(settings.path, form="parquet", columns=needed, optional=optional)
+            return record_order(name, settings, rows, settings.path)
         case HubPool():
-            return record_order(name, settings, read_hf(settings), f"dataset {settings.dataset!r}")
+            rows = read_rows(
+                settings.dataset, subset=settings.subset, split=settings.split, data_files=settings.data_files
+            )
+            return record_order(name, settings, rows, f"dataset {settings.dataset!r}")
         case ReasoningGymPool():
             return reasoning_gym_order(name, settings)
         case MixturePool():

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from nmoe.config.environment import DatasetKeys
+from nmoe.data.rows import Row
 from nmoe.errors import UserError
 from nmoe.rl.grading.gold import extract_gold
 from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of
@@ -20,10 +21,8 @@ from nmoe.rl.tasks.task import Metadata
 # Of a record's workspace, where its environment has one.
 COMMITS = ("base_commit", "target_commit")
 
-Record = tuple[str, Mapping[str, Any]]  # where it lies, for errors ("train.jsonl:17"), and its fields
 
-
-def record_order(name: str, settings: DatasetKeys, records: Iterable[Record], origin: str) -> Order:
+def record_order(name: str, settings: DatasetKeys, records: Iterable[Row], origin: str) -> Order:
     """Cycles through the problems of the first `max_examples` records, reshuffled each epoch.
 
     `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.

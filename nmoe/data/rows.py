@@ -1,0 +1,321 @@
+"""Rows of a dataset, from wherever people keep them: one reader for every pool and every recipe.
+
+A path names one of these, and the first that exists is read:
+
+  1. a file: JSON lines (.jsonl), JSON (.json: an array of objects, or lines all the same), Parquet (.parquet), CSV (.csv, all
+     fields texts), the texts among them also compressed (.jsonl.gz);
+  2. a directory of such files as a hub repository has them, or as `Dataset.save_to_disk` writes them;
+  3. either of these below $NMOE_DATASETS, where copies of hub datasets can be kept under their own names:
+     `hendrycks/competition_math`, which has left the hub, is then `$NMOE_DATASETS/hendrycks/competition_math/`;
+  4. a dataset on the hub, or on the mirror that $HF_ENDPOINT names; what was downloaded once is found without a network.
+
+`data_files` picks files of a directory or of a hub dataset; with the path "json", "parquet" or "csv", as `load_dataset` has
+it, it picks local files. A part of the rows is taken by a slice behind the path, `train.jsonl@[:1024]`, or behind the split,
+`train[10%:]`; its rows count from 0, blank lines left out.
+
+A local copy in which subsets are not told apart (a file, a saved dataset, a directory without subsets) is that subset, and a
+file is the split that is asked for. Code that comes with a dataset is never run.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from nmoe.config.slices import Slice, rows_of, split_name, split_path
+from nmoe.errors import StorageError, UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Row = tuple[str, Mapping[str, Any]]
+"""Where it lies, for errors ("train.jsonl:17"), and its fields."""
+
+Form = Literal["jsonl", "json", "parquet", "csv"]
+
+_FORMS: dict[str, Form] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_BUILDERS: dict[str, Form] = {"json": "json", "parquet": "parquet", "csv": "csv"}  # as `load_dataset` calls them
+_SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what save_to_disk leaves beside a DatasetDict and a Dataset
+
+_LONGEST_FIELD = 2**31 - 1  # of a CSV; the csv module's own limit is 128 KB
+
+
+def read_rows(
+    path: str,
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    data_files: Sequence[str] = (),
+    form: Form | None = None,
+    columns: Sequence[str] | None = None,
+    optional: Sequence[str] = (),
+) -> Iterator[Row]:
+    """The rows that `path` names, in order and one at a time.
+
+    `form` says what a file is whose name does not. Of a Parquet file `columns` and those of `optional` that are there are read
+    alone. Raises UserError for what can not be read, with file and line or row, and StorageError when the disk is full.
+    """
+    name, part = split_path(path)
+    if data_files and name in _BUILDERS:
+        files, form = _matching(Path(), data_files), _BUILDERS[name]
+    else:
+        local = Path(name) if form else local_copy(name)
+        if local is None and _is_path(name):
+            raise UserError(f"{name}: can not be read: No such file or directory")
+        if local is None or (local.is_dir() and form is None and not data_files):
+            dataset = _load_dataset(name, subset, split, data_files, local)
+            yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
+            return
+        files = _matching(local, data_files) if data_files else [local]
+    within = _file_slice(name, split)
+
+    def rows() -> Iterator[Row]:
+        for file in files:
+            yield from _file_rows(file, form, columns, optional)
+
+    yield from _sliced(lambda: _sliced(rows, within), part)
+
+
+def local_copy(name: str) -> Path | None:
+    """Where a file or dataset lies on this machine, None where it does not."""
+    kept = os.environ.get("NMOE_DATASETS")
+    candidates = [Path(name)] + ([Path(kept, name)] if kept else [])
+    return next((candidate for candidate in candidates if candidate.exists()), None)
+
+
+def read_lines(name: str, lines: Iterable[bytes]) -> Iterator[Row]:
+    """The objects of JSON lines that come from `name`, each with where it stands ("stdin:3"); blank lines are skipped. Raises
+    UserError for any other line."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{name}:{number}"
+            yield where, _object(where, line)
+
+
+def _object(where: str, line: bytes) -> dict[str, object]:
+    try:
+        # A byte order mark may stand before the first line, as some editors write it.
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: {error}; convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}; each line holds one object") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: a {type(value).__name__}, not an object; each line holds one object, {{...}}")
+    return value
+
+
+# --- files
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can be no hub dataset's name, so that a file of this name which is not there is a mistake in the path."""
+    return name.startswith((".", "/")) or name.count("/") > 1 or _form_of(Path(name)) is not None
+
+
+def _form_of(path: Path) -> Form | None:
+    return _FORMS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
+
+
+def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files that the patterns name, each pattern's in the order of their names."""
+    found: list[Path] = []
+    for pattern in patterns:
+        plain = directory / pattern
+        base = Path(plain.anchor) if plain.is_absolute() else Path()
+        matches = [plain] if plain.is_file() else sorted(base.glob(str(plain.relative_to(base))))
+        if not matches:
+            raise UserError(f"{plain}: no such file (data_files = {pattern!r})")
+        found += matches
+    return found
+
+
+def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Row]:
+    form = form or _form_of(path)
+    if form is None:
+        raise UserError(f"{path}: files of type {path.suffix!r} are not read; {', '.join(_FORMS)} are")
+    if form == "parquet":
+        yield from _parquet(path, columns, optional)
+        return
+    try:
+        with _opened(path) as file:
+            if form == "jsonl":
+                yield from read_lines(str(path), file)
+            elif form == "json":
+                yield from _json(path, file)
+            else:
+                yield from _csv(path, file)
+    except (OSError, EOFError) as error:  # an EOFError where a compressed file is cut
+        raise UserError(f"{path}: can not be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _json(path: Path, file: IO[bytes]) -> Iterator[Row]:
+    """An array of objects, or lines: many files of lines are called .json."""
+    start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(0)
+    if not start.startswith(b"["):
+        yield from read_lines(str(path), file)
+        return
+    try:
+        rows = json.loads(file.read().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}; convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}: row {number}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a {type(row).__name__}, not an object; the file is an array of objects")
+        yield where, row
+
+
+def _csv(path: Path, file: IO[bytes]) -> Iterator[Row]:
+    """Fields are texts: CSV has no types, and the answer 0135 is not the number 135. A row's place is its last line."""
+    csv.field_size_limit(_LONGEST_FIELD)
+
+    reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    header: list[str] | None = None
+    try:
+        for fields in reader:
+            if header is None:
+                header = fields
+            elif fields:
+                where = f"{path}:{reader.line_num}"
+                if len(fields) != len(header):
+                    raise UserError(f"{where}: {len(fields)} fields, and the first line names {len(header)} columns")
+                yield where, dict(zip(header, fields, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8: {error}") from error
+
+
+def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            there = file.schema_arrow.names
+            if absent := [column for column in columns or () if column not in there]:
+                raise UserError(
+                    f"{path}: no column {', '.join(map(repr, absent))}; the columns are {', '.join(map(repr, there))}"
+                )
+            wanted = None if columns is None else [*columns, *(name for name in optional if name in there)]
+            for batch in file.iter_batches(columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", _own_keys(row)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: can not be read as Parquet after row {number}: {error}") from error
+
+
+def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the keys that its objects have only because those of other rows do: their value is None."""
+    return {key: _pruned(value) for key, value in row.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pruned(one) for key, one in value.items() if one is not None}
+    return [_pruned(one) for one in value] if isinstance(value, list) else value
+
+
+# --- slices
+
+
+def _file_slice(name: str, split: str) -> Slice:
+    parsed = split_name(split)
+    if parsed is None:
+        raise UserError(f"{name}: a file has no split {split!r}; write a name, with a slice where wanted: train[:1024]")
+    return parsed[1]
+
+
+def _sliced(rows: Callable[[], Iterator[Row]], part: Slice) -> Iterator[Row]:
+    """The part of the rows. What counts from the end, or in percent, needs their number: then they are read twice."""
+    if all(bound is None or bound.isdigit() for bound in part):
+        start, stop = (None if bound is None else int(bound) for bound in part)
+        return islice(rows(), start, stop)
+    chosen = rows_of(part, sum(1 for _ in rows()))
+    return islice(rows(), chosen.start, chosen.stop)
+
+
+# --- datasets
+
+
+def _load_dataset(name: str, subset: str | None, split: str, data_files: Sequence[str], local: Path | None) -> Dataset:
+    import datasets
+
+    try:
+        if local is not None:
+            return _load_directory(local, subset, split)
+        options: dict[str, Any] = {"data_files": list(data_files)} if data_files else {}
+        return datasets.load_dataset(name, subset, split=split, **options)
+    # RuntimeError is how the library refuses a dataset that is a script.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # "An error occurred while generating the dataset": what it was is in the cause.
+        wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None
+        reason = error.__cause__ if wrapped else error
+        disk_full = isinstance(reason, OSError) and reason.errno == errno.ENOSPC
+        raise (StorageError if disk_full else UserError)(_failure(name, subset, split, local, reason)) from error
+
+
+def _load_directory(path: Path, subset: str | None, split: str) -> Dataset:
+    import datasets
+
+    if any((path / marker).exists() for marker in _SAVED_MARKERS):
+        return _load_saved(path, split)
+    if subset is not None:
+        subsets = datasets.get_dataset_config_names(str(path))
+        if subset not in subsets:
+            if (path / subset).is_dir():
+                path, subset = path / subset, None
+            elif subsets == ["default"]:
+                subset = None
+    return datasets.load_dataset(str(path), subset, split=split)
+
+
+def _load_saved(path: Path, split: str) -> Dataset:
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.Dataset):
+        saved = {split.partition("[")[0]: saved}
+    lengths = {name: len(rows) for name, rows in saved.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    selected = [saved[part.splitname].select(range(part.from_ or 0, _end(part, lengths))) for part in parts]
+    return datasets.concatenate_datasets(selected)
+
+
+def _end(part: Any, lengths: dict[str, int]) -> int:
+    return lengths[part.splitname] if part.to is None else part.to
+
+
+def _dataset_rows(dataset: Dataset, where: str, part: Slice) -> Iterator[Row]:
+    """Rows are counted from 1, those before the slice too."""
+    chosen = rows_of(part, len(dataset))
+    for number, row in zip(chosen, dataset.select(chosen), strict=True):
+        yield f"{where} row {number + 1}", _own_keys(row)
+
+
+def _failure(name: str, subset: str | None, split: str, local: Path | None, reason: BaseException | None) -> str:
+    of_subset = "" if subset is None else f", subset {subset!r}"
+    what = f"dataset {name!r}{of_subset}, split {split!r}"
+    if local is not None:
+        return f"{what}: the local copy {local} can not be loaded: {reason}"
+    return (
+        f"{what}: there is no such file or directory, nor one below $NMOE_DATASETS, and the hub did not give it: {reason}; "
+        "give the path of a local copy, put a copy below the directory that $NMOE_DATASETS names, or name a mirror of the "
+        "hub in $HF_ENDPOINT"
+    )
