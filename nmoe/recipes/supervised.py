@@ -1,0 +1,143 @@
+"""The loop of every recipe that learns from given examples: one optimizer step a batch, evaluation, checkpoints, exact resume.
+
+A recipe reads its data, says what a step's batch is, and hands both over; the loop owns the run's directory and its files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from nmoe.config import to_toml
+from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.run import RunConfig
+from nmoe.errors import UserError
+from nmoe.learner.batch import Batch
+from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.objectives import Objective
+from nmoe.recipes.interrupt import Interruptible
+from nmoe.recipes.policy_metrics import optimizer_metrics, routing_metrics
+from nmoe.recipes.setup import describe, run_path
+from nmoe.runs.checkpoint import mark_best, save_checkpoint
+from nmoe.runs.directory import RunDirectory
+from nmoe.runs.progress import Progress
+from nmoe.runs.provenance import provenance
+from nmoe.runs.watch import ExpertWatch
+from nmoe.text.tokenizer import Tokenizer
+
+
+class Examples(Protocol):
+    """Where training stands in its data: `position` counts what was handed out, `fingerprint` is a digest of all of it."""
+
+    position: int
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an evaluation found: its figures among the step's metrics, a line to show, and results for eval/
+    (`nmoe.runs.ledger.Ledger.evaluation`), the first of which decides which checkpoint is the best."""
+
+    metrics: Mapping[str, float]
+    note: str
+    results: Sequence[Mapping[str, Any]] = ()
+
+
+def _no_metrics(batch: Batch, result: PassResult) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """What a recipe gives the loop.
+
+    source: names the data in errors.
+    next_batch: the batch of the next step; it moves `examples`.
+    notes: lines about the data, shown and logged before the first step.
+    evaluate: called every `eval.every_steps` steps and at the end; None where there is nothing to evaluate on.
+    metrics: figures of a step beside loss, speed, optimizer and routing.
+    """
+
+    learner: Learner
+    tokenizer: Tokenizer
+    objective: Objective
+    examples: Examples
+    source: str
+    next_batch: Callable[[], Batch]
+    notes: Sequence[str]
+    evaluate: Callable[[], Held] | None = None
+    metrics: Callable[[Batch, PassResult], Mapping[str, float]] = field(default=_no_metrics)
+
+    def save(self, directory: Path) -> None:
+        self.learner.save(directory)
+        self.tokenizer.save(directory)
+        state = {"position": self.examples.position, "documents": self.examples.fingerprint}
+        (directory / "state.json").write_text(json.dumps(state) + "\n")
+
+    def load(self, directory: Path) -> None:
+        """Raises UserError where the data is not what `save` was at."""
+        self.learner.load(directory)
+        state = json.loads((directory / "state.json").read_text())
+        if state["documents"] != self.examples.fingerprint:
+            raise UserError(f"{self.source}: not the documents that this run began with; put them back")
+        self.examples.position = state["position"]
+
+
+def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
+    """Runs the configuration to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved,
+    where a signal asked it to stop."""
+    learner = recipe.learner
+    with (
+        RunDirectory.create(
+            run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
+        ) as run,
+        Interruptible() as interrupt,
+        Progress(config.run.steps, run.log, config.run.name, run.start_step) as progress,
+    ):
+        if run.resumed_from is not None:
+            recipe.load(run.resumed_from)
+            progress.note(f"resumed from step {run.start_step}")
+        for line in [*batch_arithmetic(config), *describe(learner.lora), *recipe.notes]:
+            progress.note(line)
+        expert_watch = ExpertWatch(learner.model.config.experts)
+        for step in range(run.start_step + 1, config.run.steps + 1):
+            began = time.perf_counter()
+            batch = recipe.next_batch()
+            result = learner.forward_backward(batch, recipe.objective).result()
+            update = learner.optim_step().result()
+            seconds = time.perf_counter() - began
+            metrics: dict[str, Any] = {
+                "loss": result.loss,
+                "tokens_in_batch": float(batch.tokens),
+                "time_learn_s": seconds,
+                "time_step_s": seconds,
+                "train_tokens_per_second": batch.tokens / seconds,
+            }
+            metrics |= {**recipe.metrics(batch, result), **optimizer_metrics(update), **routing_metrics(result)}
+            last = step == config.run.steps
+            every = config.eval.every_steps
+            if recipe.evaluate is not None and every and (last or step % every == 0):
+                held = recipe.evaluate()
+                metrics |= held.metrics
+                if held.results:
+                    run.ledger.evaluation(step, {"results": list(held.results)})
+                progress.note(f"step {step}: {held.note}")
+            run.ledger.metrics(step, metrics)
+            if (message := expert_watch.observe(metrics)) is not None:
+                run.ledger.alert({"step": step, "message": message})
+                progress.note(f"step {step}: {message}")
+            progress.step(step, {"loss": result.loss, "tokens/s": batch.tokens / seconds})
+            if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
+                saved = save_checkpoint(run.checkpoints, step, recipe.save, config.checkpoint.keep)
+                if run.ledger.is_best(step):
+                    mark_best(saved)
+            if interrupt.requested and not last:
+                progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
+                raise KeyboardInterrupt
+    return run.path
