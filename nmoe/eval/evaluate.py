@@ -128,11 +128,11 @@ def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[
 def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> list[Evaluation]:
     samples = len(groups[0].trajectories)
     if samples == 1:
-        correct = sum(_correct(group.trajectories[0]) for group in groups)
+        correct = sum(is_correct(group.trajectories[0]) for group in groups)
         interval = wilson(correct, len(groups))
         mode = "greedy_pass@1" if temperature == 0 else "sampling_pass@1"
         return [Evaluation(mode, dataset, len(groups), correct / len(groups), interval.low, interval.high)]
-    outcomes = [[_correct(t) for t in group.trajectories] for group in groups]
+    outcomes = [[is_correct(t) for t in group.trajectories] for group in groups]
     mean = sum(map(sum, outcomes)) / (samples * len(outcomes))
     low, high = 0.0, 1.0  # a single problem says nothing of the spread between problems
     if len(outcomes) > 1:
@@ -149,7 +149,8 @@ def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> l
     ]
 
 
-def _correct(trajectory: Trajectory) -> bool:
+def is_correct(trajectory: Trajectory) -> bool:
+    """Whether the grader found the answer right."""
     return trajectory.grade.extras["correctness"] == 1
 
 
