@@ -1,0 +1,108 @@
+"""Best-of-n against known samples: what each way of choosing reaches, ties, silence, and what the scorer is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from nmoe.engine.api import Sampling
+from nmoe.eval.best_of_n import UNANSWERED, best_of_n, score_groups
+from nmoe.eval.evaluate import Evaluation
+from nmoe.rl.environment import Environment
+from nmoe.rl.grading.grade import Grade
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.turn import single_turn
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+GOLD = "7"
+
+
+def trajectory(problem: Problem, index: int, answer: str | None, ids: Sequence[int] = (1,)) -> Trajectory:
+    grade = Grade(0.0, {}, "ok", {"correctness": float(answer is not None and answer.strip() == GOLD)}, answer)
+    return Trajectory(problem, index, (0,), single_turn(ids), grade, Sampling(8))
+
+
+def group(number: int, *answers: str | None) -> Group:
+    problem = Problem(f"p/{number}", "sort", f"{number}?", GOLD, "p")
+    return Group(problem, [trajectory(problem, index, answer) for index, answer in enumerate(answers)])
+
+
+def values(results: Sequence[Evaluation]) -> dict[str, float]:
+    return {result.mode: result.value for result in results}
+
+
+GROUPS = [
+    group(0, "7", "3", "3"),  # the majority is wrong, the scorer finds the right one
+    group(1, "4", " 7", "7 "),  # the majority is right, whatever stands around it
+    group(2, "5", "6", "7"),  # a tie: the first counts
+    group(3, None, None, "7"),  # silence has no vote
+    group(4, "1", "1", "7"),  # neither finds the right one; of equal scores the first counts
+]
+SCORES = [[2.0, 1.0, 1.5], [0.1, 0.3, 0.0], [0.0, 0.0, 0.5], [UNANSWERED, UNANSWERED, -9.0], [1.0, 0.0, 1.0]]
+GREEDY = [group(0, "7"), group(1, "0"), group(2, "0"), group(3, None), group(4, "1")]
+
+
+def test_each_way_of_choosing() -> None:
+    results = best_of_n(GREEDY, GROUPS, SCORES, "p", 0.8)
+    assert values(results) == {
+        "greedy_pass@1": 0.2,
+        "sampling_pass@1": pytest.approx(6 / 15),
+        "majority@3": 0.4,
+        "best_of@3": 0.8,
+        "sampling_pass@3": 1.0,
+        "best_of@3 - majority@3": pytest.approx(0.4),
+    }
+    assert all(result.problems == 5 and result.low <= result.value <= result.high for result in results)
+    # Differences 1, 0, 1, 0, 0: their deviations squared come to 1.2, and Student's quantile with 4 degrees of freedom is 2.776.
+    half = 2.776445105 * math.sqrt(5 / 4 * 1.2) / 5
+    assert (results[-1].low, results[-1].high) == (pytest.approx(0.4 - half), 1.0)
+    assert 0.4 + half > 1
+
+
+def test_one_problem_says_nothing_of_the_spread_between_problems() -> None:
+    results = best_of_n(GREEDY[:1], GROUPS[:1], SCORES[:1], "p", 0.8)
+    assert (results[-1].value, results[-1].low, results[-1].high) == (1.0, -1.0, 1.0)
+
+
+class Longest:
+    """Scores an answer by its length, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    async def score(self, messages: Sequence[Message], answer: str) -> float:
+        self.asked.append((messages[-1].content, answer))
+        return math.nan if answer == "bad" else float(len(answer))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    path = tmp_path_factory.mktemp("environment") / "e.toml"
+    path.write_text('env_id = "p"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\ndifficulty = [4, 4]\n')
+    return Environment.from_toml(path, Tokenizer.train(["Sort: 12 assistant final"] * 3, 300))
+
+
+def said(environment: Environment, texts: Sequence[str | None]) -> Group:
+    tokenizer = environment._tokenizer
+    harmony = Harmony(tokenizer)
+    problem = Problem("p/0", "sort", "Sort: 21", "12", "p")
+    completions = [
+        [] if text is None else harmony.render_completion([Message("assistant", text, channel="final")])
+        for text in texts
+    ]
+    return Group(problem, [trajectory(problem, i, "12", ids) for i, ids in enumerate(completions)])
+
+
+def test_the_scorer_reads_what_was_said(environment: Environment) -> None:
+    scorer = Longest()
+    assert score_groups(environment, [said(environment, ["12", None, "112"])], scorer) == [[2.0, UNANSWERED, 3.0]]
+    assert scorer.asked == [("Sort: 21", "12"), ("Sort: 21", "112")]
+
+
+def test_a_score_that_is_no_number_stops_the_evaluation(environment: Environment) -> None:
+    with pytest.raises(ValueError, match="problem p/0: the scorer gave NaN to 'bad'"):
+        score_groups(environment, [said(environment, ["12", "bad"])], Longest())
