@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nmoe.data.records import STEP_LABELS
 from nmoe.errors import UserError
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.rl.grading.verdict import Verdict
@@ -16,13 +17,7 @@ from nmoe.rl.problem import Metadata, Problem
 from nmoe.rl.tasks.score import ScoreTask
 from nmoe.rl.tasks.task import Attempt, QuestionTask
 
-# One character each, which is one token; other spellings are PRM800K's ratings, TRL's booleans and plain words.
-LABELS = {
-    "+": ("+", "1", "true", "correct", "positive"),
-    "0": ("0", "neutral"),
-    "-": ("-", "-1", "false", "incorrect", "negative"),
-}
-_LABEL_OF = {spelling: label for label, spellings in LABELS.items() for spelling in spellings}
+_LABEL_OF = {spelling: label for label, spellings in STEP_LABELS.items() for spelling in spellings}
 
 
 def read_label(text: str) -> str | None:
@@ -30,7 +25,7 @@ def read_label(text: str) -> str | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     stripped = text.strip()
-    return _LABEL_OF.get(stripped if stripped in LABELS else normalize(stripped).casefold())
+    return _LABEL_OF.get(stripped if stripped in STEP_LABELS else normalize(stripped).casefold())
 
 
 class PrmStepTask(QuestionTask):
@@ -48,7 +43,7 @@ class PrmStepTask(QuestionTask):
         return f"{asked}\n\n{_shown(question, steps)}", read_label(gold) or gold, {"step": len(steps)}
 
     def check_gold(self, problem: Problem) -> None:
-        if problem.gold not in LABELS:
+        if problem.gold not in STEP_LABELS:
             raise UserError(f"the gold label of a step is one of {', '.join(_LABEL_OF)}, not {problem.gold[:80]!r}")
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:

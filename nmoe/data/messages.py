@@ -1,0 +1,170 @@
+"""Messages as datasets have them: OpenAI's chat format, with calls of tools, and ShareGPT's `from` and `value`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.text.harmony_format import CHANNELS, ROLES
+from nmoe.text.tool_definition import ToolDefinition
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call: `ToolCall("square", {"x": 2}, "call_1")`. Arguments are an object, or the text that a model wrote for one."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    call_id: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a record.
+
+    ChatMessage("assistant", "", reasoning="Square it.", calls=(ToolCall("square", {"x": 2}, "call_1"),))
+    ChatMessage("tool", "4", name="square", call_id="call_1")
+
+    `channel` is that of Harmony, where the data has it. `trained` is false where the data says `"weight": 0`.
+    """
+
+    role: str
+    content: str
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    call_id: str | None = None
+    channel: str | None = None
+    trained: bool = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing at all: no text, no reasoning, no call."""
+        return not (self.content.strip() or (self.reasoning or "").strip() or self.calls)
+
+
+def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
+    """The messages of a list, which may be written as JSON text (as CSV has to). Raises UserError, without the record's place."""
+    messages = listed(value, column)
+    if not messages:
+        raise UserError(f"{column!r} is an empty list; a conversation has messages")
+    return tuple(_message(message, f"{column}[{number}]") for number, message in enumerate(messages))
+
+
+def read_tools(value: object) -> tuple[ToolDefinition, ...]:
+    """Tools by their JSON schemas, as OpenAI has them, with or without the `{"type": "function", "function": ...}` around."""
+    return tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(listed(value, "tools")))
+
+
+def listed(value: object, column: str) -> Sequence[Any]:
+    """A list, or the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise UserError(f"{column!r} is the text {shown(value)}, not a list nor the JSON of one") from None
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{column!r} holds {type(value).__name__} {shown(value)}, not a list")
+    return value
+
+
+def text_of(value: object, column: str) -> str:
+    """A text that is not blank."""
+    if not isinstance(value, str):
+        raise UserError(f"{column!r} holds {type(value).__name__} {shown(value)}, not text")
+    if not value.strip():
+        raise UserError(f"{column!r} is empty; fill it in or remove the record")
+    return value
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+
+
+def _message(value: object, where: str) -> ChatMessage:
+    if not isinstance(value, Mapping):
+        raise UserError(f'{where} is {shown(value)}, not a message such as {{"role": "user", "content": "..."}}')
+    role, content = value.get("role"), value.get("content")
+    if role is None and content is None and "from" in value:
+        role, content = _SHAREGPT_ROLES.get(value["from"], value["from"]), value.get("value")
+    if role not in ROLES:
+        raise UserError(f"{where}: the role is {shown(role)}; the roles are {', '.join(ROLES)}")
+    calls = tuple(
+        _call(call, f"{where}.tool_calls[{number}]")
+        for number, call in enumerate(listed(value.get("tool_calls") or [], f"{where}.tool_calls"))
+    )
+    channel = value.get("channel")
+    if channel is not None and channel not in CHANNELS:
+        raise UserError(f"{where}: the channel is {shown(channel)}; the channels are {', '.join(CHANNELS)}")
+    weight = value.get("weight", 1)
+    if weight not in (0, 1, None):
+        raise UserError(f"{where}: the weight is {shown(weight)}; a message is trained, 1, or not, 0")
+    reasoning = next((value[key] for key in _REASONING if value.get(key) is not None), None)
+    message = ChatMessage(
+        role,
+        _content(content, where, needed=not calls and reasoning is None),
+        reasoning=None if reasoning is None else _text(reasoning, f"{where}: the reasoning"),
+        calls=calls,
+        name=_optional(value, "name", where),
+        call_id=_optional(value, "tool_call_id", where),
+        channel=channel,
+        trained=weight != 0,
+    )
+    if role != "assistant" and (calls or reasoning is not None):
+        raise UserError(f"{where}: a message by {role!r} has tool calls or reasoning, which are the assistant's")
+    return message
+
+
+def _content(value: object, where: str, *, needed: bool) -> str:
+    if value is None and not needed:
+        return ""
+    if isinstance(value, list | tuple):  # parts, as messages with pictures have them
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
+            raise UserError(f"{where}: a part of the content is no text; nmoe trains language models on text alone")
+        return "".join(part["text"] for part in value)
+    return _text(value, f"{where}: the content")
+
+
+def _call(value: object, where: str) -> ToolCall:
+    body = value.get("function", value) if isinstance(value, Mapping) else None
+    if not isinstance(body, Mapping) or not isinstance(body.get("name"), str) or not body["name"]:
+        raise UserError(
+            f'{where} is {shown(value)}, not a call such as {{"function": {{"name": "f", "arguments": {{}}}}}}'
+        )
+    assert isinstance(value, Mapping), "its body was found"
+    arguments = body.get("arguments")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping | str):
+        raise UserError(f"{where}: the arguments are {shown(arguments)}, neither an object nor a text")
+    return ToolCall(body["name"], arguments, _optional(value, "id", where))
+
+
+def _tool(value: object, where: str) -> ToolDefinition:
+    body = value.get("function", value) if isinstance(value, Mapping) else None
+    if not isinstance(body, Mapping) or not isinstance(body.get("name"), str) or not body["name"]:
+        raise UserError(
+            f"{where} is {shown(value)}, not a tool with a name, a description and the schema of its parameters"
+        )
+    parameters = body.get("parameters")
+    if not isinstance(parameters, Mapping | None):
+        raise UserError(f"{where}: the parameters are {shown(parameters)}, not a JSON schema")
+    return ToolDefinition(body["name"], _text(body.get("description") or "", f"{where}: the description"), parameters)
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{what} is {type(value).__name__} {shown(value)}, not text")
+    return value
+
+
+def _optional(value: Mapping[str, Any], key: str, where: str) -> str | None:
+    return None if value.get(key) is None else _text(value[key], f"{where}: {key!r}")

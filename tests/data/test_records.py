@@ -1,0 +1,276 @@
+"""Records: every format as people have it, told by its columns; what is ambiguous or broken is named with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nmoe.config.dataset import DatasetSettings
+from nmoe.data.messages import ChatMessage, ToolCall
+from nmoe.data.records import (
+    Conversation,
+    Preference,
+    Prompt,
+    PromptCompletion,
+    Record,
+    Stepwise,
+    Text,
+    detect,
+    read_records,
+)
+from nmoe.errors import UserError
+from nmoe.text.tool_definition import ToolDefinition
+
+USER, ANSWER, WRONG = ChatMessage("user", "6 * 7?"), ChatMessage("assistant", "42"), ChatMessage("assistant", "13")
+ASKED = [{"role": "user", "content": "6 * 7?"}]
+SAID, MISSAID = [{"role": "assistant", "content": "42"}], [{"role": "assistant", "content": "13"}]
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path: str, **settings: Any) -> list[Record]:
+    return list(read_records(DatasetSettings(path=path, **settings)))
+
+
+CASES: list[tuple[str, dict[str, Any], Record]] = [
+    ("text", {"text": "Once."}, Text("W", "Once.")),
+    ("messages", {"messages": ASKED + SAID, "id": 7}, Conversation("W", (USER, ANSWER))),
+    ("messages", {"messages": json.dumps(ASKED + SAID)}, Conversation("W", (USER, ANSWER))),
+    ("prompt", {"prompt": "6 * 7?"}, Prompt("W", (USER,))),
+    ("prompt", {"prompt": ASKED}, Prompt("W", (USER,))),
+    ("prompt_completion", {"prompt": "6 * 7?", "completion": "42"}, PromptCompletion("W", (USER,), (ANSWER,))),
+    ("prompt_completion", {"prompt": ASKED, "completion": SAID}, PromptCompletion("W", (USER,), (ANSWER,))),
+    ("prompt_completion", {"prompt": ASKED, "completion": "42"}, PromptCompletion("W", (USER,), (ANSWER,))),
+    (
+        "preference",
+        {"prompt": "6 * 7?", "chosen": "42", "rejected": "13"},
+        Preference("W", (USER,), (ANSWER,), (WRONG,)),
+    ),
+    (
+        "preference",
+        {"prompt": ASKED, "chosen": SAID, "rejected": MISSAID, "score": 1.5},
+        Preference("W", (USER,), (ANSWER,), (WRONG,)),
+    ),
+    (  # as ultrafeedback has it: the prompt in a column and in both lists
+        "preference",
+        {"prompt": "6 * 7?", "chosen": ASKED + SAID, "rejected": ASKED + MISSAID},
+        Preference("W", (USER,), (ANSWER,), (WRONG,)),
+    ),
+    (
+        "preference",
+        {"prompt": None, "chosen": ASKED + SAID + ASKED + SAID, "rejected": ASKED + SAID + ASKED + MISSAID},
+        Preference("W", (USER, ANSWER, USER), (ANSWER,), (WRONG,)),
+    ),
+    (  # the answers begin with a message alike, which is no part of the prompt
+        "preference",
+        {"chosen": ASKED + SAID + SAID, "rejected": ASKED + SAID + MISSAID},
+        Preference("W", (USER,), (ANSWER, ANSWER), (ANSWER, WRONG)),
+    ),
+    (
+        "stepwise",
+        {"prompt": "6 * 7?", "completions": ["a", "b", "c", "d"], "labels": [True, False, None, True]},
+        Stepwise("W", (USER,), ("a", "b", "c", "d"), ("+", "-", None, "+")),
+    ),
+    (
+        "stepwise",
+        {"prompt": ASKED, "completions": [SAID, MISSAID, "c"], "labels": [1.0, -1, 0]},
+        Stepwise("W", (USER,), ("42", "13", "c"), ("+", "-", "0")),
+    ),
+    (
+        "stepwise",
+        {"prompt": ASKED, "completions": ["a", "b", "c"], "labels": ["+", "0", "-"]},
+        Stepwise("W", (USER,), ("a", "b", "c"), ("+", "0", "-")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "record"), CASES)
+def test_formats_are_told_by_their_columns(kind: str, row: dict[str, Any], record: Record, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", row)
+    records = read_records(DatasetSettings(path=path))
+    assert records.kind == kind
+    assert records.described.startswith(f"{path}: records of kind {kind} (")
+    (found,) = records
+    assert found == type(record)(**{**record.__dict__, "where": f"{path}:1"})
+
+
+def test_arrow_gives_the_same_records(tmp_path: Path) -> None:
+    """Its objects have the keys of all rows, with None where a row has none of its own."""
+    rows = [
+        {"messages": ASKED + SAID, "tools": None},
+        {
+            "messages": [*ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        },
+    ]
+    expected = [record.__dict__ | {"where": ""} for record in read(write(tmp_path / "x.jsonl", *rows))]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for name in ("x.parquet", "saved"):
+        assert [record.__dict__ | {"where": ""} for record in read(str(tmp_path / name))] == expected
+
+
+def test_messages_with_tools_reasoning_and_parts(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "number"}}}
+    function = {"name": "square", "description": "Squares.", "parameters": schema}
+    row = {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            {"from": "human", "value": "2 squared?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "Use it.",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "square", "arguments": '{"x": 2}'}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "name": "square", "content": "4"},
+            {"role": "assistant", "content": "4", "channel": "final", "weight": 0},
+            {"from": "gpt", "value": "Four."},
+        ],
+        "tools": json.dumps([{"type": "function", "function": function}]),
+    }
+    (record,) = read(write(tmp_path / "x.jsonl", row))
+    assert record == Conversation(
+        f"{tmp_path}/x.jsonl:1",
+        (
+            ChatMessage("system", "Be brief."),
+            ChatMessage("user", "2 squared?"),
+            ChatMessage("assistant", "", reasoning="Use it.", calls=(ToolCall("square", '{"x": 2}', "c1"),)),
+            ChatMessage("tool", "4", name="square", call_id="c1"),
+            ChatMessage("assistant", "4", channel="final", trained=False),
+            ChatMessage("assistant", "Four."),
+        ),
+        (ToolDefinition("square", "Squares.", schema),),
+    )
+
+
+def test_columns_can_be_mapped(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", {"question": "6 * 7?", "prompt": "template 3", "answer": "42", "text": "?"})
+    (record,) = read(path, columns={"prompt": "question", "completion": "answer"})
+    assert record == PromptCompletion(f"{path}:1", (USER,), (ANSWER,))
+    described = read_records(
+        DatasetSettings(path=path, columns={"prompt": "question", "completion": "answer"})
+    ).described
+    assert described.endswith("prompt_completion (prompt from 'question', completion from 'answer')")
+    with pytest.raises(
+        UserError, match=r"x\.jsonl:1: columns\.prompt = 'ask': there is no such column; the columns are"
+    ):
+        read(path, columns={"prompt": "ask"})
+    with pytest.raises(ValueError, match="'promt' is no column of a format; those are text, messages"):
+        DatasetSettings(path=path, columns={"promt": "question"})
+    csv = tmp_path / "x.csv"
+    csv.write_text('q,steps,marks\n6 * 7?,"[""a"", ""b""]","[1, -1]"\n')
+    (record,) = read(str(csv), columns={"prompt": "q", "completions": "steps", "labels": "marks"})
+    assert record == Stepwise(f"{csv}:2", (USER,), ("a", "b"), ("+", "-"))
+
+
+def test_what_fits_two_kinds_is_an_error_unless_one_alone_is_of_use(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", {"prompt": "?", "messages": ASKED + SAID, "chosen": SAID, "rejected": MISSAID})
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert str(caught.value) == (
+        f"{path}:1: the columns 'prompt', 'messages', 'chosen', 'rejected' fit messages and preference alike; say which is "
+        'meant: kind = "messages" or kind = "preference"'
+    )
+    assert read_records(DatasetSettings(path=path), ["text", "messages", "prompt_completion"]).kind == "messages"
+    assert read_records(DatasetSettings(path=path), ["preference"]).kind == "preference"
+    assert read_records(DatasetSettings(path=path, kind="messages")).kind == "messages"
+    with pytest.raises(UserError, match='kind = "messages" is of no use here; preference is'):
+        read_records(DatasetSettings(path=path, kind="messages"), ["preference"])
+
+
+def test_a_part_of_another_kinds_columns_is_no_ambiguity() -> None:
+    assert detect(["prompt", "completion", "tools", "id"]) == ["prompt_completion"]
+    assert detect(["prompt", "chosen", "rejected"]) == ["preference"]
+    assert detect(["prompt", "completions", "labels"]) == ["stepwise"]
+    assert detect(["prompt", "messages"]) == ["messages", "prompt"]
+    assert detect(["prompt", "completion", "chosen", "rejected"]) == ["prompt_completion", "preference"]
+    assert detect(["question", "answer"]) == []
+
+
+PAIR = {"prompt": "?", "chosen": "a", "rejected": "b"}
+STEPS = {"prompt": "?", "completions": ["a", "b"], "labels": [True, False]}
+CONVERSATION = {"messages": ASKED + SAID}
+COMPLETION = {"prompt": "?", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        (COMPLETION, {"prompt": "?"}, "a record of kind prompt_completion has 'completion', and this one's columns are 'prompt'"),
+        (COMPLETION, COMPLETION | {"completion": " "}, "'completion' is empty; fill it in or remove the record"),
+        (COMPLETION, COMPLETION | {"completion": []}, "'completion' is an empty list"),
+        (COMPLETION, COMPLETION | {"completion": [{"role": "assistant", "content": ""}]}, "'completion' is empty"),
+        (COMPLETION, COMPLETION | {"completion": ASKED}, "'completion' has a message by 'user' where the assistant's"),
+        (COMPLETION, COMPLETION | {"completion": SAID + ASKED}, "'completion' has a message by 'user' where the assistant's"),
+        (COMPLETION, COMPLETION | {"completion": 7}, "'completion' holds int 7, not a list"),
+        (COMPLETION, COMPLETION | {"prompt": ""}, "'prompt' is empty"),
+        (COMPLETION, COMPLETION | {"prompt": SAID}, "'prompt' ends in a message of the assistant"),
+        (PAIR, PAIR | {"chosen": "b"}, "'chosen' and 'rejected' are equal, so that neither is preferred; remove the record"),
+        (PAIR, PAIR | {"chosen": ASKED + SAID, "rejected": ASKED + SAID}, "'chosen' and 'rejected' are equal"),
+        (PAIR, PAIR | {"chosen": ASKED + SAID, "rejected": ASKED + MISSAID}, r"'prompt' is '\?', and 'chosen' and 'rejected'"),
+        (PAIR, PAIR | {"prompt": None}, "there is no 'prompt', and 'chosen' and 'rejected' are no message lists that begin alike"),
+        (PAIR, PAIR | {"rejected": ""}, "'rejected' is empty"),
+        (STEPS, STEPS | {"labels": [True]}, "there are 2 completions and 1 labels"),
+        (STEPS, STEPS | {"labels": [True, 2]}, r"labels\[1\] is 2; a label is true or false, 1, 0 or -1"),
+        (STEPS, STEPS | {"labels": [True, 0.5]}, r"labels\[1\] is 0\.5; a label is"),
+        (STEPS, STEPS | {"labels": [True, "maybe"]}, r"labels\[1\] is 'maybe'"),
+        (STEPS, STEPS | {"completions": [], "labels": []}, "'completions' is an empty list"),
+        (STEPS, STEPS | {"completions": ["a", ""]}, r"'completions\[1\]' is empty"),
+        (CONVERSATION, {"messages": []}, "'messages' is an empty list"),
+        (CONVERSATION, {"messages": "hello"}, "'messages' is the text 'hello', not a list nor the JSON of one"),
+        (CONVERSATION, {"messages": ASKED}, "no message is by the assistant"),
+        (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"weight": 0}]}, r"no message is by the assistant \(or each has weight 0\)"),
+        (CONVERSATION, {"messages": [*ASKED, {"role": "assistant", "content": " "}]}, r"messages\[1\]: the assistant says nothing"),
+        (CONVERSATION, {"messages": [{"role": "bot", "content": ""}]}, r"messages\[0\]: the role is 'bot'; the roles are system"),
+        (CONVERSATION, {"messages": ["hi"]}, r"messages\[0\] is 'hi', not a message such as"),
+        (CONVERSATION, {"messages": [{"role": "user"}, *SAID]}, r"messages\[0\]: the content is NoneType None, not text"),
+        (CONVERSATION, {"messages": [{"role": "user", "content": [{"type": "image"}]}, *SAID]}, "a part of the content is no text"),
+        (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"tool_calls": [{"name": ""}]}]}, r"messages\[1\]\.tool_calls\[0\] is"),
+        (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"channel": "secret"}]}, "the channel is 'secret'; the channels are"),
+        (CONVERSATION, {"messages": [ASKED[0] | {"thinking": "hm"}, *SAID]}, "by 'user' has tool calls or reasoning"),
+        (CONVERSATION, CONVERSATION | {"tools": [{"description": "?"}]}, r"tools\[0\] is .*, not a tool with a name"),
+        ({"text": "a"}, {"text": 3}, "'text' holds int 3, not text"),
+    ],
+)  # fmt: skip
+def test_a_record_that_is_wrong_is_named(good: Any, bad: Any, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", good, bad)
+    with pytest.raises(UserError, match=message) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert len(str(caught.value)) < 400
+    assert len(read(path + "@[:1]")) == 1
+
+
+def test_zeros_and_ones_alone_may_mean_either(tmp_path: Path) -> None:
+    ratings = [{"prompt": "?", "completions": ["a", "b"], "labels": labels} for labels in ([1, 1], [1, 0], [1, -1])]
+    path = write(tmp_path / "x.jsonl", *ratings)
+    assert [record.labels for record in read(path) if isinstance(record, Stepwise)][1:] == [("+", "0"), ("+", "-")]
+    with pytest.raises(
+        UserError, match=r"x\.jsonl:2: a label 0, in data of labels 0 and 1 alone, may mean wrong or neutral"
+    ):
+        read(f"{path}@[:2]")
+    assert len(read(f"{path}@[:1]")) == 1
+
+
+def test_what_fits_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", {"question": "?", "answer": "!"})
+    with pytest.raises(UserError) as caught:
+        read_records(DatasetSettings(path=path), ["prompt_completion", "messages"])
+    assert str(caught.value) == (
+        f"{path}:1: the columns 'question', 'answer' fit no format (prompt_completion: prompt, completion; messages: messages); "
+        'name the columns in `columns`, such as {prompt = "question", completion = "answer"}'
+    )
+    with pytest.raises(UserError, match=r"x\.jsonl: no records"):
+        read_records(DatasetSettings(path=write(tmp_path / "x.jsonl")))
