@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nmoe.learner.learner import PassResult
-from nmoe.learner.objectives.policy_gradient import LOG_RATIO_CLAMP, kl_estimate
+from nmoe.learner.objectives.divergence import kl_estimate
+from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP
 from nmoe.learner.optimizer import StepResult
 from nmoe.rl.failures import FAILURES
 from nmoe.rl.rollout.trajectory import Trajectory
