@@ -13,6 +13,7 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict, DataPath, Section
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
+from nmoe.config.rewards import RewardSettings
 
 GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum"]
 """Tasks that make their own problems."""
@@ -188,10 +189,9 @@ class Weights(Section):
     correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
     efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens and calls")
 
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        if not any(self.model_dump().values()):
-            yield Conflict("", "all weights are 0, so that every reward would be 0")
+    @property
+    def all_zero(self) -> bool:
+        return not any(self.model_dump().values())
 
 
 class Rubric(Weights):
@@ -345,6 +345,9 @@ class EnvironmentSettings(Section):
     tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
     workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
+    rewards: Array[RewardSettings] = Field(
+        default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/rewards.md"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -354,6 +357,15 @@ class EnvironmentSettings(Section):
             )
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
+        yield from _duplicates("rewards", (reward.name for reward in self.rewards))
+        if not any(reward.weight for reward in self.rewards):
+            stages = () if self.curriculum is None else self.curriculum.stages
+            weighed = {f"curriculum.stages.{index}.weights": stage.weights for index, stage in enumerate(stages)}
+            if self.rubric is not None:
+                weighed["rubric"] = self.rubric
+            for key, weights in weighed.items():
+                if weights.all_zero:
+                    yield Conflict(key, "all weights are 0, so that every reward would be 0")
 
 
 def task_types(pool: TaskPool) -> set[str]:
