@@ -128,6 +128,23 @@ class ReasoningGymPool(Section):
             yield Conflict("config", f"must not have {key!r}: `seed` and `max_examples` of the task pool decide")
 
 
+class SelfplayPool(Section):
+    """Problems without an answer, for self-play: whoever solves them is judged by verifiers."""
+
+    type: Literal["selfplay"]
+    source: str = Field(
+        min_length=1,
+        description="prm800k, math_shepherd, hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
+    )
+    problem_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+
 class SourceKeys(Section):
     """What a pool gets in addition when it is one source of a mixture."""
 
@@ -174,7 +191,7 @@ class MixturePool(Section):
         yield from _duplicates("sources", (source.name for source in self.sources))
 
 
-TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | MixturePool
+TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | SelfplayPool | MixturePool
 
 
 class Weights(Section):

@@ -21,6 +21,7 @@ from nmoe.config.environment import (
     MixturePool,
     ReasoningGymPool,
     Rubric,
+    SelfplayPool,
     TaskPool,
     WorkspaceSettings,
     load_environment,
@@ -171,6 +172,8 @@ def describe_pool(pool: TaskPool) -> str:
         return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
     if isinstance(pool, ReasoningGymPool):
         return f"reasoning_gym {pool.dataset}"
+    if isinstance(pool, SelfplayPool):
+        return f"selfplay {pool.source}"
     data = getattr(pool, "path", None) or getattr(pool, "dataset", None)
     return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
 

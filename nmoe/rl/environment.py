@@ -117,6 +117,10 @@ class Environment:
         system = [Message("system", self.settings.system)] if self.settings.system else []
         return system + TASKS[problem.task_type].messages(problem)
 
+    def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
+        """Whether the problem's prompt and the longest completion fit the model's context."""
+        return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+
     def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
         """The prompt of a problem. Raises UserError where it and the longest completion do not fit the model's context."""
         prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
@@ -136,7 +140,7 @@ class Environment:
         """
 
         def fits(problem: Problem) -> bool:
-            return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+            return self.fits(problem, context_tokens, max_new_tokens)
 
         self.pool.keep(fits)
         size = self.pool.size or 1

@@ -9,6 +9,7 @@ from nmoe.config.environment import (
     MixturePool,
     ParquetPool,
     ReasoningGymPool,
+    SelfplayPool,
     TaskPool,
 )
 from nmoe.data.rows import read_rows
@@ -18,6 +19,7 @@ from nmoe.rl.pools.order import Order
 from nmoe.rl.pools.pool import Pool, Shard
 from nmoe.rl.pools.reasoning_gym import reasoning_gym_order
 from nmoe.rl.pools.records import columns_of, record_order
+from nmoe.rl.pools.selfplay import open_problems
 
 __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 
@@ -48,6 +50,8 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
             return record_order(name, settings, rows, f"dataset {settings.dataset!r}", columns=columns)
         case ReasoningGymPool():
             return reasoning_gym_order(name, settings)
+        case SelfplayPool():
+            return open_problems(name, settings)
         case MixturePool():
             sources = [build_order(source.name, source, columns=columns) for source in settings.sources]
             return Mixture(name, sources, [source.weight for source in settings.sources], settings.seed)

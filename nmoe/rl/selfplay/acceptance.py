@@ -1,9 +1,9 @@
 """Which score a proof gets from many analyses of it, none of which is to be trusted alone.
 
-The rule of DeepSeekMath-V2 (arXiv:2511.22570, section 2.3): every analysis that reports a defect is checked by
-m meta-verifications, and stands when a majority of them confirms it. The lowest score that any analysis gives becomes the
-proof's where at least k analyses that give it stand. Where no analysis with a defect stands, the proof has none: 1. All other proofs
-are discarded.
+The rule of DeepSeekMath-V2 (arXiv:2511.22570, section 2.3): every analysis that reports a defect is checked by m
+meta-verifications, and stands when a majority of them confirms it. The lowest score that any analysis gives becomes the proof's
+where at least k analyses that give it stand. Where no analysis with a defect stands, the proof has none: 1. All other proofs are
+discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PERFECT = Fraction(1)
 
 @dataclass(frozen=True)
 class Analysis:
-    """One verifier's analysis of a proof: its score, and what m meta-verifications of it gave. None is a reply in no form to be read.
+    """One verifier's analysis of a proof: its score, and what m meta-verifications of it gave. None is one that can not be read.
 
     `Analysis(Fraction(0), (Fraction(1), Fraction(1), None))` claims a fatal defect that two of three checks confirm. An analysis
     that gives 1 claims no defect: nothing of it is checked.

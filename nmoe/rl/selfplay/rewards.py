@@ -17,7 +17,7 @@ CORRECTNESS, HONESTY = 0.76, 0.24
 
 
 def meta_score(checks: Sequence[Fraction | None]) -> float:
-    """R_meta of an evaluation with these meta-verifications, none of them where it claims no defect. One that can not be read is 0."""
+    """R_meta of an evaluation with these meta-verifications: none where it claims no defect. One that can not be read is 0."""
     return float(sum(check or 0 for check in checks)) / len(checks) if checks else 1.0
 
 

@@ -8,14 +8,15 @@ self-play's verifiers to find out.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.rl.grading.verdict import Verdict
-from nmoe.rl.problem import Problem
+from nmoe.rl.problem import Metadata, Problem
 from nmoe.rl.tasks.score import CLOSING, OPENING, RUBRIC, UNKNOWN, Evaluation, read_evaluation
 from nmoe.rl.tasks.task import Attempt, QuestionTask
-from nmoe.text.harmony import Message
 
 SOLUTION, SELF_EVALUATION = "## Solution", "## Self Evaluation"
 _SOLUTION = re.compile(r"^## Solution[ \t]*$", re.MULTILINE)
@@ -46,7 +47,7 @@ def read_proof(answer: str | None) -> Proof | None:
 
 
 class ProofGenerationTask(QuestionTask):
-    """Asks for a solution and an honest evaluation of it. The question is the problem's text alone; gold is "" always."""
+    """Asks for a solution and an honest evaluation of it. The metadata has the problem's text alone; gold is "" always."""
 
     bare_final = True
 
@@ -54,16 +55,15 @@ class ProofGenerationTask(QuestionTask):
         if problem.gold != UNKNOWN:
             raise UserError(f"a proof_generation problem has no gold answer, and this one has {problem.gold[:80]!r}")
 
-    def messages(self, problem: Problem) -> list[Message]:
-        return [
-            Message(
-                "user",
-                "Solve a problem and evaluate your own solution. You are rewarded for a right solution, and for an honest evaluation: "
-                f"a defect that you own up to costs less than one that you hide.\n\n"
-                f'The answer has two parts, "{SOLUTION}" and "{SELF_EVALUATION}". The second goes from "{OPENING}" on to "{CLOSING}" '
-                f"and a score:\n{RUBRIC}\n\n## Problem\n{problem.question}",
-            )
-        ]
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        return (
+            "Solve a problem and evaluate your own solution. A right solution is rewarded, and so is an honest evaluation: a "
+            "defect that you own up to costs less than one that you hide.\n\n"
+            f'The answer has two parts, "{SOLUTION}" and "{SELF_EVALUATION}". The second goes from "{OPENING}" on to '
+            f'"{CLOSING}" and a score:\n{RUBRIC}\n\n## Problem\n{question}',
+            gold,
+            {"problem": question},
+        )
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         right = f"{SOLUTION}\nIt is plain.\n\n{SELF_EVALUATION}\n{OPENING}\nNothing is shown.\n{CLOSING} 0"

@@ -50,8 +50,8 @@ def read_score(answer: str) -> Fraction | None:
 class Evaluation:
     """A written evaluation, from its opening phrase to its score, and that score.
 
-    `Evaluation("Here is my evaluation of the solution:\\nStep 2 is wrong: 12+2=14\\nBased on my evaluation, the final overall score "
-    "should be: 0", Fraction(0))`
+    `Evaluation("Here is my evaluation of the solution:\\nStep 2 is wrong: 12+2=14\\nBased on my evaluation, the final overall "
+    "score should be: 0", Fraction(0))`
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Where self-play's problems come from. Nobody is shown an answer: what a record says of one is not even read.
+"""Problems for self-play, which have no answer. Nobody is shown an answer: what a record says of one is not even read.
 
     prm800k                         the problems of PRM800K                              (as `nmoe verifier` finds them)
     math_shepherd                   those of Math-Shepherd
@@ -19,7 +19,8 @@ from nmoe.config.environment import SelfplayPool
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError
 from nmoe.rl.pools.order import Shuffled, fingerprint_of
-from nmoe.rl.problem import Metadata, Problem
+from nmoe.rl.problem import Problem
+from nmoe.rl.tasks import TASKS
 from nmoe.rl.tasks.score import UNKNOWN
 
 TASK = "proof_generation"
@@ -47,8 +48,9 @@ def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
             break
         question = _question(where, record, settings.problem_field)
         if question not in found:
-            metadata: Metadata = {"record": records, **_origin(record)}
-            found[question] = Problem(f"{name}/{records}", TASK, question, UNKNOWN, name, metadata)
+            prompt, gold, metadata = TASKS[TASK].pose(question, UNKNOWN, record)
+            metadata = {"record": records, **_origin(record), **metadata}
+            found[question] = Problem(f"{name}/{records}", TASK, prompt, gold, name, metadata)
         records += 1
     if not found:
         raise UserError(f"{settings.source}: no records; self-play needs at least one problem")
