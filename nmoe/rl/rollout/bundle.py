@@ -34,7 +34,6 @@ from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.tools.event import ToolCall, ToolEvent
-from nmoe.rl.trainer_state import TrainerState
 from nmoe.rl.turn import Turn
 from nmoe.runs.storage import storage_errors
 
@@ -63,11 +62,6 @@ class _Sampling(_Strict):
     seed: int
 
 
-class _TrainerState(_Strict):
-    global_step: int
-    max_steps: int
-
-
 class _Verdict(_Strict):
     outcome: Literal["correct", "incorrect", "error"]
     score: float
@@ -94,14 +88,12 @@ class _Record(_Strict):
     environment: dict[str, str]
     model: dict[str, str]
     workspace: dict[str, Any] | None
-    trainer_state: _TrainerState | None = None
     problem: str
     task_type: str
     source: str
     question: str
     gold: str
     metadata: dict[str, Any]
-    columns: dict[str, Any] = {}
     index: int
     seed: int
     sampling: _Sampling
@@ -116,7 +108,6 @@ class _Record(_Strict):
     tool_events: list[_ToolEvent]
     text: str
     failure: Failure
-    reason: str = ""
     reward: float
     components: dict[str, float]
     weights: dict[str, float]
@@ -195,7 +186,7 @@ class Bundle:
             )
             turns.append(Turn(given, sample))
             given = ()
-        verdict, state = record["verdict"], record.get("trainer_state")
+        verdict = record["verdict"]
         return Trajectory(
             problem=Problem(
                 record["problem"],
@@ -204,7 +195,6 @@ class Bundle:
                 record["gold"],
                 record["source"],
                 record["metadata"],
-                record.get("columns", {}),
             ),
             index=record["index"],
             prompt_ids=tuple(record["prompt_ids"]),
@@ -217,14 +207,12 @@ class Bundle:
                 record["answer"],
                 None if verdict is None else Verdict(**verdict),
                 record["weights"],
-                record.get("reason", ""),
             ),
             sampling=Sampling(**{**record["sampling"], "stop_ids": tuple(record["sampling"]["stop_ids"])}),
             tool_events=tuple(_tool_event(event) for event in record["tool_events"]),
             environment=record["environment"],
             model=record["model"],
             workspace=record["workspace"],
-            trainer_state=None if state is None else TrainerState(**state),
         )
 
 

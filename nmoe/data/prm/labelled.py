@@ -1,0 +1,111 @@
+"""A solution whose steps carry labels, whatever it was read from, and what is dropped of several that overlap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+LABELS = ("+", "0", "-")
+"""Right, neutral, wrong (`nmoe.data.records.STEP_LABELS`)."""
+
+
+@dataclass(frozen=True)
+class LabelledSteps:
+    """A problem and the steps of a solution, the last of them labelled.
+
+    Example: `LabelledSteps("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), finished=False, where="phase2_train.jsonl:17")`.
+
+    labels: "+" right, "0" neutral, "-" wrong, None not labelled. The first wrong step is the last one: nobody labelled what
+    follows.
+    finished: the steps solve the problem, as far as they are right.
+    rest: steps after the first wrong one.
+    alternative: shares its first steps with another solution of its record, of which it was not chosen to go on from.
+    """
+
+    problem: str
+    steps: tuple[str, ...]
+    labels: tuple[str | None, ...]
+    finished: bool
+    where: str
+    rest: tuple[str, ...] = ()
+    alternative: bool = False
+
+    @property
+    def first_wrong(self) -> int | None:
+        """Index of the first wrong step, None where none is known to be."""
+        return self.labels.index("-") if "-" in self.labels else None
+
+    @property
+    def score(self) -> float | None:
+        """0 with a wrong step, 1 for right ones that solve the problem, 0.5 for right ones that do not; None where a step is not
+        labelled, so that nobody knows."""
+        if "-" in self.labels:
+            return 0.0
+        return None if None in self.labels else 1.0 if self.finished else 0.5
+
+
+@dataclass
+class Reading:
+    """What was read: the solutions, how many records they came from, and how much was dropped, by reason."""
+
+    solutions: list[LabelledSteps] = field(default_factory=list)
+    records: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Reading) -> None:
+        self.solutions += other.solutions
+        self.records += other.records
+        self.dropped += other.dropped
+
+    def lines(self) -> Iterator[str]:
+        """What to show of it before a run."""
+        labels = Counter(label for solution in self.solutions for label in solution.labels)
+        counts = ", ".join(f"{labels[label]:,} {label!r}" for label in LABELS if labels[label])
+        unlabelled = f", {labels[None]:,} not labelled" if labels[None] else ""
+        yield f"{self.records:,} records: {len(self.solutions):,} solutions with steps labelled {counts}{unlabelled}"
+        for reason, count in sorted(self.dropped.items()):
+            yield f"dropped: {count:,} {reason}"
+
+
+def normal(text: str) -> str:
+    """A step or problem as it is compared: the layout of spaces does not count."""
+    return " ".join(text.split())
+
+
+def settle(reading: Reading, neutral_is: str | None) -> Reading:
+    """The solutions without labels that contradict one another, and with neutral steps labelled `neutral_is` where that is given.
+
+    The same steps of the same problem can be labelled twice, by two sources or two people. Labels of a prefix that differ are all
+    taken away, in every solution that has it.
+    """
+    found: dict[tuple[str, ...], set[str]] = {}
+    for solution in reading.solutions:
+        for key, label in _keyed(solution, neutral_is):
+            if label is not None:
+                found.setdefault(key, set()).add(label)
+    kept, taken = [], 0
+    for solution in reading.solutions:
+        labels = tuple(
+            None if label is None or len(found[key]) > 1 else label for key, label in _keyed(solution, neutral_is)
+        )
+        taken += sum(new is None and old is not None for new, old in zip(labels, solution.labels, strict=True))
+        if any(label is not None for label in labels):
+            kept.append(replace(solution, labels=labels))
+    dropped = reading.dropped + Counter({"labels that contradict another of the same steps": taken})
+    if gone := len(reading.solutions) - len(kept):
+        dropped["solutions that no label is left of"] += gone
+    return Reading(kept, reading.records, +dropped)
+
+
+def _keyed(solution: LabelledSteps, neutral_is: str | None) -> Iterator[tuple[tuple[str, ...], str | None]]:
+    """Each step's problem and prefix, and its label."""
+    prefixes = prefix_keys(solution.problem, solution.steps)
+    for key, label in zip(prefixes, solution.labels, strict=True):
+        yield key, (neutral_is if label == "0" and neutral_is is not None else label)
+
+
+def prefix_keys(problem: str, steps: Sequence[str]) -> list[tuple[str, ...]]:
+    """For every step what tells its prefix from others: problem and steps, as they are compared."""
+    told = [normal(problem), *map(normal, steps)]
+    return [tuple(told[: end + 2]) for end in range(len(steps))]

@@ -1,0 +1,78 @@
+"""Math-Shepherd: steps labelled by whether completions from there reach the answer (Wang et al. 2024, arXiv:2312.08935).
+
+A record holds `input`, the problem and its steps with the tag ки behind each, `label`, the same text with + or - in each tag's
+place, and `task`. What is wrong here is that the answer was no longer reached: an estimate, and weaker evidence than a person's
+label.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nmoe.data.prm.labelled import LabelledSteps, Reading
+from nmoe.data.rows import Row
+from nmoe.errors import UserError
+
+TAG = "ки"
+_FIRST_STEP = "Step 1:"
+_NUMBERING = re.compile(r"^\s*Step \d+:")
+
+
+def is_math_shepherd(record: Mapping[str, Any]) -> bool:
+    return isinstance(record.get("label"), str) and TAG in str(record.get("input"))
+
+
+def read_math_shepherd(rows: Iterable[Row]) -> Reading:
+    """Every record as a solution, through its first wrong step. Dropped are empty steps with what follows them, and steps after the
+    first wrong one. Raises UserError, with file and line, for a record of another form."""
+    reading = Reading()
+    for where, record in rows:
+        reading.records += 1
+        try:
+            problem, steps, labels = _tagged(record)
+        except ValueError as error:
+            raise UserError(f"{where}: not a record of Math-Shepherd: {error}") from None
+        finished = True
+        if not all(steps):
+            end = steps.index("")
+            reading.dropped["empty steps, and what follows them"] += len(steps) - end
+            steps, labels, finished = steps[:end], labels[:end], False
+        if "-" in labels:
+            end = labels.index("-") + 1
+            reading.dropped["steps after the first wrong one"] += len(steps) - end
+            rest, steps, labels, finished = steps[end:], steps[:end], labels[:end], False
+        else:
+            rest = []
+        if steps:
+            solution = LabelledSteps(problem, tuple(steps), tuple(labels), finished, where, tuple(rest))
+            reading.solutions.append(solution)
+    return reading
+
+
+def _tagged(record: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
+    """Problem, steps without their numbers, and labels; raises ValueError."""
+    text, labelled = record.get("input"), record.get("label")
+    if not isinstance(text, str) or not isinstance(labelled, str):
+        raise ValueError("`input` and `label` are texts")
+    *parts, tail = text.split(TAG)
+    if not parts:
+        raise ValueError(f"no step ends in the tag {TAG!r}")
+    if tail.strip():
+        raise ValueError(f"text behind the last tag: {tail.strip()[:60]!r}")
+    labels, place = [], 0
+    for part in parts:
+        after = place + len(part)
+        if labelled[place:after] != part or labelled[after : after + 1] not in ("+", "-"):
+            raise ValueError(
+                f"`label` is not `input` with + or - in place of {TAG!r}: {labelled[place : after + 10]!r}"
+            )
+        labels.append(labelled[after])
+        place = after + 1
+    if labelled[place:].strip():
+        raise ValueError(f"`label` goes on behind the last step: {labelled[place : place + 60]!r}")
+    problem, marker, first = parts[0].partition(_FIRST_STEP)
+    if not marker or not problem.strip():
+        raise ValueError(f"no problem before {_FIRST_STEP!r}")
+    return problem.strip(), [first.strip(), *(_NUMBERING.sub("", part).strip() for part in parts[1:])], labels

@@ -1,0 +1,101 @@
+"""Where labelled steps come from: PRM800K and Math-Shepherd by name, both together, or a file of either form or of stepwise
+records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from nmoe.config.dataset import DatasetSettings
+from nmoe.config.slices import split_name
+from nmoe.data.prm.labelled import LabelledSteps, Reading, settle
+from nmoe.data.prm.math_shepherd import is_math_shepherd, read_math_shepherd
+from nmoe.data.prm.prm800k import is_prm800k, read_prm800k
+from nmoe.data.records import Stepwise, detect, read_records
+from nmoe.data.rows import Row, local_copy, read_rows
+from nmoe.errors import UserError
+
+# Where the repository of PRM800K has its files, below what it is called.
+_PLACES = ("", "data", "prm800k/data")
+_PHASES = ("phase1_{split}.jsonl", "phase2_{split}.jsonl")
+
+
+def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutral_is: str | None) -> Reading:
+    """The labelled steps of a source, "prm800k", "math_shepherd", "both" or a file, directory or hub name; of those that are
+    labelled twice the labels that agree (`settle`).
+
+    `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for what can not be read, with file
+    and line for a record of another form, and where nothing is left.
+    """
+    reading = Reading()
+    if source in ("prm800k", "both"):
+        reading.add(read_prm800k(_prm800k_rows(prm800k, split)))
+    if source in ("math_shepherd", "both"):
+        reading.add(read_math_shepherd(read_rows(math_shepherd, split=split)))
+    if source not in ("prm800k", "math_shepherd", "both"):
+        reading.add(read_labelled(source, split))
+    reading = settle(reading, neutral_is)
+    if not reading.solutions:
+        counts = "; ".join(f"{count:,} {reason}" for reason, count in reading.dropped.items()) or "no records"
+        raise UserError(f"{source}, split {split!r}: no labelled step is left to train on (dropped: {counts})")
+    return reading
+
+
+def read_labelled(path: str, split: str) -> Reading:
+    """The labelled steps of a file, directory or hub name, of the form that its first record has."""
+    if (local := local_copy(path)) is not None and local.is_dir() and _phase_files(local, split):
+        return read_prm800k(_prm800k_rows(path, split))
+    rows = read_rows(path, split=split)
+    first = next(rows, None)
+    if first is None:
+        raise UserError(f"{path}, split {split!r}: no records")
+    rows = chain([first], rows)
+    if is_prm800k(first[1]):
+        return read_prm800k(rows)
+    if is_math_shepherd(first[1]):
+        return read_math_shepherd(rows)
+    if not detect(list(first[1]), ("stepwise",)):
+        raise UserError(
+            f"{first[0]}: fits no format of labelled steps: PRM800K (question, label), Math-Shepherd (input with its tags, label), "
+            f"stepwise (prompt, completions, labels); its fields are {', '.join(map(repr, first[1])) or 'none'}"
+        )
+    return _read_stepwise(path, split)
+
+
+def _read_stepwise(path: str, split: str) -> Reading:
+    """Stepwise records do not say whether they solve the problem: those without a wrong step count as solutions that do."""
+    reading = Reading()
+    for record in read_records(DatasetSettings(path=path, split=split), ("stepwise",)):
+        assert isinstance(record, Stepwise), "that kind alone is accepted"
+        reading.records += 1
+        problem = "\n\n".join(message.content for message in record.prompt if message.role != "system")
+        end = record.labels.index("-") + 1 if "-" in record.labels else len(record.steps)
+        reading.dropped["steps after the first wrong one"] += len(record.steps) - end
+        solution = LabelledSteps(
+            problem,
+            record.steps[:end],
+            record.labels[:end],
+            "-" not in record.labels,
+            record.where,
+            rest=record.steps[end:],
+        )
+        reading.solutions.append(solution)
+    reading.dropped = +reading.dropped
+    return reading
+
+
+def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
+    """Both phases, one after the other, where they lie as in the dataset's repository; otherwise what the path names."""
+    local = local_copy(path)
+    files = _phase_files(local, split) if local is not None and local.is_dir() else []
+    return read_rows(path, split=split, data_files=files)
+
+
+def _phase_files(directory: Path, split: str) -> list[str]:
+    named = split_name(split)
+    names = [name.format(split=named[0]) for name in _PHASES] if named is not None else []
+    for place in _PLACES:
+        if found := [f"{place}/{name}".lstrip("/") for name in names if (directory / place / name).is_file()]:
+            return found
+    return []
