@@ -36,7 +36,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.advantages import ADVANTAGES
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
-from nmoe.learner.objectives import policy_gradient
+from nmoe.learner.objectives import clip
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.policy_batch import policy_batch
@@ -69,7 +69,7 @@ class NmoeGrpo:
         )
         self.learner = Learner(model, settings, total_steps=10**6, tokens_per_microbatch=TOKENS_PER_MICROBATCH)
         self.engine = NativeEngine(model, max_sequences=64)
-        self.objective = policy_gradient(CLIP_EPS, CLIP_EPS)
+        self.objective = clip(CLIP_EPS, CLIP_EPS)
         self.prompts = [tuple(prompt) for prompt in make_prompts()]
         self.steps = 0
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict, DataPath, Section
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
+from nmoe.config.rewards import RewardSettings
 
 GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum"]
 """Tasks that make their own problems."""
@@ -127,6 +128,23 @@ class ReasoningGymPool(Section):
             yield Conflict("config", f"must not have {key!r}: `seed` and `max_examples` of the task pool decide")
 
 
+class SelfplayPool(Section):
+    """Problems without an answer, for self-play: whoever solves them is judged by verifiers."""
+
+    type: Literal["selfplay"]
+    source: str = Field(
+        min_length=1,
+        description="prm800k, math_shepherd, hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
+    )
+    problem_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+
 class SourceKeys(Section):
     """What a pool gets in addition when it is one source of a mixture."""
 
@@ -173,7 +191,7 @@ class MixturePool(Section):
         yield from _duplicates("sources", (source.name for source in self.sources))
 
 
-TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | MixturePool
+TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | SelfplayPool | MixturePool
 
 
 class Weights(Section):
@@ -188,10 +206,9 @@ class Weights(Section):
     correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
     efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens and calls")
 
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        if not any(self.model_dump().values()):
-            yield Conflict("", "all weights are 0, so that every reward would be 0")
+    @property
+    def all_zero(self) -> bool:
+        return not any(self.model_dump().values())
 
 
 class Rubric(Weights):
@@ -345,6 +362,9 @@ class EnvironmentSettings(Section):
     tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
     workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
+    rewards: Array[RewardSettings] = Field(
+        default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/rewards.md"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -354,6 +374,15 @@ class EnvironmentSettings(Section):
             )
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
+        yield from _duplicates("rewards", (reward.name for reward in self.rewards))
+        if not any(reward.weight for reward in self.rewards):
+            stages = () if self.curriculum is None else self.curriculum.stages
+            weighed = {f"curriculum.stages.{index}.weights": stage.weights for index, stage in enumerate(stages)}
+            if self.rubric is not None:
+                weighed["rubric"] = self.rubric
+            for key, weights in weighed.items():
+                if weights.all_zero:
+                    yield Conflict(key, "all weights are 0, so that every reward would be 0")
 
 
 def task_types(pool: TaskPool) -> set[str]:

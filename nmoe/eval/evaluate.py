@@ -93,7 +93,7 @@ def sample_problems(
         raise UserError(
             f"temperature 0 gives the same completion {samples} times: use 1 sample, or a temperature above 0"
         )
-    settings = RolloutSettings(samples, max_new_tokens, temperature)
+    settings = RolloutSettings(samples, max_new_tokens, temperature, state=None)
     sandboxes, workspaces = (None, None) if runtime is None else (runtime.sandboxes, runtime.workspaces)
     collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))

@@ -1,6 +1,10 @@
-"""Advantage estimators: pure functions over rewards and group ids. Groups may be ragged; a group of one has advantage 0."""
+"""Advantages per sample: pure functions over rewards and group ids. Groups may be ragged; a group of one has advantage 0, except
+where a whole batch is the group.
 
-# Shapes: B samples; each belongs to one of several groups (the samples of one prompt).
+Those per token are in `nmoe.learner.token_advantages`.
+"""
+
+# Shapes: B samples, each of one of several groups (the samples of one prompt); R rewards of a sample.
 
 from __future__ import annotations
 
@@ -9,23 +13,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nmoe.errors import UserError
+
 Advantage = Callable[[Tensor, Tensor], Tensor]
+
+EPSILON = 1e-6
 
 
 def _group_sums(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
     """Each sample's group sum and group size, `[B]` each in fp64: under `grpo`, rounding in a mean of equal rewards would be
-    divided by a deviation that is rounding too."""
+    divided by a deviation that is rounding too. A value of NaN is absent: neither in the sum nor in the size."""
     _, dense_B = torch.unique(group_ids_B, return_inverse=True)
     groups = int(dense_B.max()) + 1 if dense_B.numel() else 0
     values_B = values_B.double()
-    sums_G = values_B.new_zeros(groups).index_add_(0, dense_B, values_B)
-    sizes_G = values_B.new_zeros(groups).index_add_(0, dense_B, torch.ones_like(values_B))
+    present_B = (~values_B.isnan()).double()
+    sums_G = values_B.new_zeros(groups).index_add_(0, dense_B, values_B.nan_to_num(0.0))
+    sizes_G = values_B.new_zeros(groups).index_add_(0, dense_B, present_B)
     return sums_G[dense_B], sizes_G[dense_B]
 
 
 def _centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     sums_B, sizes_B = _group_sums(rewards_B, group_ids_B)
     return rewards_B - sums_B / sizes_B
+
+
+def group_normalised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation, `[B]` in fp64. NaN is absent and stays NaN."""
+    centred_B = _centred(rewards_B, group_ids_B)
+    squares_B, sizes_B = _group_sums(centred_B.square(), group_ids_B)
+    std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
+    return centred_B / (std_B + EPSILON)
 
 
 def dr_grpo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
@@ -35,10 +52,7 @@ def dr_grpo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 def grpo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation (Shao et al. 2024, arXiv:2402.03300, section 4.1.2)."""
-    centred_B = _centred(rewards_B, group_ids_B)
-    squares_B, sizes_B = _group_sums(centred_B.square(), group_ids_B)
-    std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
-    return (centred_B / (std_B + 1e-6)).to(rewards_B)
+    return group_normalised(rewards_B, group_ids_B).to(rewards_B)
 
 
 def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
@@ -48,4 +62,39 @@ def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     return torch.where(sizes_B > 1, rewards_B - others_B, 0.0).to(rewards_B)
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def maxrl(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """`(r - mean_g) / (mean_g + 1e-6)` (Tajwar et al. 2026, arXiv:2602.02710): with rewards of 0 and 1, the gradient of
+    `log P(correct)` up to the order that the group's size reaches, instead of that of `P(correct)`; rare successes count more.
+
+    Raises UserError for a negative reward, with which the mean is no success rate and its sign could turn the gradient round.
+    """
+    if rewards_B.numel() and float(rewards_B.min()) < 0:
+        raise UserError(
+            f"algorithm.advantage = 'maxrl' divides by a group's mean reward, and a reward is {float(rewards_B.min()):g}: "
+            "give the rubric rewards of at least 0, or choose another advantage"
+        )
+    sums_B, sizes_B = _group_sums(rewards_B, group_ids_B)
+    mean_B = sums_B / sizes_B
+    return ((rewards_B - mean_B) / (mean_B + EPSILON)).to(rewards_B)
+
+
+def gdpo(rewards_BR: Tensor, weights_R: Tensor, group_ids_B: Tensor) -> Tensor:
+    """Several rewards, each normalised by itself: `A_k = (r_k - mean_g) / (std_g + 1e-6)` in every group, then `A = sum_k w_k A_k`,
+    then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3.1), unbiased deviations.
+
+    Unlike a normalised weighted sum, it keeps apart combinations of rewards that have the same sum, and a reward's scale does not
+    decide how much it counts. A reward of NaN is absent: it is left out of its group's statistics and of the sample's sum. A
+    sample without any has advantage 0 and is not counted in the batch's statistics.
+    """
+    columns = [group_normalised(rewards_B, group_ids_B) for rewards_B in rewards_BR.unbind(-1)]
+    normalised_BR = torch.stack(columns, -1) if columns else rewards_BR.double()
+    sums_B = (normalised_BR.nan_to_num(0.0) * weights_R.double()).sum(-1)
+    judged_B = ~normalised_BR.isnan().all(-1)
+    count = int(judged_B.sum())
+    if count < 2:
+        return torch.zeros_like(sums_B).to(rewards_BR)
+    std, mean = torch.std_mean(sums_B[judged_B])
+    return torch.where(judged_B, (sums_B - mean) / (std + EPSILON), 0.0).to(rewards_BR)
+
+
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "maxrl": maxrl}

@@ -18,6 +18,11 @@ import torch
 from torch import Tensor
 
 
+def sequence_of(lengths: Sequence[int]) -> Tensor:
+    """Which sequence each position belongs to, `[T]`."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+
+
 @dataclass(frozen=True)
 class Batch:
     """Example: one sequence [5, 6, 7, 2] whose prompt is [5, 6] has `inputs_T = [5, 6, 7]`, `targets_T = [6, 7, 2]`,
@@ -97,7 +102,7 @@ class Batch:
 
     def sequence_ids(self) -> Tensor:
         """The number of each token's sequence, `[T]`."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths, dtype=torch.int64))
+        return sequence_of(self.lengths)
 
     def to(self, device: torch.device) -> Batch:
         columns: dict[str, Any] = {name: values_T.to(device) for name, values_T in self._columns()}

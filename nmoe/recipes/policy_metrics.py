@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from nmoe.learner.learner import PassResult
-from nmoe.learner.objectives.policy_gradient import LOG_RATIO_CLAMP, kl_estimate
+from nmoe.learner.objectives.divergence import kl_estimate
+from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP
 from nmoe.learner.optimizer import StepResult
 from nmoe.rl.failures import FAILURES
+from nmoe.rl.grading.grade import COMPONENTS
 from nmoe.rl.rollout.trajectory import Trajectory
 
 
@@ -31,6 +33,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in trajectories[0].grade.extras:
         metrics[name] = _mean([t.grade.extras[name] for t in trajectories])
     metrics["truncated"] = metrics.pop("truncated_response")
+    for name in sorted({name for t in trajectories for name in t.grade.weights.keys() - set(COMPONENTS)}):
+        values = [t.grade.components[name] for t in trajectories if name in t.grade.components]
+        metrics[f"reward_left_out/{name}"] = 1 - len(values) / len(trajectories)
+        if values:
+            metrics[f"reward/{name}"] = _mean(values)
     # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
     high_but_wrong = [
         t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in trajectories

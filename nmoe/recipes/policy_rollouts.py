@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nmoe.config.run import RLConfig
 from nmoe.errors import InfrastructureError
@@ -14,6 +14,7 @@ from nmoe.rl.failures import Failure
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.trainer_state import TrainerState
 from nmoe.runs.directory import RunDirectory
 from nmoe.text.tokenizer import Tokenizer
 
@@ -71,13 +72,14 @@ class RolloutSampler:
         Raises GradingError with its sample saved, and InfrastructureError where every sample was lost."""
         config, pool, rollouts = self._config, self._environment.pool, Rollouts()
         passed_over = pool.passed_over
+        settings = replace(self._settings, state=TrainerState(step - 1, config.run.steps))
         for refill in range(config.batch.max_refills + 1):
             missing = config.batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
             try:
                 collected = self._collector.collect(
-                    pool.take(missing), self._settings, (config.run.seed, "train", step, refill)
+                    pool.take(missing), settings, (config.run.seed, "train", step, refill)
                 )
             except GradingError as error:
                 self._record_failure(step, error.trajectory)

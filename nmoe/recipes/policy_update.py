@@ -13,7 +13,7 @@ from nmoe.learner.advantages import ADVANTAGES
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
-from nmoe.learner.objectives import policy_gradient
+from nmoe.learner.objectives import clip, reference_divergence, total
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.recipes.policy_metrics import update_metrics
@@ -28,9 +28,10 @@ class PolicyUpdate:
         is the reference."""
         self._config, self._learner, self._reference = config, learner, reference
         algorithm = config.algorithm
-        self._objective = policy_gradient(
-            algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.kl_coef, algorithm.kl_estimator
-        )
+        parts = [clip(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)]
+        if algorithm.kl_coef > 0:
+            parts.append(reference_divergence(algorithm.kl_coef, algorithm.kl_estimator))
+        self._objective = total(*parts)
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Takes the step and returns its metrics."""

@@ -21,11 +21,13 @@ from nmoe.config.environment import (
     MixturePool,
     ReasoningGymPool,
     Rubric,
+    SelfplayPool,
     TaskPool,
     WorkspaceSettings,
     load_environment,
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
+from nmoe.config.rewards import FunctionReward, HttpReward, RewardSettings
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.config.slices import split_path
 from nmoe.data.rows import local_copy
@@ -41,6 +43,7 @@ from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.rl.tools.session import ToolSession
 from nmoe.rl.tools.unimported import check_source
 from nmoe.rl.turn import single_turn
+from nmoe.rl.user_code import find_definition
 from nmoe.rl.workspace.sources import WorkspaceError, identity_of, source_of
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
@@ -107,6 +110,12 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             mistakes.append(str(error))
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
+    for reward in settings.rewards:
+        try:
+            yield f"reward       {reward.name}: {_describe_source(reward)}"
+        except UserError as error:
+            yield f"reward       {reward.name}: can not be used"
+            mistakes.append(str(error))
     problems: list[Problem] = []
     shown = False
     for name, pool in _sources(settings):
@@ -163,6 +172,8 @@ def describe_pool(pool: TaskPool) -> str:
         return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
     if isinstance(pool, ReasoningGymPool):
         return f"reasoning_gym {pool.dataset}"
+    if isinstance(pool, SelfplayPool):
+        return f"selfplay {pool.source}"
     data = getattr(pool, "path", None) or getattr(pool, "dataset", None)
     return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
 
@@ -283,11 +294,21 @@ def _indented(text: str) -> Iterator[str]:
     yield from (f"  | {line}" for line in text.split("\n"))
 
 
+def _describe_source(reward: RewardSettings) -> str:
+    """Where a reward comes from, as far as that shows without importing or asking it. Raises UserError."""
+    match reward:
+        case FunctionReward():
+            return f"{reward.call}, defined in {find_definition('reward function', reward.call)[0]}, not imported"
+        case HttpReward():
+            return f"{reward.url}, not asked"
+
+
 def _describe_reward(settings: EnvironmentSettings) -> str:
+    further = {reward.name: reward.weight for reward in settings.rewards}
     if settings.curriculum is None:
-        return _sum((settings.rubric or Rubric()).model_dump())
+        return _sum((settings.rubric or Rubric()).model_dump() | further)
     stages = settings.curriculum.stages
-    return "; ".join(f"stage {stage.name}: {_sum(stage.weights.model_dump())}" for stage in stages)
+    return "; ".join(f"stage {stage.name}: {_sum(stage.weights.model_dump() | further)}" for stage in stages)
 
 
 def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]) -> str:

@@ -20,6 +20,8 @@ from nmoe.rl.grading.grade import Grade, grade_reading
 from nmoe.rl.pools import Shard, build_pool
 from nmoe.rl.pools.order import fingerprint_of
 from nmoe.rl.problem import Problem
+from nmoe.rl.rewards.reward import Reward
+from nmoe.rl.rewards.rewards import load_rewards
 from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.event import ToolEvent
 from nmoe.rl.tools.registry import load_tools
@@ -40,10 +42,11 @@ class Environment:
     def __init__(
         self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
     ) -> None:
-        """Loads pool and tools; without `user_code` tools of the user's own are left out and nothing is imported for them. Raises
-        UserError for data, tools or a tokenizer that do not fit the settings."""
+        """Loads pool, tools and rewards; without `user_code` tools and rewards of the user's own are left out and nothing is
+        imported for them. Raises UserError for data, tools, rewards or a tokenizer that do not fit the settings."""
         self.settings = settings
-        self.pool = build_pool(settings.env_id, settings.task_pool, shard)
+        self.pool = build_pool(settings.env_id, settings.task_pool, shard, columns=bool(settings.rewards))
+        self.rewards: list[Reward] = load_rewards(settings.rewards) if user_code else []
         self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
         self._tokenizer = tokenizer
         self.overlong = 0
@@ -114,6 +117,10 @@ class Environment:
         system = [Message("system", self.settings.system)] if self.settings.system else []
         return system + TASKS[problem.task_type].messages(problem)
 
+    def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
+        """Whether the problem's prompt and the longest completion fit the model's context."""
+        return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+
     def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
         """The prompt of a problem. Raises UserError where it and the longest completion do not fit the model's context."""
         prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
@@ -133,7 +140,7 @@ class Environment:
         """
 
         def fits(problem: Problem) -> bool:
-            return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+            return self.fits(problem, context_tokens, max_new_tokens)
 
         self.pool.keep(fits)
         size = self.pool.size or 1
@@ -148,7 +155,8 @@ class Environment:
 
     def answer_text(self, token_ids: Sequence[int]) -> str | None:
         """What a last turn says to whoever asked, reasoning left out; None where it says nothing."""
-        return self.format.answer_text(token_ids)
+        _, text = self.format.said(token_ids)
+        return text if text.strip() else None
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""

@@ -45,8 +45,8 @@ class Format(Protocol):
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message, for people and for replays."""
 
-    def answer_text(self, token_ids: Sequence[int]) -> str | None:
-        """What the last turn says to whoever asked, reasoning left out; None where it says nothing. Total."""
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        """The reasoning of a turn and what it says beside it, either as far as the form holds; total."""
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         """A completion in the best form, reasoning included, that gives this answer."""
@@ -107,8 +107,9 @@ class HarmonyFormat:
         completion = self._harmony.parse_completion(token_ids)
         return [*map(asdict, completion.messages), {"end": completion.end, "error": completion.error}]
 
-    def answer_text(self, token_ids: Sequence[int]) -> str | None:
-        return _unless_blank(self._harmony.parse_completion(token_ids).final or "")
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        completion = self._harmony.parse_completion(token_ids)
+        return completion.analysis, completion.final or ""
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         final = answer if task.bare_final else rf"\boxed{{{answer}}}"
@@ -167,8 +168,9 @@ class ChatFormat:
         messages: list[dict[str, str | None]] = [{"reasoning": said.reasoning, "content": said.content}]
         return messages + [{"call": body} for body in said.calls]
 
-    def answer_text(self, token_ids: Sequence[int]) -> str | None:
-        return _unless_blank(self._read(token_ids)[0].content)
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        said, _ = self._read(token_ids)
+        return said.reasoning, said.content
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         final = answer if task.bare_final else rf"\boxed{{{answer}}}"
@@ -185,10 +187,6 @@ class ChatFormat:
         said = read_turn(self._tokenizer.decode(body))
         is_text = self._control_ids.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
         return replace(said, well_formed=said.well_formed and is_text), ended
-
-
-def _unless_blank(text: str) -> str | None:
-    return text if text.strip() else None
 
 
 def _chat_call(body: str, call_id: str) -> ToolCall:
@@ -242,8 +240,8 @@ class BoxedFormat:
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         return [{"content": self._tokenizer.decode(token_ids)}]
 
-    def answer_text(self, token_ids: Sequence[int]) -> str | None:
-        return _unless_blank(self._text(token_ids))
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        return None, self._text(token_ids)
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
         return [*self._tokenizer.encode(rf"{_REASONING} \boxed{{{answer}}}"), self.stop_ids[0]]

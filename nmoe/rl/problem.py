@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Metadata = Mapping[str, str | int | float]
 
@@ -16,7 +17,8 @@ class Problem:
     """One question, as a pool hands it out.
 
     `id` is unique within a pool and stable between runs; `source` is the name of the pool, or of the source within a
-    mixture, that it came from. Worked example, the eighteenth record of the source "gsm8k" of a mixture:
+    mixture, that it came from. `columns` are the fields of its record, kept where an environment has `[[rewards]]` to read
+    them. Worked example, the eighteenth record of the source "gsm8k" of a mixture:
 
         Problem(id="gsm8k/17", task_type="gsm8k", question="Ann has 3 boxes of 6 eggs. How many eggs?", gold="18",
                 source="gsm8k", metadata={"record": 17})
@@ -28,6 +30,7 @@ class Problem:
     gold: str
     source: str
     metadata: Metadata = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[str]:

@@ -20,7 +20,7 @@ def test_every_key_of_every_section_is_there() -> None:
     for section in (ModelShape, HubSource, EnvironmentSettings):
         for key, field in section.model_fields.items():
             if field.description and not any(
-                word in key for word in ("pool", "rubric", "curriculum", "budget", "workspace", "tools")
+                word in key for word in ("pool", "rubric", "curriculum", "budget", "workspace", "tools", "rewards")
             ):
                 assert f"| `{key}` |" in page, key
     assert '| `advantage` | `"grpo"`, `"dr_grpo"`, `"rloo"` | `"dr_grpo"` |' in page

@@ -13,7 +13,7 @@ from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
-from nmoe.learner.objectives import policy_gradient
+from nmoe.learner.objectives import clip
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.policy_batch import policy_batch
@@ -61,7 +61,7 @@ def test_learner_recomputes_the_engines_logprobs(
     mismatch = (learner.logprobs(batch).result() - emitted).abs()
     assert mismatch.mean() <= 1e-6 / min(1.0, temperature)
     assert mismatch.max() <= 1e-4
-    result = learner.forward_backward(batch, policy_gradient(0.2, 0.2)).result()
+    result = learner.forward_backward(batch, clip(0.2, 0.2)).result()
     assert result.tokens["log_ratio"].abs().mean() <= 1e-6 / min(1.0, temperature)
     assert result.tokens["log_ratio"].abs().max() <= 1e-4
     assert result.tokens["clipped"].sum() == 0

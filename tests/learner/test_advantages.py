@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nmoe.learner.advantages import ADVANTAGES, dr_grpo, grpo, rloo
+from nmoe.errors import UserError
+from nmoe.learner.advantages import ADVANTAGES, dr_grpo, gdpo, grpo, maxrl, rloo
 
 # Three groups, interleaved and of unlike sizes: 7 has rewards 1, 0, 0.5; 3 has 2, 4; 9 stands alone.
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 9.0, 4.0, 0.5])
@@ -98,7 +99,68 @@ def test_the_order_of_samples_does_not_matter(graded: list[tuple[int, float]], r
     order = list(range(len(graded)))
     rng.shuffle(order)
     rewards, groups = columns(graded)
+    rewards = rewards - rewards.min()  # maxrl takes none below 0
     for estimate in ADVANTAGES.values():
         torch.testing.assert_close(
             estimate(rewards, groups)[order], estimate(rewards[order], groups[order]), rtol=0, atol=1e-6
         )
+
+
+def test_maxrl_divides_by_the_success_rate() -> None:
+    rewards, groups = (
+        torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]),
+        torch.tensor([0] * 4 + [1] * 2 + [2] * 2 + [3]),
+    )
+    # Rates 1/4, 1, 0, 1: a success out of four counts 3, one among successes nothing, and none has nothing to say.
+    expected = [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert maxrl(rewards, groups).tolist() == pytest.approx(expected, abs=2e-5)
+    with pytest.raises(UserError, match=r"a reward is -0\.5"):
+        maxrl(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]))
+
+
+def test_gdpo_by_hand() -> None:
+    # Two groups of two; the second reward is a hundred times larger and must not count more for it.
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 100.0], [0.0, 0.0]])
+    groups = torch.tensor([0, 0, 1, 1])
+    h = 1 / math.sqrt(2)  # half a deviation of sqrt(2) / 2
+    sums = [h - h, -h + h, h + h, -h - h]
+    std = math.sqrt((2 * (2 * h) ** 2) / 3)
+    assert gdpo(rewards, torch.ones(2), groups).tolist() == pytest.approx([s / std for s in sums], abs=1e-4)
+    # GRPO on the sum sees two groups that are alike; here what is better in both counts more than what is better in one.
+    assert grpo(rewards.sum(-1), groups).abs().tolist() == pytest.approx([h] * 4, abs=1e-4)
+    weighted = [3 * h - h, -3 * h + h, 3 * h + h, -3 * h - h]
+    std = torch.tensor(weighted).std().item()
+    assert gdpo(rewards, torch.tensor([3.0, 1.0]), groups).tolist() == pytest.approx(
+        [s / std for s in weighted], abs=1e-4
+    )
+
+
+def test_gdpo_leaves_absent_rewards_out() -> None:
+    nan = math.nan
+    rewards = torch.tensor([[1.0, 2.0], [0.0, nan], [nan, 4.0], [nan, nan]])
+    h = 1 / math.sqrt(2)
+    sums = torch.tensor([h - h, -h, h])
+    expected = [*(sums / sums.std()).tolist(), 0.0]
+    assert gdpo(rewards, torch.ones(2), torch.zeros(4, dtype=torch.int64)).tolist() == pytest.approx(expected, abs=1e-4)
+    # A reward that one sample of a group alone has says nothing about it; the group of one neither.
+    lonely = torch.tensor([[5.0, 1.0], [nan, 2.0], [7.0, 7.0]])
+    advantages = gdpo(lonely, torch.ones(2), torch.tensor([0, 0, 1]))
+    assert advantages.tolist() == pytest.approx([-1.0, 1.0, 0.0], abs=1e-4)
+    for count in (0, 1):
+        assert (
+            gdpo(torch.ones(count, 2), torch.ones(2), torch.zeros(count, dtype=torch.int64)).tolist() == [0.0] * count
+        )
+
+
+@settings(deadline=None)
+@given(GRADED, st.floats(0.5, 10), st.floats(-5, 5))
+def test_gdpo_does_not_see_the_unit_of_any_reward(graded: list[tuple[int, float]], scale: float, offset: float) -> None:
+    rewards, groups = columns(graded)
+    both = torch.stack([rewards, rewards.square()], -1).double()
+    changed = torch.stack([both[:, 0] * scale + offset, both[:, 1]], -1)
+    weights = torch.tensor([0.7, 0.3])
+    torch.testing.assert_close(gdpo(both, weights, groups), gdpo(changed, weights, groups), rtol=0, atol=1e-2)
+    once = gdpo(both[:, :1], torch.ones(1), groups)
+    if once.abs().max() > 0.1:  # with one reward it is GRPO, brought to unit deviation over the batch
+        expected = grpo(rewards.double(), groups)
+        torch.testing.assert_close(once, (expected - expected.mean()) / expected.std(), rtol=0, atol=1e-4)

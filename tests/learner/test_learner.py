@@ -17,7 +17,7 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import score
 from nmoe.learner.learner import Learner
-from nmoe.learner.objectives import Objective, Outputs, Scored, cross_entropy, policy_gradient
+from nmoe.learner.objectives import Objective, Outputs, Scored, clip, cross_entropy, reference_divergence, total
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -27,7 +27,7 @@ from nmoe.model.transformer import Transformer
 MakeModel = Callable[..., Transformer]
 MakeBatch = Callable[..., Batch]
 
-OBJECTIVE = policy_gradient(0.2, 0.28, dual_clip=3.0, kl_coef=0.05)
+OBJECTIVE = total(clip(0.2, 0.28, dual_clip=3.0), reference_divergence(0.05))
 LENGTHS = [5, 12, 3, 20, 9, 1, 12]
 
 

@@ -183,7 +183,7 @@ def test_calls_of_one_turn_run_at_the_same_time_and_keep_their_order() -> None:
 
 def test_a_tool_that_never_ends_does_not_keep_the_process() -> None:
     run([("block", '{"seconds": 0.4}')])
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "nmoe-tool")
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "nmoe-user-code")
 
 
 # --- tools that come with nmoe, over a sandbox -------------------------------------------------------------------------

@@ -1,7 +1,27 @@
 """Objectives: pure functions from a model's outputs and a batch's scored tokens to a weighted sum and per-token statistics."""
 
 from nmoe.learner.objectives.base import Objective, Outputs, Scored
+from nmoe.learner.objectives.cispo import cispo
+from nmoe.learner.objectives.clip import clip
 from nmoe.learner.objectives.cross_entropy import cross_entropy
-from nmoe.learner.objectives.policy_gradient import policy_gradient
+from nmoe.learner.objectives.divergence import reference_divergence
+from nmoe.learner.objectives.dppo import dppo
+from nmoe.learner.objectives.entropy import entropy_bonus
+from nmoe.learner.objectives.gspo import gspo
+from nmoe.learner.objectives.total import total
+from nmoe.learner.objectives.value import value_loss
 
-__all__ = ["Objective", "Outputs", "Scored", "cross_entropy", "policy_gradient"]
+__all__ = [
+    "Objective",
+    "Outputs",
+    "Scored",
+    "cispo",
+    "clip",
+    "cross_entropy",
+    "dppo",
+    "entropy_bonus",
+    "gspo",
+    "reference_divergence",
+    "total",
+    "value_loss",
+]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nmoe.config.rewards import RUBRIC_COMPONENTS
 from nmoe.rl.failures import Failure
 from nmoe.rl.grading.extraction import Extraction
 from nmoe.rl.grading.verdict import Verdict
@@ -26,7 +27,7 @@ from nmoe.rl.turn import Turn
 if TYPE_CHECKING:
     from nmoe.rl.tools.session import ToolSession
 
-COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
+COMPONENTS = RUBRIC_COMPONENTS
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Grade:
 
     `extras` are numbers, meant for averaging; `parse_method` is 2 for a box, 1 for the last number, and 0 where nothing
     was extracted: then the message itself is the answer, or there is none (`has_answer`). `verdict` is None where nothing was
-    compared, because the completion did not end in an answer.
+    compared, because the completion did not end in an answer. What `[[rewards]]` adds stands in `components` and `weights` under
+    its name; `reason` is why a reward could not be had, for people.
     """
 
     score: float
@@ -76,6 +78,7 @@ class Grade:
     answer: str | None
     verdict: Verdict | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
 
 
 async def grade_reading(

@@ -9,6 +9,7 @@ from nmoe.config.environment import (
     MixturePool,
     ParquetPool,
     ReasoningGymPool,
+    SelfplayPool,
     TaskPool,
 )
 from nmoe.data.rows import read_rows
@@ -18,36 +19,39 @@ from nmoe.rl.pools.order import Order
 from nmoe.rl.pools.pool import Pool, Shard
 from nmoe.rl.pools.reasoning_gym import reasoning_gym_order
 from nmoe.rl.pools.records import columns_of, record_order
+from nmoe.rl.pools.selfplay import open_problems
 
 __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 
 
-def build_pool(name: str, settings: TaskPool, shard: Shard) -> Pool:
-    """Loads and checks everything the pool will hand out.
+def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = False) -> Pool:
+    """Loads and checks everything the pool will hand out. With `columns`, problems keep all fields of their records.
 
     Raises UserError for data that can not be read, is malformed, or is not there.
     """
-    return Pool(build_order(name, settings), shard)
+    return Pool(build_order(name, settings, columns=columns), shard)
 
 
-def build_order(name: str, settings: TaskPool) -> Order:
+def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Order:
     """The order that all shards of a pool share; raises as `build_pool` does."""
     match settings:
         case GeneratedPool():
             return generated_order(name, settings)
         case JsonlPool():
-            return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path)
+            return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path, columns=columns)
         case ParquetPool():
             needed, optional = columns_of(settings)
-            rows = read_rows(settings.path, form="parquet", columns=needed, optional=optional)
-            return record_order(name, settings, rows, settings.path)
+            rows = read_rows(settings.path, form="parquet", columns=None if columns else needed, optional=optional)
+            return record_order(name, settings, rows, settings.path, columns=columns)
         case HubPool():
             rows = read_rows(
                 settings.dataset, subset=settings.subset, split=settings.split, data_files=settings.data_files
             )
-            return record_order(name, settings, rows, f"dataset {settings.dataset!r}")
+            return record_order(name, settings, rows, f"dataset {settings.dataset!r}", columns=columns)
         case ReasoningGymPool():
             return reasoning_gym_order(name, settings)
+        case SelfplayPool():
+            return open_problems(name, settings)
         case MixturePool():
-            sources = [build_order(source.name, source) for source in settings.sources]
+            sources = [build_order(source.name, source, columns=columns) for source in settings.sources]
             return Mixture(name, sources, [source.weight for source in settings.sources], settings.seed)

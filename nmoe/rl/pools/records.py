@@ -5,6 +5,8 @@ The first record that is wrong ends the load with an error that says which one i
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -22,13 +24,15 @@ from nmoe.rl.tasks.task import Metadata
 COMMITS = ("base_commit", "target_commit")
 
 
-def record_order(name: str, settings: DatasetKeys, records: Iterable[Row], origin: str) -> Order:
-    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch.
+def record_order(
+    name: str, settings: DatasetKeys, records: Iterable[Row], origin: str, *, columns: bool = False
+) -> Order:
+    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`, they keep all fields.
 
     `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.
     """
     problems = [
-        _problem(name, settings, index, where, record)
+        _problem(name, settings, index, where, record, columns)
         for index, (where, record) in enumerate(islice(records, settings.max_examples))
     ]
     if not problems:
@@ -39,18 +43,23 @@ def record_order(name: str, settings: DatasetKeys, records: Iterable[Row], origi
 
 
 def _content(problem: Problem) -> tuple[object, ...]:
-    content = (problem.task_type, problem.question, problem.gold)
+    content: tuple[object, ...] = (problem.task_type, problem.question, problem.gold)
     # Of a task's own records also the rest: tests, files.
-    return (*content, *sorted(problem.metadata.items())) if TASKS[problem.task_type].own_records else content
+    if TASKS[problem.task_type].own_records:
+        content = (*content, *sorted(problem.metadata.items()))
+    return (*content, json.dumps(problem.columns, sort_keys=True)) if problem.columns else content
 
 
-def _problem(name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, Any]) -> Problem:
+def _problem(
+    name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, Any], columns: bool
+) -> Problem:
     task = TASKS[settings.task_type]
     try:
         question, gold, metadata = task.read_record(record) or _posed(settings, record)
         commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
         metadata = {"record": index, **commits, **metadata}
-        problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata)
+        kept = {field: _plain(value) for field, value in record.items()} if columns else {}
+        problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept)
         task.check_gold(problem)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
@@ -63,6 +72,18 @@ def _posed(settings: DatasetKeys, record: Mapping[str, Any]) -> tuple[str, str, 
     question = _text(record, settings.problem_field, "problem_field")
     field = _text(record, settings.answer_field, "answer_field", task.gold_types)
     return task.pose(question, extract_gold(settings.gold_extractor, field), record)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates and bytes as their text, and no
+    number that is not finite."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
 
 
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]]:

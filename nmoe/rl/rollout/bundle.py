@@ -34,6 +34,7 @@ from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.tools.event import ToolCall, ToolEvent
+from nmoe.rl.trainer_state import TrainerState
 from nmoe.rl.turn import Turn
 from nmoe.runs.storage import storage_errors
 
@@ -62,6 +63,11 @@ class _Sampling(_Strict):
     seed: int
 
 
+class _TrainerState(_Strict):
+    global_step: int
+    max_steps: int
+
+
 class _Verdict(_Strict):
     outcome: Literal["correct", "incorrect", "error"]
     score: float
@@ -88,12 +94,14 @@ class _Record(_Strict):
     environment: dict[str, str]
     model: dict[str, str]
     workspace: dict[str, Any] | None
+    trainer_state: _TrainerState | None = None
     problem: str
     task_type: str
     source: str
     question: str
     gold: str
     metadata: dict[str, Any]
+    columns: dict[str, Any] = {}
     index: int
     seed: int
     sampling: _Sampling
@@ -108,6 +116,7 @@ class _Record(_Strict):
     tool_events: list[_ToolEvent]
     text: str
     failure: Failure
+    reason: str = ""
     reward: float
     components: dict[str, float]
     weights: dict[str, float]
@@ -186,7 +195,7 @@ class Bundle:
             )
             turns.append(Turn(given, sample))
             given = ()
-        verdict = record["verdict"]
+        verdict, state = record["verdict"], record.get("trainer_state")
         return Trajectory(
             problem=Problem(
                 record["problem"],
@@ -195,6 +204,7 @@ class Bundle:
                 record["gold"],
                 record["source"],
                 record["metadata"],
+                record.get("columns", {}),
             ),
             index=record["index"],
             prompt_ids=tuple(record["prompt_ids"]),
@@ -207,12 +217,14 @@ class Bundle:
                 record["answer"],
                 None if verdict is None else Verdict(**verdict),
                 record["weights"],
+                record.get("reason", ""),
             ),
             sampling=Sampling(**{**record["sampling"], "stop_ids": tuple(record["sampling"]["stop_ids"])}),
             tool_events=tuple(_tool_event(event) for event in record["tool_events"]),
             environment=record["environment"],
             model=record["model"],
             workspace=record["workspace"],
+            trainer_state=None if state is None else TrainerState(**state),
         )
 
 

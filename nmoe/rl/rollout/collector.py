@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from nmoe.engine.api import Engine, Request, Sample, Sampling
+from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
 from nmoe.rl.failures import Failure
+from nmoe.rl.gather import all_or_none
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
+from nmoe.rl.rewards.conversation import samples_of
+from nmoe.rl.rewards.reward import RewardError
+from nmoe.rl.rewards.rewards import opened, rated
 from nmoe.rl.rollout.episode import Episode, Player, request_seed
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.sandbox.api import OpensSandboxes
 from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.rl.tools.session import ToolSession
+from nmoe.rl.trainer_state import TrainerState
 from nmoe.rl.turn import Turn
 from nmoe.rl.workspace.prepare import Workspaces
 from nmoe.rl.workspace.sources import WorkspaceError
 
-R = TypeVar("R")
+_AT_THE_START = TrainerState()
 
 
 class GradingError(Exception):
@@ -36,15 +42,26 @@ class GradingError(Exception):
         self.trajectory = trajectory
 
 
+class RewardFailedError(GradingError, UserError):
+    """One of `[[rewards]]` did, or returned something that is no reward. The mistake is in the user's code or service, so that its
+    message is all that a command prints."""
+
+    def __init__(self, trajectory: Trajectory, message: str) -> None:
+        super().__init__(trajectory)
+        self.args = (f"problem {trajectory.problem.id}: {message}",)
+
+
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How a batch of problems is sampled: `samples` per problem, at most `max_new_tokens` each."""
+    """How a batch of problems is sampled: `samples` per problem, at most `max_new_tokens` each. `state` is what rewards are told of
+    the run; None leaves `[[rewards]]` unasked, which evaluations of correctness do."""
 
     samples: int
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    state: TrainerState | None = _AT_THE_START
 
 
 @dataclass
@@ -92,9 +109,10 @@ class Collector:
     async def _collect(
         self, problems: Sequence[Problem], settings: RolloutSettings, key: tuple[str | int, ...]
     ) -> list[Group]:
-        return await _all_or_none(
-            [self._group(problem, settings, (*key, place)) for place, problem in enumerate(problems)]
-        )
+        async with opened(self._environment.rewards):
+            return await all_or_none(
+                [self._group(problem, settings, (*key, place)) for place, problem in enumerate(problems)]
+            )
 
     async def _group(self, problem: Problem, settings: RolloutSettings, key: tuple[str | int, ...]) -> Group:
         prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)
@@ -120,8 +138,31 @@ class Collector:
                 async for index, sample in samples:
                     first_turns[index].set_result(sample)
 
-        _, *trajectories = await _all_or_none([sample_first_turns(), *map(trajectory, range(settings.samples))])
-        return Group(problem, trajectories)
+        _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(settings.samples))])
+        return Group(problem, await self._rewarded(trajectories, settings.state))
+
+    async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
+        """The trajectories with what `[[rewards]]` say of those that the infrastructure did not lose."""
+        if state is None or not self._environment.rewards:
+            return trajectories
+        trajectories = [replace(trajectory, trainer_state=state) for trajectory in trajectories]
+        judged = [trajectory for trajectory in trajectories if trajectory.trainable]
+        if not judged:
+            return trajectories
+        began = time.perf_counter()
+        try:
+            grades = await rated(self._environment.rewards, samples_of(self._environment, judged, state))
+        except RewardError as error:
+            trajectory = judged[error.index]
+            weights = {
+                **trajectory.grade.weights,
+                **{reward.name: reward.weight for reward in self._environment.rewards},
+            }
+            ungraded = replace(trajectory.grade, weights=weights, failure="grader_error", reason=str(error))
+            raise RewardFailedError(replace(trajectory, grade=ungraded), str(error)) from error
+        self._grade_s += time.perf_counter() - began
+        graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
+        return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
 
     async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
         problem = episode.problem
@@ -184,16 +225,3 @@ class Collector:
             else:
                 record["kept"] = None if kept is None else str(kept)
         return record
-
-
-async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """What all of them return, in order. Where one raises, or the caller is cancelled, the others are cancelled and have ended when
-    this returns."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

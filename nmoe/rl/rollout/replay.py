@@ -7,16 +7,20 @@ grade. Each check says what it compared, and names the first difference by its p
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings, GeneratedPool, Rubric
+from nmoe.config.rewards import FunctionReward
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment, identity_of
 from nmoe.rl.failures import Failure
-from nmoe.rl.grading.grade import Grade
+from nmoe.rl.grading.grade import COMPONENTS, Grade
+from nmoe.rl.rewards.conversation import samples_of
+from nmoe.rl.rewards.reward import Rating, RewardError
+from nmoe.rl.rewards.rewards import with_ratings
 from nmoe.rl.rollout.bundle import Bundle
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.sandbox.api import OpensSandboxes
@@ -81,6 +85,8 @@ async def replay(
             yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)
         yield await _grade(environment, trajectory, session)
+    if bundle.settings.rewards:
+        yield await _rewards(bundle.settings, environment, trajectory)
     # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
     yield Check("digests", "every part as it was written", _altered(bundle))
 
@@ -95,8 +101,10 @@ def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer:
     """The environment without its problems, whose data may be elsewhere, under the weights that were in force."""
     update = {
         "task_pool": GeneratedPool(type="generated", task_type="sort"),
-        "rubric": Rubric(**trajectory.grade.weights),
+        "rubric": Rubric(**_without_rewards(trajectory.grade).weights),
         "curriculum": None,
+        # What no replay may ask again need not be there either: no token, no service.
+        "rewards": tuple(one for one in settings.rewards if isinstance(one, FunctionReward) and one.replay),
     }
     return Environment.from_settings(settings.model_copy(update=update), tokenizer)
 
@@ -181,7 +189,7 @@ def _returned(event: ToolEvent) -> dict[str, Any]:
 
 
 async def _grade(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
-    recorded, last = trajectory.grade, trajectory.turns[-1].sample
+    recorded, last = _without_rewards(trajectory.grade), trajectory.turns[-1].sample
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
     if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
         ended = "truncated"  # there was no room for the turn that the call asks for
@@ -197,7 +205,44 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
     except Exception as error:
         # As it may have when the trajectory was recorded, which stopped that run.
         return Check("grade", "", f"the grader raises {type(error).__name__}: {error}")
+    if recorded.reason:
+        # It is a reward that was not available; how the trajectory itself ended was not kept.
+        now = replace(now, failure=recorded.failure, reason=recorded.reason)
     return Check("grade", _said(now), _first_of(_graded(recorded), _graded(now), "grade"))
+
+
+def _without_rewards(grade: Grade) -> Grade:
+    """The grade by its rubric alone."""
+    if grade.weights.keys() <= set(COMPONENTS):
+        return grade
+    components = {name: value for name, value in grade.components.items() if name in COMPONENTS}
+    weights = {name: value for name, value in grade.weights.items() if name in COMPONENTS}
+    score = sum(weights[name] * value for name, value in components.items())
+    return replace(grade, components=components, weights=weights, score=score)
+
+
+async def _rewards(settings: EnvironmentSettings, environment: Environment, trajectory: Trajectory) -> Check:
+    """Asks the functions of `[[rewards]]` again, about this one sample, and takes the other rewards as they are recorded."""
+    recorded, state = trajectory.grade, trajectory.trainer_state
+    if state is None:
+        return Check("rewards", "none were asked")
+    ratings = {one.name: (one.weight, Rating(recorded.components.get(one.name))) for one in settings.rewards}
+    samples = samples_of(environment, [trajectory], state)
+    try:
+        for reward in environment.rewards:
+            (rating,) = await reward.rate(samples)
+            ratings[reward.name] = (reward.weight, rating)
+    except RewardError as error:
+        return Check("rewards", "", str(error))
+    if recorded.reason:
+        return Check("rewards", f"none to compare: {recorded.reason}")
+    now = with_ratings(_without_rewards(recorded), ratings)
+    asked = [reward.name for reward in environment.rewards]
+    rest = [name for name in ratings if name not in asked]
+    compared = "; ".join(
+        f"{', '.join(names)} {how}" for names, how in ((asked, "asked again"), (rest, "taken as recorded")) if names
+    )
+    return Check("rewards", compared, _first_of(_graded(recorded), _graded(now), "grade"))
 
 
 def _graded(grade: Grade) -> dict[str, Any]:

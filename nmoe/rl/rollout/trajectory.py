@@ -16,6 +16,7 @@ from nmoe.rl.failures import INFRASTRUCTURE
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.tools.event import ToolEvent
+from nmoe.rl.trainer_state import TrainerState
 from nmoe.rl.turn import Turn
 
 # In the place of a log-probability and a version where the policy sampled nothing.
@@ -39,7 +40,8 @@ class Trajectory:
     it then sampled. What a tool answered to the last call that no turn followed is in `tool_events` alone.
 
     `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content; `workspace` where
-    the files came from and were kept, or under "failed" why there were none.
+    the files came from and were kept, or under "failed" why there were none; `trainer_state` what `[[rewards]]` were told of
+    the run, None where they were not asked.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class Trajectory:
     environment: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=dict)
     workspace: Mapping[str, Any] | None = None
+    trainer_state: TrainerState | None = None
 
     @property
     def trainable(self) -> bool:
@@ -131,12 +134,14 @@ class Trajectory:
             "environment": dict(self.environment),
             "model": dict(self.model),
             "workspace": None if self.workspace is None else dict(self.workspace),
+            "trainer_state": None if self.trainer_state is None else asdict(self.trainer_state),
             "problem": self.problem.id,
             "task_type": self.problem.task_type,
             "source": self.problem.source,
             "question": self.problem.question,
             "gold": self.problem.gold,
             "metadata": dict(self.problem.metadata),
+            "columns": dict(self.problem.columns),
             "index": self.index,
             "seed": self.seed,
             "sampling": asdict(self.sampling),
@@ -151,6 +156,7 @@ class Trajectory:
             "tool_events": [event.record() for event in self.tool_events],
             "text": text,
             "failure": self.grade.failure,
+            "reason": self.grade.reason,
             "reward": self.grade.score,
             "components": self.grade.components,
             "weights": self.grade.weights,

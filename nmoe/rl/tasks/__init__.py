@@ -12,6 +12,7 @@ from nmoe.rl.tasks.humaneval import HumanEvalTask
 from nmoe.rl.tasks.math import MathTask
 from nmoe.rl.tasks.mbpp import MbppTask
 from nmoe.rl.tasks.prm import PrmSolutionTask, PrmStepTask
+from nmoe.rl.tasks.proof import ProofGenerationTask
 from nmoe.rl.tasks.reasoning_gym import ReasoningGymTask
 from nmoe.rl.tasks.reverse import ReverseTask
 from nmoe.rl.tasks.score import MetaVerificationTask, ProofVerificationTask
@@ -50,4 +51,8 @@ DATASET_TASKS: dict[str, Task] = {
     **CODE_TASKS,
 }
 
-TASKS: dict[str, Task] = {**DATASET_TASKS, "reasoning_gym": ReasoningGymTask()}
+TASKS: dict[str, Task] = {
+    **DATASET_TASKS,
+    "reasoning_gym": ReasoningGymTask(),
+    "proof_generation": ProofGenerationTask(),
+}

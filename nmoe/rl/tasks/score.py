@@ -3,12 +3,15 @@ r"""Judging a solution with a score: proofs, evaluations of proofs, and solution
 The reward is 1 - |s' - s| for the score s' given and the gold s (DeepSeekMath-V2, arXiv:2511.22570); only the same score is
 correct. The final message is the score alone. One that carries the evaluation as well is read too: what stands after "Based
 on my evaluation, the final overall score should be:" (the published prompt has "overal"), bare or in a `\boxed{}`.
+
+In self-play nobody knows the gold when a score is sampled: there it is "", and the verdict says only what was read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -20,12 +23,14 @@ from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Metadata, Problem
 from nmoe.rl.tasks.task import Attempt, QuestionTask
 
+# The gold of a problem without an oracle.
+UNKNOWN = ""
 SCORES = (Fraction(0), Fraction(1, 2), Fraction(1))
 OPENING = "Here is my evaluation of the solution:"
 CLOSING = "Based on my evaluation, the final overall score should be:"
 _CLOSING = re.compile(r"Based on my evaluation, the final overall? score should be:", re.IGNORECASE)
 
-_RUBRIC = """- 1: the solution is complete and correct, every step of it is justified
+RUBRIC = """- 1: the solution is complete and correct, every step of it is justified
 - 0.5: its logic is right overall, with minor errors or details left out
 - 0: it does not solve the problem, or has a fatal error or a gap that matters"""
 
@@ -39,6 +44,33 @@ def read_score(answer: str) -> Fraction | None:
     box = last_boxed(text)
     number = read_number(normalize(text if box is None else box.content))
     return number.value if number is not None and number.value in SCORES else None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A written evaluation, from its opening phrase to its score, and that score.
+
+    `Evaluation("Here is my evaluation of the solution:\\nStep 2 is wrong: 12+2=14\\nBased on my evaluation, the final overall "
+    "score should be: 0", Fraction(0))`
+    """
+
+    text: str
+    score: Fraction
+
+
+def read_evaluation(reasoning: str | None, answer: str | None) -> Evaluation | None:
+    """The evaluation that a reply holds: in its answer where that has the phrases, else in its reasoning, with the score that the
+    answer gives. None where a phrase or the score is missing. Total."""
+    score = None if answer is None else read_score(answer)
+    if score is None:
+        return None
+    for text in (answer, reasoning):
+        closings = list(_CLOSING.finditer(text or ""))
+        opening = -1 if text is None or not closings else text.rfind(OPENING, 0, closings[-1].start())
+        if text is not None and opening >= 0:
+            written = text[opening : closings[-1].start()].strip()
+            return Evaluation(f"{written}\n{CLOSING} {float(score):g}", score)
+    return None
 
 
 class ScoreTask(QuestionTask):
@@ -58,10 +90,13 @@ class ScoreTask(QuestionTask):
         return problem.gold, "0" if gold != 0 else "1"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        gold, given = read_score(problem.gold), read_score(attempt.answer)
-        assert gold is not None, "check_gold refuses a gold that is no score"
+        given = read_score(attempt.answer)
         if given is None:
             return Verdict.of(False, "score", "no score of 0, 0.5 or 1")
+        if problem.gold == UNKNOWN:
+            return Verdict.of(False, "unlabelled", f"{float(given):g}, and nobody knows the score")
+        gold = read_score(problem.gold)
+        assert gold is not None, "check_gold refuses a gold that is no score"
         outcome = Verdict.of(given == gold, "score", "").outcome
         return Verdict(outcome, float(1 - abs(given - gold)), "score", f"{float(given):g} for {float(gold):g}")
 
@@ -74,7 +109,7 @@ class ProofVerificationTask(ScoreTask):
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
         proof = _one_of(record, self.record_fields)
         return (
-            f"Evaluate the solution to a problem and give it a score:\n{_RUBRIC}\n\n"
+            f"Evaluate the solution to a problem and give it a score:\n{RUBRIC}\n\n"
             f'Go through it step by step, from "{OPENING}" on to "{CLOSING}". The answer is the score alone.\n\n'
             f"## Problem\n{question}\n\n## Solution\n{proof}",
             gold,
@@ -95,7 +130,7 @@ class MetaVerificationTask(ScoreTask):
             "- 1: all defects that it claims exist, and its score follows from them by the rubric below\n"
             "- 0.5: some of them exist, or all do and its wording or score has an error\n"
             "- 0: none of them exists\n\n"
-            f"The rubric of the evaluation:\n{_RUBRIC}\n\nThe answer is your score alone.\n\n"
+            f"The rubric of the evaluation:\n{RUBRIC}\n\nThe answer is your score alone.\n\n"
             f"## Problem\n{question}\n\n## Solution\n{proof}\n\n## Evaluation\n{evaluation}",
             gold,
             {},

@@ -7,9 +7,8 @@ policy is shown, so that it may go on. Only the end of the trajectory itself, a 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nmoe.config.environment import BudgetSettings
@@ -17,6 +16,7 @@ from nmoe.rl.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.rl.tools.event import ToolCall, ToolEvent
 from nmoe.rl.tools.session import ToolSession
 from nmoe.rl.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
+from nmoe.rl.user_code import in_thread
 from nmoe.rl.workspace.sources import WorkspaceError
 
 # A tool in the sandbox is stopped there when its time is up, which leaves the sandbox whole; the executor's own deadline is for
@@ -66,7 +66,7 @@ class AsyncToolExecutor:
                     arguments[tool.sandbox_parameter] = await session.sandbox()
                 if tool.is_async:
                     return as_output(await tool.function(**arguments))
-                return as_output(await _in_thread(tool.function, arguments))
+                return as_output(await in_thread(tool.function, arguments))
         except SandboxSetupError as error:
             return ToolOutput("", "sandbox_setup_failed", shortened(str(error)))
         except WorkspaceError as error:
@@ -102,30 +102,3 @@ def _text(output: ToolOutput, limit: int) -> tuple[Any, str, str]:
     if output.failure != "ok":
         return output.failure, shown, output.reason
     return "output_limit", shown, f"{len(text)} characters are more than the {limit} that are shown"
-
-
-async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What the function returns or raises. Its thread is its own, so that no number of slow ones holds up another, and a daemon, so
-    that one that never ends does not keep the process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        set_outcome: Callable[[Any], None]
-        try:
-            set_outcome, outcome = done.set_result, function(**arguments)
-        except BaseException as error:
-            # A future takes no StopIteration.
-            set_outcome = done.set_exception
-            outcome = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        try:
-            loop.call_soon_threadsafe(settle, set_outcome, outcome)
-        except RuntimeError:
-            return  # the loop has closed: nobody waits any more
-
-    threading.Thread(target=run, name="nmoe-tool", daemon=True).start()
-    return await done

@@ -1,0 +1,91 @@
+"""The settings of `[[rewards]]`: what an environment rewards beside the components of its rubric."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict, Section
+
+# The components of a grade that the rubric weighs (`nmoe.rl.grading.grade`).
+RUBRIC_COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
+
+_NAME = re.compile(r"\w[\w.-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class RewardKeys(Section):
+    """What every reward has."""
+
+    name: str = Field(
+        min_length=1, description="name of the component in metrics and samples, unique among all components"
+    )
+    weight: float = Field(default=1.0, description="factor of its values in the reward; negative for a penalty")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not _NAME.fullmatch(self.name):
+            yield Conflict("name", "is letters, digits and . _ -, the first a letter or digit")
+        elif self.name in RUBRIC_COMPONENTS:
+            yield Conflict("name", "is a component of the rubric; take another name")
+
+
+class FunctionReward(RewardKeys):
+    """A function of your own: `f(prompts, completions, **columns) -> list[float | None]`, plain or async."""
+
+    type: Literal["function"]
+    call: str = Field(description="the function, as `package.module:function`")
+    timeout_s: float = Field(default=60.0, gt=0, description="seconds that one call, over one group, may take")
+    replay: bool = Field(
+        default=True,
+        description="a replay calls it again, with its one sample alone; false where it compares a group's samples or draws at "
+        "random: the value is then taken as recorded",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        module, _, function = self.call.partition(":")
+        if not module or not function.isidentifier():
+            yield Conflict("call", "is `package.module:function`")
+
+
+class ServiceKeys(RewardKeys):
+    """How a service on the network is asked; nothing else of nmoe reaches one while it trains."""
+
+    url: str = Field(description="where requests are posted to, http:// or https://")
+    token_env: str | None = Field(
+        default=None,
+        description="environment variable with the bearer token; the token itself is never written anywhere",
+    )
+    timeout_s: float = Field(default=60.0, gt=0, description="seconds that one attempt may take")
+    retries: int = Field(
+        default=3, ge=0, description="further attempts after one that failed, with growing waits between"
+    )
+    concurrency: int = Field(default=8, ge=1, description="the most requests under way at once")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        try:
+            parts = urlsplit(self.url)
+            named = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:
+            named = False
+        if not named:
+            yield Conflict("url", "is a URL that begins with http:// or https:// and names a host")
+        elif parts.username is not None or parts.password is not None:
+            yield Conflict(
+                "url", "holds a user or password, which would be written to the run's config.toml; use token_env"
+            )
+        if self.token_env is not None and not _VARIABLE.fullmatch(self.token_env):
+            yield Conflict("token_env", "is the name of an environment variable, not the token")
+
+
+class HttpReward(ServiceKeys):
+    """A service: {"prompts", "completions", "columns"} are posted, {"rewards": [...]} comes back."""
+
+    type: Literal["http"]
+
+
+RewardSettings = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]

@@ -1,0 +1,41 @@
+"""DPPO: a trust region in probabilities instead of ratios (Qi et al. 2026, arXiv:2602.04879, the binary total variation).
+
+With mu the policy that sampled, r = pi(x) / mu(x):
+
+    M_t = 0 where A > 0 and pi(x_t) - mu(x_t) > clip_high, or A <= 0 and pi(x_t) - mu(x_t) < -clip_low; else 1
+    loss = sum_t w_t (-M_t r_t A_t + drift_coef (log r_t)^2)
+
+A ratio says little of a rare token: from 1e-5 to 1e-4 it is 10, and nothing has happened. |pi - mu| at the sampled token bounds the
+total variation from below. mu is the sampler and not the learner before the update, because the region is about what was
+sampled; so `behaviour_logprobs` it is, also where the batch has `old_logprobs`, and no correction for the mismatch comes on top:
+r holds it already.
+
+The second term is not the paper's. It pulls pi back to mu where the mask has taken the gradient away (prime-rl's default loss has
+it, with 1e-3).
+"""
+
+# Shapes: N scored tokens of a micro-batch.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
+from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP, ratio
+
+
+def dppo(clip_low: float, clip_high: float, drift_coef: float = 1e-3) -> Objective:
+    """Needs `advantages` and `behaviour_logprobs`. The bounds are differences of probabilities; the paper takes 0.2 or less."""
+
+    def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        advantages_N = need(scored.advantages_N, "advantages")
+        behaviour_N = need(scored.behaviour_logprobs_N, "behaviour_logprobs")
+        raw_N = outputs.logprobs_N - behaviour_N
+        moved_N = outputs.logprobs_N.detach().exp() - behaviour_N.exp()
+        masked_N = torch.where(advantages_N > 0, moved_N > clip_high, moved_N < -clip_low)
+        drift_N = raw_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).square()
+        loss_N = torch.where(masked_N, 0.0, -ratio(raw_N) * advantages_N) + drift_coef * drift_N
+        return (scored.weights_N * loss_N).sum(), {"log_ratio": raw_N.detach(), "clipped": masked_N.float()}
+
+    return objective

@@ -1,0 +1,124 @@
+"""Functions of the user's own, named as `package.module:function`: imported for a run, or found in their source without that."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+
+
+def load_function(kind: str, name: str) -> Callable[..., Any]:
+    """The function `package.module:function`, looked for as Python does, in the working directory first. Raises UserError
+    where it is not there; `kind` is what it is to be, such as "tool"."""
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module may raise anything while it is imported
+        raise UserError(f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(here)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"{kind} {name}: {module.__file__} has no function {attribute!r}")
+    return function
+
+
+async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What the function returns or raises. Its thread is its own, so that no number of slow ones holds up another, and a daemon, so
+    that one that never ends does not keep the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        set_outcome: Callable[[Any], None]
+        try:
+            set_outcome, outcome = done.set_result, function(**arguments)
+        except BaseException as error:
+            # A future takes no StopIteration.
+            set_outcome = done.set_exception
+            outcome = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        try:
+            loop.call_soon_threadsafe(settle, set_outcome, outcome)
+        except RuntimeError:
+            return  # the loop has closed: nobody waits any more
+
+    threading.Thread(target=run, name="nmoe-user-code", daemon=True).start()
+    return await done
+
+
+def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:
+    """The file that `package.module:function` lies in, and the statement that binds it there. Nothing is imported. Raises UserError
+    where either is not there."""
+    module, _, function = name.partition(":")
+    file = _file_of(module, f"{kind} {name}")
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{kind} {name}: {file} is no Python: {error}") from error
+    definition = _top_level(tree, function)
+    if definition is None:
+        known = ", ".join(sorted(_functions(tree))) or "none"
+        raise UserError(f"{kind} {name}: {file} has no function {function!r}; its functions are {known}")
+    return file, definition
+
+
+def _file_of(module: str, what: str) -> Path:
+    """Where a module lies, looked for as an import would, in the working directory first; only the first name is given to
+    Python's finders, because they import the parents of a dotted one."""
+    top, *below = module.split(".")
+    spec: ModuleSpec | None = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+    if spec is None:
+        try:
+            spec = find_spec(top)
+        except (ImportError, ValueError):
+            spec = None
+    if spec is None:
+        raise UserError(f"{what}: there is no module {top!r}, in the working directory or installed")
+    if not below and spec.origin is not None:
+        candidates = [Path(spec.origin)]
+    else:
+        candidates = [
+            path
+            for location in spec.submodule_search_locations or []
+            for path in (Path(location, *below).with_suffix(".py"), Path(location, *below, "__init__.py"))
+        ]
+    for path in candidates:
+        if path.suffix == ".py" and path.is_file():
+            return path
+    raise UserError(f"{what}: there is no source of the module {module!r}")
+
+
+def _top_level(tree: ast.Module, name: str) -> ast.stmt | None:
+    """The statement that binds a name at the module's top level, the last one if there are several."""
+    found = None
+    for statement in tree.body:
+        if name in _bound(statement):
+            found = statement
+    return found
+
+
+def _functions(tree: ast.Module) -> Iterator[str]:
+    return (one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in statement.names}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
