@@ -3,7 +3,8 @@
 Rows go through the head piece by piece: product, softmax, statistics, while the piece is in the cache. A piece has 2^20 logits
 (4 MB in fp32). What the backward pass needs of the vocabulary, `exp(logits - max)`, is kept where it is small, at most 2^24 values
 (64 MB) in one call; beyond that it is computed again piece by piece. So a call holds at most 64 MB + 3 pieces over its inputs
-and gradients, whatever N and V; a vocabulary beyond 2^20 makes the piece one row.
+and gradients, whatever N and V; a vocabulary beyond 2^20 makes the piece one row. A loss that uses the entropy's gradient costs one
+tensor more, as large as what is handled at once.
 """
 
 # Shapes: N rows, n the rows of a piece, D width, V vocabulary, M the largest kept set.
@@ -24,8 +25,8 @@ _KEPT_LOGITS = 2**24
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """With p = softmax(x W^T / t): d logp[target] / d logits = (onehot(target) - p) / t, from which dx and dW are two products.
-    The entropy is a statistic and carries no gradient."""
+    """With p = softmax(x W^T / t): d logp[target] / d logits = (onehot(target) - p) / t and dH / d logits = -p (log p + H) / t,
+    from which dx and dW are two products. An output that no loss uses adds nothing to the backward pass."""
 
     @staticmethod
     def forward(
@@ -56,26 +57,35 @@ class _HeadLogprobs(torch.autograd.Function):
                 shifted_nV.clamp_(min=-1e30)  # a token that is cut out has a logit of -inf, and 0 * -inf counts as 0
             mean_n = torch.linalg.vecdot(exps_nV, shifted_nV).div_(total_n)
             torch.sub(log_total_n, mean_n, out=entropy_N[piece])
-        ctx.save_for_backward(x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N)
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N, entropy_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N = ctx.saved_tensors
-        grad_N = grads[0] / ctx.temperature
-        scale_N = -grad_N / total_N
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N, entropy_N = ctx.saved_tensors
+        grad_N = torch.zeros_like(total_N) if grads[0] is None else grads[0] / ctx.temperature
+        entropy_grad_N = None if grads[1] is None else grads[1] / ctx.temperature
+        # What falls on p, of both outputs: onehot * grad - p * (grad + entropy_grad * H) - p log p * entropy_grad.
+        scale_N = -(grad_N if entropy_grad_N is None else grad_N + entropy_grad_N * entropy_N) / total_N
         grad_x_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
         rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
         head = prepared(weight_VD, ctx.exact and exps_NV is None)
         # Where all is kept, the products that follow take it whole.
         for piece in _pieces(rows, vocabulary) if exps_NV is None else [slice(0, rows)]:
-            if exps_NV is None:
-                logits_nV = _shifted_logits(head, x_ND, ctx.temperature, kept_NM, piece)
-                grad_nV = logits_nV.exp_().mul_(scale_N[piece].unsqueeze(-1))
-            else:
-                grad_nV = exps_NV * scale_N.unsqueeze(-1)
+            exps_nV = exps_NV
+            if exps_nV is None:
+                exps_nV = _shifted_logits(head, x_ND, ctx.temperature, kept_NM, piece).exp_()
+            entropic_nV = None
+            if entropy_grad_N is not None:
+                entropic_nV = exps_nV / total_N[piece].unsqueeze(-1)
+                torch.special.entr(entropic_nV, out=entropic_nV)  # -p log p, and 0 where a token is cut out
+                entropic_nV.mul_(entropy_grad_N[piece].unsqueeze(-1))
+            scale_n1 = scale_N[piece].unsqueeze(-1)
+            grad_nV = exps_nV.mul_(scale_n1) if exps_NV is None else exps_nV * scale_n1
+            if entropic_nV is not None:
+                grad_nV.add_(entropic_nV)
             grad_nV.scatter_add_(-1, targets_N[piece].unsqueeze(-1), grad_N[piece].unsqueeze(-1))
             grad_nV = grad_nV.to(weight_VD.dtype)
             if grad_x_ND is not None:
@@ -114,7 +124,8 @@ def head_logprobs(
     kept_NM: Tensor | None = None,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32.
+    """`log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32 and with
+    gradient.
 
     `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `nmoe.model.numerics`.
     """

@@ -49,7 +49,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, kept_logits: int) -> None:
 @pytest.mark.parametrize("kept_logits", [0, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("restricted", [False, True])
-def test_gradient_by_finite_differences_and_none_for_the_entropy(
+def test_gradients_by_finite_differences(
     monkeypatch: pytest.MonkeyPatch, temperature: float, kept_logits: int, restricted: bool
 ) -> None:
     small_pieces(monkeypatch, kept_logits)
@@ -59,13 +59,50 @@ def test_gradient_by_finite_differences_and_none_for_the_entropy(
     targets = torch.tensor([0, 6, 3, 3, 1])
     kept = torch.tensor([[0, 2, 5], [6, -1, -1], [-1, -1, -1], [3, 1, -1], [1, 0, 6]]) if restricted else None
 
-    def call(states: Tensor, head: Tensor) -> Tensor:
-        return head_logprobs(states, head, targets, temperature, kept)[0]
+    def call(states: Tensor, head: Tensor) -> tuple[Tensor, ...]:
+        return head_logprobs(states, head, targets, temperature, kept)
 
+    # Both outputs together, each alone, and with a fixed head or fixed states.
     assert torch.autograd.gradcheck(call, (states, head))
+    assert torch.autograd.gradcheck(lambda states, head: call(states, head)[0], (states, head))
+    assert torch.autograd.gradcheck(lambda states, head: call(states, head)[1], (states, head))
     assert torch.autograd.gradcheck(lambda states: call(states, head.detach()), (states,))
     assert torch.autograd.gradcheck(lambda head: call(states.detach(), head), (head,))
-    assert not head_logprobs(states, head, targets, temperature, kept)[1].requires_grad
+
+
+@pytest.mark.parametrize("kept_logits", [0, 1000])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_entropy_s_gradient_is_autograd_s_on_dense_logits(
+    monkeypatch: pytest.MonkeyPatch, kept_logits: int, restricted: bool
+) -> None:
+    small_pieces(monkeypatch, kept_logits)
+    generator = torch.Generator().manual_seed(4)
+    logits = 3 * torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    targets, temperature = torch.tensor([2, 6, 3, 3, 1]), 0.7
+    kept = torch.tensor([[0, 2, 5], [6, -1, -1], [-1, -1, -1], [3, 1, -1], [1, 0, 6]]) if restricted else None
+    upstream = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    logprobs_N, entropy = head_logprobs(ours, torch.eye(7, dtype=torch.float64), targets, temperature, kept)
+    dense = theirs / temperature
+    if kept is not None:
+        dense = restrict_to_kept(dense, kept).clamp(min=-1e4)  # -inf times 0 has no gradient
+    reference = torch.distributions.Categorical(logits=dense)
+    torch.testing.assert_close(entropy, reference.entropy(), rtol=1e-12, atol=1e-12)
+    (upstream[0] @ logprobs_N + upstream[1] @ entropy).backward()
+    (upstream[0] @ reference.log_prob(targets) + upstream[1] @ reference.entropy()).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_an_entropy_that_no_loss_uses_leaves_the_backward_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.randn(5, 3, requires_grad=True)
+    head, targets = torch.randn(7, 3), torch.tensor([0, 6, 3, 3, 1])
+    called: list[Tensor] = []
+    entr = torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", lambda p, out: called.append(p) or entr(p, out=out))
+    head_logprobs(states, head, targets)[0].sum().backward()
+    assert not called
+    head_logprobs(states, head, targets)[1].sum().backward()
+    assert called
 
 
 @pytest.mark.parametrize("kept_logits", [0, 2**24])

@@ -12,9 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says of the scored tokens: log-probabilities (with gradient) and entropies in nats (without), and the raw
-    outputs of the learner's head where it has one (with gradient). A learner that trains a head alone computes no vocabulary, and
-    both of the first are NaN."""
+    """What the model says of the scored tokens, all with gradient: log-probabilities, entropies in nats, and the raw outputs of the
+    learner's head where it has one. A learner that trains a head alone computes no vocabulary, and both of the first are NaN."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
