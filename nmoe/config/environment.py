@@ -188,7 +188,7 @@ class MixturePool(Section):
         yield from super().conflicts()
         if not self.sources:
             yield Conflict("sources", "a mixture needs at least one [[task_pool.sources]]")
-        yield from _duplicates("sources", (source.name for source in self.sources))
+        yield from duplicates("sources", (source.name for source in self.sources))
 
 
 TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | SelfplayPool | MixturePool
@@ -250,7 +250,7 @@ class CurriculumSettings(Section):
         yield from super().conflicts()
         if not self.stages:
             yield Conflict("stages", "a curriculum needs at least one [[curriculum.stages]]")
-        yield from _duplicates("stages", (stage.name for stage in self.stages))
+        yield from duplicates("stages", (stage.name for stage in self.stages))
         last = len(self.stages) - 1
         for index, stage in enumerate(self.stages):
             if index < last and stage.gate is None:
@@ -426,7 +426,7 @@ def reseeded(settings: EnvironmentSettings, seed: int) -> EnvironmentSettings:
     return settings.model_copy(update={"task_pool": moved(settings.task_pool)})
 
 
-def _duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:
+def duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:
     seen: set[str] = set()
     for index, name in enumerate(names):
         if name in seen:

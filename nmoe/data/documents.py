@@ -1,10 +1,11 @@
-"""Documents to pretrain on: read from a dataset, shuffled anew each epoch, handed out by a token budget."""
+"""Documents to pretrain on: read from datasets, shuffled anew each epoch, mixed by weight, handed out by a token budget."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,33 +51,76 @@ def _ids(record: Mapping[str, Any], tokenizer: Tokenizer, end: list[int], where:
     return ids
 
 
-class DocumentStream:
-    """Documents in an order that is a pure function of (seed, epoch). `position` counts the documents handed out;
-    `fingerprint` is a digest of their tokens."""
+@dataclass(frozen=True)
+class DocumentSource:
+    """Documents of one kind, with their share of the tokens relative to the weights of the other sources."""
 
-    def __init__(self, documents: Sequence[Document], seed: int) -> None:
-        self._documents = documents
+    name: str
+    documents: Sequence[Document]
+    weight: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens of an epoch."""
+        return sum(len(document) - 1 for document in self.documents)
+
+
+class DocumentMixture:
+    """Documents of several sources, each in an order that is a pure function of (seed, epoch), handed out by a token budget.
+
+    The next document is always of the source that is furthest behind: the one with the fewest predicted tokens for its weight,
+    the first such where several are level. So nothing is drawn, and after any number of documents a source of share w is
+    never ahead of w of all tokens by more than the longest document's, and never behind by more than that for each other source.
+
+    position: how many documents of each source were handed out; whoever sets it goes on from there.
+    fingerprint: a digest of the tokens of all documents, source by source, and of the weights.
+    """
+
+    def __init__(self, sources: Sequence[DocumentSource], seed: int) -> None:
+        self._sources = sources
         self._seed = seed
-        self.fingerprint = hashlib.sha256(b"".join(document.tobytes() for document in documents)).hexdigest()
-        self._epoch = -1
-        self._order: list[int] = []
-        self.position = 0
+        self._orders = [(-1, [0])] * len(sources)
+        self._documents_handed_out = [0] * len(sources)
+        self._tokens_handed_out = [0] * len(sources)
+        digest = hashlib.sha256()
+        for source in sources:
+            digest.update(f"{source.weight!r}/{len(source.documents)}/".encode())
+            digest.update(b"".join(document.tobytes() for document in source.documents))
+        self.fingerprint = digest.hexdigest()
 
-    def take(self, tokens: int) -> list[Document]:
-        """The next documents, as many as stay within `tokens` predicted tokens, at least one."""
-        taken: list[Document] = []
+    @property
+    def position(self) -> list[int]:
+        return list(self._documents_handed_out)
+
+    @position.setter
+    def position(self, position: Sequence[int]) -> None:
+        self._documents_handed_out = list(position)
+        for index, (source, handed_out) in enumerate(zip(self._sources, position, strict=True)):
+            epoch, place = divmod(handed_out, len(source.documents))
+            begun = sum(len(source.documents[i]) - 1 for i in self._order(index, epoch)[:place])
+            self._tokens_handed_out[index] = epoch * source.tokens + begun
+
+    def take(self, tokens: int) -> list[tuple[int, Document]]:
+        """The next documents, each with the index of its source: as many as stay within `tokens` predicted tokens, at least
+        one."""
+        taken: list[tuple[int, Document]] = []
         budget = tokens
         while True:
-            document = self._at(self.position)
-            if taken and len(document) - 1 > budget:
+            index = min(range(len(self._sources)), key=lambda i: self._tokens_handed_out[i] / self._sources[i].weight)
+            source = self._sources[index]
+            epoch, place = divmod(self._documents_handed_out[index], len(source.documents))
+            document = source.documents[self._order(index, epoch)[place]]
+            predicted = len(document) - 1
+            if taken and predicted > budget:
                 return taken
-            taken.append(document)
-            budget -= len(document) - 1
-            self.position += 1
+            taken.append((index, document))
+            budget -= predicted
+            self._documents_handed_out[index] += 1
+            self._tokens_handed_out[index] += predicted
 
-    def _at(self, position: int) -> Document:
-        epoch, place = divmod(position, len(self._documents))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._documents)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        return self._documents[self._order[place]]
+    def _order(self, index: int, epoch: int) -> list[int]:
+        if self._orders[index][0] != epoch:
+            order = list(range(len(self._sources[index].documents)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._orders[index] = (epoch, order)
+        return self._orders[index][1]

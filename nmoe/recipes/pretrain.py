@@ -1,6 +1,6 @@
 """Pretraining: next-token cross-entropy on documents. `nmoe pretrain CONFIG`
 
-Every document is a sequence of its own: none attends to its neighbour in the pack.
+Every document is a sequence of its own: none attends to its neighbour in the pack. Several sources are mixed by weight.
 """
 
 # Shapes: T predicting positions.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nmoe.config.run import PretrainConfig
-from nmoe.data.documents import Document, DocumentStream, read_documents
+from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
@@ -22,6 +22,7 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads
 from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.text.tokenizer import Tokenizer
 
 
 def document_batch(documents: Sequence[Document]) -> Batch:
@@ -43,34 +44,69 @@ def pretrain(config: PretrainConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)
-    documents = read_documents(config.data.documents, tokenizer, model.config.context_tokens)
-    kept = len(documents) - config.data.held_out_documents
-    if kept < 1:
-        raise UserError(
-            f"{config.data.documents}: data.held_out_documents = {config.data.held_out_documents} leaves none of its "
-            f"{len(documents)} documents to train on"
-        )
-    documents, held_out = documents[:kept], documents[kept:]
-    stream = DocumentStream(documents, config.run.seed)
+    sources, held_out = _read_sources(config, tokenizer, model.config.context_tokens)
+    mixture = DocumentMixture(sources, config.run.seed)
     learner = Learner(
         model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
     )
-    tokens = sum(len(document) - 1 for document in documents)
-    epochs = config.run.steps * config.data.tokens_per_step / tokens
+    shares = [source.weight / sum(source.weight for source in sources) for source in sources]
+    several = len(sources) > 1
+    tokens_of_step: dict[str, float] = {}
+
+    def next_batch() -> Batch:
+        taken = mixture.take(config.data.tokens_per_step)
+        if several:
+            for index, source in enumerate(sources):
+                tokens = sum(len(document) - 1 for which, document in taken if which == index)
+                tokens_of_step[f"source_tokens/{source.name}"] = float(tokens)
+        return document_batch([document for _, document in taken])
 
     def evaluate() -> Held:
-        logprobs_N = learner.logprobs(document_batch(held_out)).result()
-        loss = float(-logprobs_N.mean())
-        return Held({"held_out_loss": loss}, f"held-out loss {loss:.4f}")
+        losses = [float(-learner.logprobs(document_batch(documents)).result().mean()) for documents in held_out]
+        loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+        by_source = {f"held_out_loss/{source.name}": loss for source, loss in zip(sources, losses, strict=True)}
+        note = ", ".join(f"{source.name} {loss:.4f}" for source, loss in zip(sources, losses, strict=True))
+        return Held(
+            {"held_out_loss": loss} | (by_source if several else {}),
+            f"held-out loss {loss:.4f}" + (f" ({note})" if several else ""),
+        )
 
     recipe = Supervised(
         learner,
         tokenizer,
         cross_entropy,
-        stream,
-        config.data.documents,
-        next_batch=lambda: document_batch(stream.take(config.data.tokens_per_step)),
-        notes=[f"{len(documents):,} documents of {tokens:,} tokens: {epochs:.2f} epochs"],
+        mixture,
+        " and ".join(source.path for source in config.data.mixture),
+        next_batch=next_batch,
+        notes=_shares_and_epochs(config, sources, shares),
         evaluate=evaluate,
+        metrics=lambda batch, result: tokens_of_step,
     )
     return supervise(config, threads, recipe)
+
+
+def _read_sources(
+    config: PretrainConfig, tokenizer: Tokenizer, context_tokens: int
+) -> tuple[list[DocumentSource], list[list[Document]]]:
+    """The documents to train on and, source by source, the last ones, which are held out."""
+    sources, held_out = [], []
+    for section in config.data.mixture:
+        documents = read_documents(section.path, tokenizer, context_tokens)
+        kept = len(documents) - config.data.held_out_documents
+        if kept < 1:
+            raise UserError(
+                f"{section.path}: data.held_out_documents = {config.data.held_out_documents} leaves none of its "
+                f"{len(documents)} documents to train on"
+            )
+        sources.append(DocumentSource(section.label, documents[:kept], section.weight))
+        held_out.append(documents[kept:])
+    return sources, held_out
+
+
+def _shares_and_epochs(config: PretrainConfig, sources: Sequence[DocumentSource], shares: Sequence[float]) -> list[str]:
+    notes = []
+    for source, share in zip(sources, shares, strict=True):
+        epochs = share * config.run.steps * config.data.tokens_per_step / source.tokens
+        note = f"{len(source.documents):,} documents of {source.tokens:,} tokens: {epochs:.2f} epochs"
+        notes.append(note if len(sources) == 1 else f"{source.name}, {share:.1%} of the tokens: {note}")
+    return notes

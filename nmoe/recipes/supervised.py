@@ -31,9 +31,14 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 class Examples(Protocol):
-    """Where training stands in its data: `position` counts what was handed out, `fingerprint` is a digest of all of it."""
+    """Where training stands in its data: `position` counts what was handed out, of each source where there are several;
+    `fingerprint` is a digest of all of it."""
 
-    position: int
+    @property
+    def position(self) -> Any: ...
+
+    @position.setter
+    def position(self, position: Any) -> None: ...
 
     @property
     def fingerprint(self) -> str: ...

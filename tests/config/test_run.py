@@ -84,7 +84,7 @@ def test_each_verb_requires_its_own_table(config: Write) -> None:
     path = config(SHAPE)
     assert load_run(path, RunConfig).environment is None
     assert refusals(path, RLConfig) == [" [environment]: required table is missing; it needs env_id, task_pool"]
-    assert refusals(path, PretrainConfig) == [" [data]: required table is missing; it needs documents"]
+    assert refusals(path, PretrainConfig) == [" [data]: required table is missing"]
 
 
 def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:

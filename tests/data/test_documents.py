@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nmoe.data.documents import DocumentStream, read_documents
+from nmoe.data.documents import DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 
@@ -92,13 +94,17 @@ def test_a_file_without_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
         read(tmp_path / "absent.jsonl", tokenizer)
 
 
-def stream(lengths: list[int], seed: int = 0) -> DocumentStream:
-    """Document i is i, i, i, ..., with `lengths[i]` predicted tokens."""
-    return DocumentStream([np.full(length + 1, i) for i, length in enumerate(lengths)], seed)
+def source(lengths: list[int], name: str = "only", weight: float = 1.0, first: int = 0) -> DocumentSource:
+    """Document i is first + i, first + i, ..., with `lengths[i]` predicted tokens."""
+    return DocumentSource(name, [np.full(length + 1, first + i) for i, length in enumerate(lengths)], weight)
 
 
-def taken(stream: DocumentStream, tokens: int) -> list[int]:
-    return [int(document[0]) for document in stream.take(tokens)]
+def stream(lengths: list[int], seed: int = 0) -> DocumentMixture:
+    return DocumentMixture([source(lengths)], seed)
+
+
+def taken(mixture: DocumentMixture, tokens: int) -> list[int]:
+    return [int(document[0]) for _, document in mixture.take(tokens)]
 
 
 def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
@@ -106,7 +112,7 @@ def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
     epochs = [taken(documents, 20) for _ in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert documents.position == 60
+    assert documents.position == [60]
     assert epochs == [taken(again, 20) for again in [stream([1] * 20)] for _ in range(3)]
     assert taken(stream([1] * 20, seed=1), 20) != epochs[0]
 
@@ -116,9 +122,9 @@ def test_the_budget_counts_predicted_tokens_and_is_met_exactly() -> None:
     assert len(taken(documents, 9)) == 3
     assert len(taken(documents, 8)) == 2  # a third would exceed it
     assert len(taken(documents, 11)) == 3
-    assert documents.position == 8
+    assert documents.position == [8]
     assert len(taken(documents, 1)) == 1  # one is always handed out
-    assert documents.position == 9
+    assert documents.position == [9]
 
 
 def test_what_did_not_fit_comes_next_and_a_position_goes_on_across_epochs() -> None:
@@ -133,5 +139,64 @@ def test_what_did_not_fit_comes_next_and_a_position_goes_on_across_epochs() -> N
         joined += part
     assert joined[:12] == order
     resumed = stream(lengths)
-    resumed.position = 7
+    resumed.position = [7]
     assert [document for _ in range(5) for document in taken(resumed, 1)] == order[7:]
+
+
+lengths = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(lengths, st.floats(0.05, 20)), min_size=1, max_size=4), st.integers(0, 99))
+def test_shares_of_the_tokens_are_the_weights_to_a_document(kinds: list[tuple[list[int], float]], seed: int) -> None:
+    sources = [source(each, f"s{i}", weight, first=100 * i) for i, (each, weight) in enumerate(kinds)]
+    mixture = DocumentMixture(sources, seed)
+    longest = max(max(each) for each, _ in kinds)
+    given_out = [0] * len(sources)
+    for _ in range(60):
+        ((index, document),) = mixture.take(1)
+        assert document[0] // 100 == index
+        given_out[index] += len(document) - 1
+        for tokens, each in zip(given_out, sources, strict=True):
+            exact = each.weight / sum(one.weight for one in sources) * sum(given_out)
+            assert -(len(sources) - 1) * longest - 1e-6 <= tokens - exact <= longest + 1e-6
+
+
+def test_three_sources_converge_to_their_weights_whatever_their_sizes() -> None:
+    sources = [source([9] * 5, "a", 2.0), source([1, 2], "b", 1.0), source([30] * 40, "c", 1.0)]
+    mixture = DocumentMixture(sources, 3)
+    tokens = [0, 0, 0]
+    for _ in range(200):
+        for index, document in mixture.take(100):
+            tokens[index] += len(document) - 1
+    assert [one / sum(tokens) for one in tokens] == pytest.approx([0.5, 0.25, 0.25], abs=0.002)
+
+
+@given(st.integers(0, 40), st.integers(1, 50))
+def test_a_mixture_goes_on_from_a_position_alone(steps: int, budget: int) -> None:
+    def made() -> DocumentMixture:
+        return DocumentMixture([source([3, 1, 4, 1, 5], "a", 0.7), source([9, 2, 6], "b", 0.3, first=100)], 5)
+
+    whole = made()
+    for _ in range(steps):
+        whole.take(budget)
+    resumed = made()
+    resumed.position = json.loads(json.dumps(whole.position))
+    assert [taken(whole, budget) for _ in range(9)] == [taken(resumed, budget) for _ in range(9)]
+    assert resumed.position == whole.position
+
+
+def test_a_fingerprint_tells_documents_sources_and_weights_apart() -> None:
+    def fingerprint(*sources: DocumentSource) -> str:
+        return DocumentMixture(sources, 0).fingerprint
+
+    one, other = source([2, 3], "a"), source([4], "b", first=9)
+    prints = [
+        fingerprint(one, other),
+        fingerprint(other, one),
+        fingerprint(one),
+        fingerprint(one, source([4], "b", 0.5, first=9)),
+        fingerprint(one, source([4], "b", first=8)),
+        fingerprint(DocumentSource("a", [*one.documents, *other.documents])),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(one, other) == prints[0]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from nmoe.data.documents import read_documents
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
+from nmoe.recipes import supervised
+from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.pretrain import document_batch, pretrain
 from nmoe.runs import watch
 from nmoe.runs.directory import recorded_threads
@@ -68,6 +73,121 @@ def test_a_run_does_not_go_on_with_other_documents(workshop: Path, tmp_path: Pat
     documents.write_text("\n".join([json.dumps({"token_ids": [*first[:-1], first[0]]}), *lines[1:100]]))
     with pytest.raises(UserError, match=r"documents\.jsonl: not the documents that this run began with"):
         pretrain(load_run(workshop / "base.toml", PretrainConfig, [*overrides, "--run.steps=2", "--run.resume=true"]))
+
+
+MIXTURE = """
+[[data.sources]]
+path = "digits.jsonl"
+weight = 3.0
+
+[[data.sources]]
+path = "letters.jsonl@[:40]"
+name = "words"
+
+"""
+
+
+@pytest.fixture
+def mixture(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PretrainConfig]:
+    """The configuration of a run on two sources: three parts of the workshop's documents, one of words."""
+    monkeypatch.chdir(tmp_path)
+    lines = (workshop / "corpus.jsonl").read_text().splitlines()
+    (tmp_path / "digits.jsonl").write_text("\n".join(lines[:200]))
+    words = [json.dumps({"text": f"word {'ab' * (i % 5)}{i % 7}"}) for i in range(60)]
+    (tmp_path / "letters.jsonl").write_text("\n".join(words))
+    text = (workshop / "base.toml").read_text()
+    text = re.sub("(?m)^documents = .*\n", "", text).replace("[optimizer]", MIXTURE + "[optimizer]")
+    (tmp_path / "mixture.toml").write_text(text)
+    fixed = ["--run.steps=8", "--eval.every_steps=4", "--data.held_out_documents=5", "--checkpoint.every_steps=3"]
+
+    def configured(*overrides: str) -> PretrainConfig:
+        return load_run(tmp_path / "mixture.toml", PretrainConfig, [*fixed, f"--run.directory={tmp_path}", *overrides])
+
+    return configured
+
+
+def test_a_mixture_trains_by_weight_and_is_evaluated_by_source(
+    mixture: Callable[..., PretrainConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = pretrain(mixture())
+    rows = read_metrics(run)
+    tokens = {name: sum(row[f"source_tokens/{name}"] for row in rows) for name in ("digits", "words")}
+    assert sum(tokens.values()) == sum(row["tokens_in_batch"] for row in rows)
+    assert tokens["digits"] / sum(tokens.values()) == pytest.approx(0.75, abs=0.01)
+    directory = resolve_checkpoint(run)
+    tokenizer, model = Tokenizer.load(directory), load_model(directory)
+    for path, name, last in (("digits.jsonl", "digits", 200), ("letters.jsonl", "words", 40)):
+        held_out = read_documents(path, tokenizer, 64)[last - 5 : last]
+        logprobs_N = batch_logprobs(model, document_batch(held_out), 4096, 1.0)
+        assert rows[-1][f"held_out_loss/{name}"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)
+    digits, words = (rows[-1][f"held_out_loss/{name}"] for name in ("digits", "words"))
+    assert rows[-1]["held_out_loss"] == pytest.approx(0.75 * digits + 0.25 * words)
+    shown = capfd.readouterr().out
+    assert "digits, 75.0% of the tokens: 195 documents of" in shown
+    assert "words, 25.0% of the tokens: 35 documents of" in shown
+
+
+def test_a_mixture_that_was_interrupted_goes_on_number_for_number(
+    mixture: Callable[..., PretrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_metrics(pretrain(mixture("--run.name=whole")))
+
+    class Interrupted(Interruptible):
+        asked = 0
+
+        @property
+        def requested(self) -> bool:  # type: ignore[override]
+            Interrupted.asked += 1
+            return Interrupted.asked > 8  # twice a step: from step 5 on
+
+        @requested.setter
+        def requested(self, value: bool) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "Interruptible", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(mixture("--run.name=broken"))
+    broken = pretrain(mixture("--run.name=broken", "--run.resume=true"))
+    assert (broken / "log.txt").read_text().count("resumed from step 5") == 1
+
+    def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in row if "time" not in name and "per_second" not in name} for row in rows]
+
+    assert figures(read_metrics(broken)) == figures(whole)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ('{path = "letters.jsonl"}, {path = "other/letters.jsonl"}', "is used before; names must be unique"),
+        ('{path = "letters.jsonl", weight = 0.0}', "must be more than 0"),
+        ('{path = "letters.jsonl", name = "a/b"}', "the source's name would be 'a/b'"),
+        ('{path = ".hidden"}', "the source's name would be ''; give it a `name`"),
+        ("{weight = 1.0}", "path"),
+    ],
+)
+def test_sources_that_can_not_be_mixed(
+    mixture: Callable[..., PretrainConfig], tmp_path: Path, sources: str, message: str
+) -> None:
+    config = tmp_path / "mixture.toml"
+    text = re.sub(r"\[\[data.sources\]\]\n(\w+ = .*\n)+", "", config.read_text())
+    config.write_text(text.replace("[data]", f"[data]\nsources = [{sources}]"))
+    with pytest.raises(UserError, match=re.escape(message)):
+        mixture()
+
+
+def test_documents_are_one_dataset_or_several_sources(
+    mixture: Callable[..., PretrainConfig], workshop: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="is one of several sources here"):
+        mixture("--data.documents=letters.jsonl")
+    config = tmp_path / "neither.toml"
+    config.write_text(re.sub("(?m)^documents = .*\n", "", (workshop / "base.toml").read_text()))
+    with pytest.raises(UserError, match="needs either documents"):
+        load_run(config, PretrainConfig)
+    (tmp_path / "letters.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match=r"letters\.jsonl@\[:40\]: data\.held_out_documents = 5 leaves none of its 1"):
+        pretrain(mixture())
 
 
 def test_collapsing_experts_are_told_of_once(
