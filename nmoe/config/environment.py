@@ -374,7 +374,7 @@ class EnvironmentSettings(Section):
             )
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
-        yield from _duplicates("rewards", (reward.name for reward in self.rewards))
+        yield from duplicates("rewards", (reward.name for reward in self.rewards))
         if not any(reward.weight for reward in self.rewards):
             stages = () if self.curriculum is None else self.curriculum.stages
             weighed = {f"curriculum.stages.{index}.weights": stage.weights for index, stage in enumerate(stages)}
