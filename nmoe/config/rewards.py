@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, Section
+from nmoe.config.base import Conflict, DataPath, Section
 
 # The components of a grade that the rubric weighs (`nmoe.rl.grading.grade`).
 RUBRIC_COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
+
+PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 _NAME = re.compile(r"\w[\w.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -54,7 +56,7 @@ class FunctionReward(RewardKeys):
 class ServiceKeys(RewardKeys):
     """How a service on the network is asked; nothing else of nmoe reaches one while it trains."""
 
-    url: str = Field(description="where requests are posted to, http:// or https://")
+    url: str = Field(description="where requests are posted to, such as http://localhost:8000/v1/chat/completions")
     token_env: str | None = Field(
         default=None,
         description="environment variable with the bearer token; the token itself is never written anywhere",
@@ -88,4 +90,57 @@ class HttpReward(ServiceKeys):
     type: Literal["http"]
 
 
-RewardSettings = Annotated[FunctionReward | HttpReward, Field(discriminator="type")]
+class JudgeReward(ServiceKeys):
+    """A language model behind an OpenAI-compatible chat endpoint, asked about every sample at temperature 0."""
+
+    type: Literal["judge"]
+    model: str = Field(min_length=1, description="the judge's name, as the endpoint knows it")
+    template: str | None = Field(
+        default=None,
+        description="what the judge is asked, with {{prompt}}, {{completion}}, {{reasoning}}, {{fence}} and columns, such as "
+        "{{gold}}, in their places",
+    )
+    template_file: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="a text file with the template"
+    )
+    system: str = Field(default="", description="system message before it; empty for none")
+    score: str = Field(
+        default=r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)",
+        description="regular expression whose group is the score in the judge's answer; the last match counts",
+    )
+    scale: Annotated[tuple[float, float], Field(strict=False)] = Field(
+        default=(0.0, 10.0), description="[worst, best] score, which become 0 and 1"
+    )
+    max_tokens: int = Field(default=1024, ge=1, description="the most tokens of a judgement")
+    extra_body: dict[str, Any] = Field(default={}, description="further keys of the request, such as `{seed = 1}`")
+    cache: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory, from the working directory, of judgements to keep and to look up; without it all are asked for",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if (self.template is None) == (self.template_file is None):
+            yield Conflict("", "needs either template or template_file")
+        if self.template is not None and not names_in(self.template) & {"completion", "reasoning"}:
+            yield Conflict("template", "shows the judge no {{completion}}")
+        try:
+            groups = re.compile(self.score).groups
+        except re.error as error:
+            yield Conflict("score", f"is no regular expression: {error}")
+        else:
+            if groups != 1:
+                yield Conflict("score", f"has {groups} groups; one group is the score, the others are written (?:...)")
+        if self.scale[0] == self.scale[1]:
+            yield Conflict("scale", "is [worst, best], two different scores")
+        if kept := self.extra_body.keys() & {"model", "messages", "n", "stream"}:
+            yield Conflict("extra_body", f"must not have {', '.join(sorted(kept))}")
+
+
+def names_in(template: str) -> set[str]:
+    """The names that a template has in double braces."""
+    return set(PLACEHOLDER.findall(template))
+
+
+RewardSettings = Annotated[FunctionReward | HttpReward | JudgeReward, Field(discriminator="type")]

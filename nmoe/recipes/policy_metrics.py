@@ -38,6 +38,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"reward_left_out/{name}"] = 1 - len(values) / len(trajectories)
         if values:
             metrics[f"reward/{name}"] = _mean(values)
+        if any(t.grade.cached for t in trajectories):
+            metrics[f"reward_cached/{name}"] = _mean([name in t.grade.cached for t in trajectories])
     # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
     high_but_wrong = [
         t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in trajectories

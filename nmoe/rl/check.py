@@ -27,7 +27,7 @@ from nmoe.config.environment import (
     load_environment,
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
-from nmoe.config.rewards import FunctionReward, HttpReward, RewardSettings
+from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.config.slices import split_path
 from nmoe.data.rows import local_copy
@@ -37,6 +37,7 @@ from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools import Shard
 from nmoe.rl.pools.records import record_order
 from nmoe.rl.problem import Problem
+from nmoe.rl.rewards.judge import template_of
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.builtin import sandbox_limits
@@ -301,6 +302,9 @@ def _describe_source(reward: RewardSettings) -> str:
             return f"{reward.call}, defined in {find_definition('reward function', reward.call)[0]}, not imported"
         case HttpReward():
             return f"{reward.url}, not asked"
+        case JudgeReward():
+            template_of(reward)
+            return f"{reward.model} at {reward.url}, not asked"
 
 
 def _describe_reward(settings: EnvironmentSettings) -> str:

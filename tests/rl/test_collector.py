@@ -190,6 +190,7 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "columns": {},
         "trainer_state": None,
         "reason": "",
+        "cached": [],
         "index": 0,
         "seed": 4,
         "sampling": {"max_new_tokens": 30, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_ids": (), "seed": 4},

@@ -68,7 +68,7 @@ class Grade:
     `extras` are numbers, meant for averaging; `parse_method` is 2 for a box, 1 for the last number, and 0 where nothing
     was extracted: then the message itself is the answer, or there is none (`has_answer`). `verdict` is None where nothing was
     compared, because the completion did not end in an answer. What `[[rewards]]` adds stands in `components` and `weights` under
-    its name; `reason` is why a reward could not be had, for people.
+    its name; `reason` is why a reward could not be had, for people, and `cached` names those that were answered earlier.
     """
 
     score: float
@@ -79,6 +79,7 @@ class Grade:
     verdict: Verdict | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    cached: tuple[str, ...] = ()
 
 
 async def grade_reading(

@@ -75,15 +75,17 @@ def _posed(settings: DatasetKeys, record: Mapping[str, Any]) -> tuple[str, str, 
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates and bytes as their text, and no
-    number that is not finite."""
+    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates and bytes as their text, no number
+    that is not finite, and no lone surrogate, which no request could carry."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | bool | int) else str(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from nmoe.config.rewards import FunctionReward, HttpReward, RewardSettings
+from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings
 from nmoe.rl.gather import all_or_none
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.rewards.function import FunctionOf
 from nmoe.rl.rewards.http import HttpOf
+from nmoe.rl.rewards.judge import JudgeOf
 from nmoe.rl.rewards.reward import Rating, Reward, Samples
 
 
@@ -25,6 +26,8 @@ def _load(settings: RewardSettings) -> Reward:
             return FunctionOf(settings)
         case HttpReward():
             return HttpOf(settings)
+        case JudgeReward():
+            return JudgeOf(settings)
 
 
 @asynccontextmanager
@@ -75,4 +78,5 @@ def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> G
         weights=weights,
         failure="grader_error" if reason else grade.failure,
         reason=reason,
+        cached=tuple(name for name, (_, rating) in ratings.items() if rating.cached),
     )

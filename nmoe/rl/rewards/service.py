@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Answers after which another attempt may fare better: busy, too early, too many requests, and the server's own troubles.
 _PASSING = frozenset({408, 409, 425, 429})
+# Those to what this one request says, such as a text that is too long. No other attempt helps, other requests may be welcome.
+_OF_THE_REQUEST = frozenset({400, 413, 422})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _SHOWN_CHARS = 200
 
@@ -32,13 +34,14 @@ class Service:
         self._settings = settings
         self._who = f"reward {settings.name!r} ({settings.url})"
         self._headers: dict[str, str] = {}
+        self._token = ""
         if settings.token_env is not None:
-            token = os.environ.get(settings.token_env, "").strip()
-            if not token:
+            self._token = os.environ.get(settings.token_env, "").strip()
+            if not self._token:
                 raise UserError(
                     f"{self._who}: the environment variable {settings.token_env} that token_env names is not set"
                 )
-            self._headers["Authorization"] = f"Bearer {token}"
+            self._headers["Authorization"] = f"Bearer {self._token}"
         self._transport = transport
         self._client: httpx2.AsyncClient | None = None
         self._free = asyncio.Semaphore(settings.concurrency)
@@ -55,8 +58,8 @@ class Service:
             yield
 
     async def post(self, content: Any) -> Any:
-        """The JSON that comes back. Raises UnavailableError when every attempt failed, and RewardError where the service refuses
-        the request, which no further attempt would change."""
+        """The JSON that comes back. Raises UnavailableError when every attempt failed or the service can not take this content,
+        and RewardError where it refuses requests like this, as with a wrong address or token."""
         reason = ""
         for attempt in range(self._settings.retries + 1):
             async with self._free:
@@ -83,9 +86,11 @@ class Service:
             return f"no answer within {timeout_s:g} s", 0.0, None
         except httpx2.TransportError as error:
             return f"{type(error).__name__}: {error}", 0.0, None
-        said = _short(response.text)
+        said = self._short(response.text)
         if response.status_code in _PASSING or response.status_code >= 500:
             return f"status {response.status_code}: {said}", _retry_after_s(response), None
+        if response.status_code in _OF_THE_REQUEST:
+            raise UnavailableError(f"{self._settings.url}: status {response.status_code}: {said}")
         if response.status_code != 200:
             raise RewardError(
                 f"{self._who}: the service refuses the request with status {response.status_code}: {said}"
@@ -95,14 +100,16 @@ class Service:
         except (ValueError, RecursionError):
             return f"the answer is not JSON: {said}", 0.0, None
 
+    def _short(self, text: str) -> str:
+        """What a service said, without the token, which some repeat to whoever sent a wrong one."""
+        text = " ".join(text.split())
+        if self._token:
+            text = text.replace(self._token, "***")
+        return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")
+
 
 def _retry_after_s(response: httpx2.Response) -> float:
     try:
         return min(max(float(response.headers.get("retry-after", 0)), 0.0), _LONGEST_WAIT_S)
     except ValueError:
         return 0.0  # a date: the growing waits do
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

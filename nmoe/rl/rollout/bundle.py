@@ -117,6 +117,7 @@ class _Record(_Strict):
     text: str
     failure: Failure
     reason: str = ""
+    cached: list[str] = []
     reward: float
     components: dict[str, float]
     weights: dict[str, float]
@@ -218,6 +219,7 @@ class Bundle:
                 None if verdict is None else Verdict(**verdict),
                 record["weights"],
                 record.get("reason", ""),
+                tuple(record.get("cached", ())),
             ),
             sampling=Sampling(**{**record["sampling"], "stop_ids": tuple(record["sampling"]["stop_ids"])}),
             tool_events=tuple(_tool_event(event) for event in record["tool_events"]),

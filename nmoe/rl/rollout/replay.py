@@ -248,6 +248,7 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
 def _graded(grade: Grade) -> dict[str, Any]:
     """What of a grade has to come out the same. The reason of a verdict is for people and may be worded anew."""
     values = asdict(grade)
+    del values["cached"]
     if values["verdict"] is not None:
         del values["verdict"]["reason"]
     return values

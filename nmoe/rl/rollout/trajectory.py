@@ -157,6 +157,7 @@ class Trajectory:
             "text": text,
             "failure": self.grade.failure,
             "reason": self.grade.reason,
+            "cached": list(self.grade.cached),
             "reward": self.grade.score,
             "components": self.grade.components,
             "weights": self.grade.weights,

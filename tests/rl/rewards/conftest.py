@@ -38,12 +38,12 @@ def play(harmony: Harmony) -> Callable[..., Group]:
         def script(_: object, index: int) -> list[int]:
             said = answers[index]
             if said is None:
-                return harmony.tokenizer.encode("hm") * 100
+                return harmony.tokenizer.encode("hm") * 200
             thought = Message("assistant", "hm", channel="analysis")
             return harmony.render_completion([thought, Message("assistant", said, channel="final")])
 
         collector = Collector(ScriptedEngine(script), environment, 400)  # type: ignore[arg-type]
-        settings = RolloutSettings(len(answers), 40, state=TrainerState(6, 100))
+        settings = RolloutSettings(len(answers), 150, state=TrainerState(6, 100))
         return collector.collect([problem], settings, (0, "train", 7, 0)).groups[0]
 
     return run
