@@ -13,10 +13,10 @@ from nmoe.rl.grading.extraction import from_final, from_response, last_boxed
 from nmoe.rl.grading.grade import Reading
 from nmoe.rl.tasks import Task
 from nmoe.rl.tools.event import ToolCall, ToolEvent
-from nmoe.text.chat import END_THINK, THINK, ChatTemplate, ChatTurn, ToolAnswer, read_turn
+from nmoe.text.chat import END_THINK, TAGS, THINK, ChatTemplate, ChatTurn, ToolAnswer, read_turn
 from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
 from nmoe.text.harmony_format import END_OF_TEXT
-from nmoe.text.harmony_tools import NAMESPACE, render_tools
+from nmoe.text.harmony_tools import NAMESPACE, declare_tools
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.tool_definition import ToolDefinition
 
@@ -61,14 +61,12 @@ class HarmonyFormat:
 
     def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition]) -> None:
         self._harmony = Harmony(tokenizer)
-        self._tools = [Message("developer", render_tools(tools))] if tools else []
+        self._tools = tools
         self._names = {tool.name for tool in tools}
         self.stop_ids = self._harmony.stop_ids
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The tools are declared in a developer message, after those of the system."""
-        first = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
-        return self._harmony.render_prompt([*messages[:first], *self._tools, *messages[first:]])
+        return self._harmony.render_prompt(declare_tools(messages, self._tools))
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
         completion = self._harmony.parse_completion(token_ids)
@@ -134,7 +132,7 @@ class ChatFormat:
         self._template = ChatTemplate(tokenizer, tools)
         self._names = {tool.name for tool in tools}
         # Some tokenizers have these as control tokens, too; in a turn they are its form.
-        tags = {tokenizer.added_tokens.get(tag) for tag in (THINK, END_THINK, "<tool_call>", "</tool_call>")}
+        tags = {tokenizer.added_tokens.get(tag) for tag in TAGS}
         self._control_ids = tokenizer.control_ids - tags
         self.stop_ids = self._template.stop_ids
 

@@ -13,9 +13,9 @@ refused, because what the policy saw and what it is trained on would not be the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product, takewhile
 from typing import Any
 
 from nmoe.errors import UserError
@@ -24,10 +24,18 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.tool_definition import ToolDefinition
 
 THINK, END_THINK = "<think>", "</think>"
+TAGS = (THINK, END_THINK, "<tool_call>", "</tool_call>")
 
 # Templates that print the day would make a prompt depend on it; this is the one that Llama's falls back to.
 _DATE = "26 Jul 2024"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
+_ROLES = {"developer": "system"}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORD = re.compile(r"[\w.-]*")
+_REWRITES = (
+    "the chat template writes earlier messages in another way once more follow (it drops the reasoning of earlier turns, "
+    "perhaps)"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,10 @@ class ChatTemplate:
         self._added = {name: tokenizer.added_tokens[name] for name in added}
         alternatives = "|".join(map(re.escape, added))
         self._split = re.compile(f"({alternatives})")
-        self._starts = re.compile(f"(?=(?:{alternatives}))")  # where one starts, inside another too
+        self._starts = _starts(added)
+        # What the assistant's own words may not hold: all but the tags, which some tokenizers have as control tokens, too.
+        controls = [name for name in added if self._added[name] in tokenizer.control_ids and name not in TAGS]
+        self._foreign_starts = _starts(controls)
         self.stop_ids = (tokenizer.special_id(end),)
         if tools:  # a template that can not go on should say so before a run starts
             said = ToolAnswer(tools[0].name, "ok", "0/0")
@@ -72,6 +83,46 @@ class ChatTemplate:
         """The conversation, and the start of the assistant's next turn."""
         breaker, _ = self._unused(message.content for message in messages)
         return self._encode(self._render(self._guarded(messages, breaker), opens_turn=True), breaker)
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()
+    ) -> list[tuple[list[int], int | None]]:
+        """A whole conversation of a dataset, as templates take it, in pieces: ids, and the index of the assistant's message that
+        samples them, None for what it reads.
+
+        A template with {% generation %} says itself what is sampled; of others it is what follows the opening of the turn
+        (`add_generation_prompt`). The control token that ends the turn is always sampled with it. Pieces are encoded apart, as
+        prompt and sample are, so that no token lies across the two. In all of it, tools too, no text becomes a control token;
+        only the assistant's own words may hold the tags of reasoning and calls.
+
+        Raises UserError where the template refuses the conversation or rewrites it, and where a turn has no end.
+        """
+        declared = [tool.as_function() for tool in tools]
+        breaker, _ = self._unused(_strings([*messages, *declared]))
+        guarded = [self._guarded_message(message, breaker) for message in messages]
+        functions = [self._guard_all(tool, breaker) for tool in declared] or None
+        text, marked = self._render_marked(guarded, functions)
+        turns = self._turns(guarded, functions, text)
+        if marked is not None:
+            turns = [
+                (max(start, first), min(end, last), index)
+                for (start, end), (first, last, index) in product(marked, self._regions(turns, text))
+                if max(start, first) < min(end, last)
+            ]
+            # Stop tokens are learned with the turns that they end, where the template's author forgot them too.
+            turns = [
+                (start, end + len(self._end) if text.startswith(self._end, end) else end, index)
+                for start, end, index in turns
+            ]
+        pieces: list[tuple[list[int], int | None]] = []
+        place = 0
+        for start, end, index in turns:
+            pieces += [
+                (self._encode(text[place:start], breaker), None),
+                (self._encode(text[start:end], breaker), index),
+            ]
+            place = end
+        return [*pieces, (self._encode(text[place:], breaker), None)]
 
     def completion_ids(self, text: str) -> list[int]:
         """A turn of this text as a policy samples it: control tokens by their names, the end of the turn behind it."""
@@ -97,8 +148,7 @@ class ChatTemplate:
             _, found, after = whole.partition(said)
             if not whole.startswith(before) or thought not in whole[len(before) :] or not found:
                 raise UserError(
-                    "the chat template writes earlier messages in another way once more follow (it drops the reasoning "
-                    "of earlier turns, perhaps): what the policy sampled would not stay in its history; use another template"
+                    f"{_REWRITES}: what the policy sampled would not stay in its history; use another template"
                 )
             gap, found, after = after.partition(self._end)
             if gap.strip() or not found:
@@ -109,34 +159,92 @@ class ChatTemplate:
             before = self._render(history)
         return self._encode(after, breaker)
 
-    def _render(self, messages: list[dict[str, str]], *, opens_turn: bool = False) -> str:
+    def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
+        """Of each message of the assistant where in the text its turn starts, behind what opens it, and ends, and its index."""
+        turns: list[tuple[int, int, int]] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            if index == 0:
+                raise UserError("the conversation begins with the assistant, so that nothing opens its turn")
+            opened = self._render(messages[:index], tools=tools, opens_turn=True)
+            start = len(opened)
+            if not text.startswith(opened):
+                # It may open a turn with a tag that it leaves out where the message has no reasoning.
+                start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
+                before = self._render(messages[:index], tools=tools)
+                if not text.startswith(before) or start <= len(before):
+                    raise UserError(_REWRITES)
+            end = text.find(self._end, start)
+            if end < 0:
+                raise UserError(
+                    f"the chat template does not end the assistant's message in {self._end!r}, the tokenizer's eos_token"
+                )
+            turns.append((start, end + len(self._end), index))
+        return turns
+
+    def _regions(self, turns: Sequence[tuple[int, int, int]], text: str) -> list[tuple[int, int, int]]:
+        """The turns, each going on to the next one's start and the first from the text's: whose marks stand where."""
+        starts = [0, *(end for _, end, _ in turns[:-1])]
+        ends = [*(end for _, end, _ in turns[:-1]), len(text)]
+        return [(start, end, index) for start, end, (_, _, index) in zip(starts, ends, turns, strict=True)]
+
+    def _render(self, messages: Sequence[dict[str, Any]], *, tools: Any = None, opens_turn: bool = False) -> str:
+        return self._rendered(messages, tools, opens_turn, marks=False)[0][0]
+
+    def _render_marked(
+        self, messages: Sequence[dict[str, Any]], tools: Any
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """The text, and where {% generation %} marks it; None where the template has no such marks."""
+        marks = _GENERATION.search(self._template) is not None
+        texts, marked = self._rendered(messages, tools, False, marks)
+        return texts[0], marked[0] if marks else None
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, opens_turn: bool, marks: bool) -> Any:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            # Annotated as text, it returns the texts of all conversations and a second list.
-            rendered: Any = render_jinja_template(
-                conversations=[messages],
-                tools=self._tools,
+            # Annotated as text, it returns the texts of all conversations and their marks.
+            return render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools or self._tools,
                 chat_template=self._template,
                 add_generation_prompt=opens_turn,
+                return_assistant_tokens_mask=marks,
                 date_string=_DATE,
                 **self._names,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a TypeError where it joins a text and a content that is none
             roles = " ".join(message["role"] for message in messages)
             raise UserError(f"the chat template refuses a conversation of {roles}: {error}") from error
-        text: str = rendered[0][0]
-        return text
 
     def _guarded(self, messages: Sequence[Message], breaker: str) -> list[dict[str, str]]:
         """As templates take them. They know no developer; its word has the system's weight."""
-        roles = {"developer": "system"}
         return [
-            {"role": roles.get(one.role, one.role), "content": self._guard(one.content, breaker)} for one in messages
+            {"role": _ROLES.get(one.role, one.role), "content": self._guard(one.content, breaker)} for one in messages
         ]
 
-    def _guard(self, content: str, breaker: str) -> str:
+    def _guarded_message(self, message: Mapping[str, Any], breaker: str) -> dict[str, Any]:
+        guarded = {
+            key: self._guard_all(value, breaker) for key, value in message.items() if key not in ("role", "content")
+        }
+        starts = self._foreign_starts if message["role"] == "assistant" else None
+        return (
+            {"role": _ROLES.get(message["role"], message["role"])}
+            | guarded
+            | ({"content": self._guard(message["content"], breaker, starts)} if "content" in message else {})
+        )
+
+    def _guard_all(self, value: Any, breaker: str) -> Any:
+        """The value with all texts in it guarded, but for plain words: templates look at names, and at the length of ids."""
+        if isinstance(value, str):
+            return value if _WORD.fullmatch(value) else self._guard(value, breaker)
+        if isinstance(value, Mapping):
+            return {self._guard_all(key, breaker): self._guard_all(one, breaker) for key, one in value.items()}
+        return [self._guard_all(one, breaker) for one in value] if isinstance(value, list | tuple) else value
+
+    def _guard(self, content: str, breaker: str, starts: re.Pattern[str] | None = None) -> str:
         """The content with a breaker inside every name and at both ends, where it could go on a name that the template
         begins. White space at the ends stays outside, because templates trim it; content that is nothing else stays as
         it is."""
@@ -144,12 +252,13 @@ class ChatTemplate:
         if not core:
             return content
         left = content[: len(content) - len(content.lstrip())]
+        opening = "" if starts is not None and core.startswith(TAGS) else breaker  # a tag is no end of another name
         right = content[len(content.rstrip()) :]
-        return left + breaker + breaker.join(self._pieces(core)) + breaker + right
+        return left + opening + breaker.join(self._pieces(core, starts)) + breaker + right
 
-    def _pieces(self, text: str) -> list[str]:
+    def _pieces(self, text: str, starts: re.Pattern[str] | None = None) -> list[str]:
         """The text, cut behind the first character of every name in it, so that no piece holds one."""
-        cuts = [0, *(match.start() + 1 for match in self._starts.finditer(text)), len(text)]
+        cuts = [0, *(match.start() + 1 for match in (starts or self._starts).finditer(text)), len(text)]
         return [text[start:end] for start, end in pairwise(cuts)]
 
     def _encode(self, text: str, breaker: str) -> list[int]:
@@ -168,6 +277,23 @@ class ChatTemplate:
         present = set(self._template).union(*texts)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
         return next(free), next(free)
+
+
+def _starts(names: Sequence[str]) -> re.Pattern[str]:
+    """Where a name starts, inside another too."""
+    return re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))" if names else r"(?!)")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from (*_strings(key), *_strings(one))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _strings(one)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nmoe.text.harmony_format import Message
 from nmoe.text.tool_definition import ToolDefinition
 
 NAMESPACE = "functions"
@@ -20,6 +21,13 @@ def render_tools(tools: Sequence[ToolDefinition]) -> str:
     """The content of a developer message that declares the tools."""
     declarations = "\n\n".join(_declaration(tool) for tool in tools)
     return f"# Tools\n\n## {NAMESPACE}\n\nnamespace {NAMESPACE} {{\n\n{declarations}\n\n}} // namespace {NAMESPACE}"
+
+
+def declare_tools(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
+    """The conversation with the tools, where there are any, declared in a developer message after those of the system."""
+    first = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
+    declared = [Message("developer", render_tools(tools))] if tools else []
+    return [*messages[:first], *declared, *messages[first:]]
 
 
 def _declaration(tool: ToolDefinition) -> str:
