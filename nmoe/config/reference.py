@@ -72,7 +72,7 @@ def _type(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     if origin is tuple:
-        return f"[{', '.join(_type(argument) for argument in arguments)}]"
+        return f"[{', '.join(_type(argument) for argument in arguments if argument is not Ellipsis)}]"
     if annotation is EnvironmentSettings:
         return "an environment, or its `path`"
     names = {str: "string", int: "integer", float: "number", bool: "true or false"}

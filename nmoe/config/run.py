@@ -225,35 +225,196 @@ class SamplingSection(Section):
 
 
 class BatchSection(Section):
-    """[batch]: how much goes into one optimizer step, and in what portions."""
+    """[batch]: how much goes into one step, and in what portions."""
 
     prompts_per_step: int = Field(default=16, gt=0, description="problems of one step")
-    group_size: int = Field(default=8, ge=2, description="completions of each problem, compared with one another")
+    group_size: int = Field(default=8, ge=1, description="completions of each problem, compared with one another")
     tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens of one forward and backward pass")
-    max_refills: int = Field(
-        default=1, ge=0, description="how many times a step samples more prompts for groups whose rewards are all alike"
+    updates_per_step: int = Field(
+        default=1, ge=1, description="optimizer steps of one pass over a step's groups, which are dealt out among them"
     )
+    passes_per_step: int = Field(default=1, ge=1, description="passes over a step's groups")
+    oversampling: float = Field(
+        default=1.0, ge=1, description="problems sampled for each that is wanted, since some groups teach nothing"
+    )
+    max_refills: int = Field(
+        default=1, ge=0, description="how many times a step samples more prompts for groups that teach nothing"
+    )
+    solve_rate: Array[float] = Field(
+        default=(0.0, 1.0), description="lowest and highest mean correctness of a group that is trained on"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if len(self.solve_rate) != 2 or not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:
+            yield Conflict("solve_rate", "is two rates between 0 and 1, the lower one first, such as [0.1, 0.9]")
+        if self.updates_per_step > self.prompts_per_step:
+            yield Conflict(
+                "updates_per_step",
+                f"an update takes whole groups, and a step has prompts_per_step = {self.prompts_per_step} of them",
+            )
+
+
+# What bounds a loss where clip_low and clip_high say nothing: those of its paper (docs/algorithms.md).
+CLIP_DEFAULTS = {
+    "clip": (0.2, 0.2),
+    "dual_clip": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (None, 4.0),
+    "dppo": (0.2, 0.2),
+}
 
 
 class AlgorithmSection(Section):
     """[algorithm]: the policy-gradient estimator."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        default="dr_grpo", description="reward minus group mean; grpo: over its deviation; rloo: mean of the others"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "gae"] = Field(
+        default="dr_grpo",
+        description="reward minus group mean; grpo: over its deviation; rloo: mean of the others; maxrl: over the mean; "
+        "reinforce_pp: whitened over the batch; gae: by the critic of [critic], which is PPO",
+    )
+    multi_reward: Literal["sum", "gdpo"] = Field(
+        default="sum", description="the rubric's weighted sum; gdpo: each of its rewards normalised by itself first"
+    )
+    step_reward_coef: float = Field(
+        default=1.0, ge=0, description="weight of the rewards that a verifier gives to the steps of an answer"
+    )
+    loss: Literal["clip", "dual_clip", "gspo", "cispo", "dppo"] = Field(
+        default="clip",
+        description="clipped ratio; dual_clip: bounded where the advantage is negative; gspo: one ratio for a sequence; "
+        "cispo: the clipped ratio as a weight; dppo: a region in probabilities",
     )
     aggregation: Literal["token", "sequence", "constant"] = Field(
         default="constant",
         description="mean over all tokens; over each sequence, then over sequences; sum over sampling.max_new_tokens",
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(default=0.2, gt=0, description="the ratio is clipped above at 1 + clip_high")
-    dual_clip: float | None = Field(
-        default=None, gt=1, description="bound on the ratio where the advantage is negative; without it, no bound"
+    clip_low: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="the ratio is clipped below at 1 - clip_low; default: 0.2, gspo 3e-4; dppo's is of probabilities, 0.2",
+    )
+    clip_high: float | None = Field(
+        default=None,
+        gt=0,
+        description="the ratio is clipped above at 1 + clip_high; default: 0.2, gspo 4e-4, cispo 4; dppo's as above, 0.2",
+    )
+    dual_clip_bound: float = Field(
+        default=3.0, gt=1, description="dual_clip: bound on the ratio where the advantage is negative"
+    )
+    correction: Literal["none", "tis", "mask", "sequence_mask"] = Field(
+        default="none",
+        description="weights for a sampler that differs from the learner: capped; masked outside a window, by token (icepop) "
+        "or by the mean of a sequence",
+    )
+    correction_cap: float = Field(default=2.0, ge=1, description="tis, sequence_mask: highest weight of a token")
+    correction_window: Array[float] | None = Field(
+        default=None, description="lowest and highest ratio kept; default: mask [0.5, 2], sequence_mask [0.99, 1.01]"
     )
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the divergence from the reference; 0: no reference"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of that divergence")
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where that divergence is taken off")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="estimator of that divergence; default: k3 in the loss, k1 in the reward"
+    )
+    reference_every_steps: int = Field(
+        default=0, ge=0, description="the policy becomes the reference every so many steps; 0: the start stays it"
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    mask_truncated: bool = Field(
+        default=False, description="completions cut at the token limit count in baselines and are not trained on"
+    )
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="over the last so many tokens before the limit a penalty rises to 1; 0: none"
+    )
+    length_penalty: float = Field(
+        default=0.0, ge=0, description="weight of a reward for answers shorter than others of their group"
+    )
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether a sample is compared with the others of its prompt, so that a group whose rewards are alike teaches nothing."""
+        return self.advantage not in ("reinforce_pp", "gae")
+
+    @property
+    def clip_range(self) -> tuple[float | None, float]:
+        """Lower and upper bound of the loss, with its defaults filled in."""
+        low, high = CLIP_DEFAULTS[self.loss]
+        return self.clip_low if self.clip_low is not None else low, self.clip_high or high
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        if self.loss == "gspo" and self.aggregation == "token":
+            yield Conflict(
+                "aggregation", "gspo has one ratio for a sequence, of which long ones would count more by token"
+            )
+        if self.loss == "cispo" and "clip_low" in given:
+            yield Conflict("clip_low", "cispo has no lower bound")
+        if self.loss != "dual_clip" and "dual_clip_bound" in given:
+            yield Conflict("dual_clip_bound", f'is for loss = "dual_clip", and loss is "{self.loss}"')
+        if self.loss == "dppo" and self.correction != "none":
+            yield Conflict(
+                "correction", "dppo's ratio is to the sampler already; a correction on top would count it twice"
+            )
+        if self.correction not in ("tis", "sequence_mask") and "correction_cap" in given:
+            yield Conflict("correction_cap", f'correction = "{self.correction}" caps nothing')
+        if (window := self.correction_window) is not None:
+            if self.correction not in ("mask", "sequence_mask"):
+                yield Conflict("correction_window", f'correction = "{self.correction}" has no window')
+            elif len(window) != 2 or not 0 < window[0] <= 1 <= window[1]:
+                yield Conflict("correction_window", "is two ratios around 1, such as [0.5, 2.0]")
+        if self.multi_reward == "gdpo" and self.advantage != "grpo":
+            yield Conflict("multi_reward", f'gdpo normalises as advantage = "grpo" does, and not as "{self.advantage}"')
+        if self.multi_reward == "gdpo" and self.kl_in == "reward":
+            yield Conflict("kl_in", "gdpo normalises each reward by itself, and the divergence is none of them")
+        if self.advantage == "maxrl":
+            for key, value in (("overlong_buffer", self.overlong_buffer), ("length_penalty", self.length_penalty)):
+                if value:
+                    yield Conflict(key, "maxrl divides by the mean reward, which may not become negative")
+        if self.advantage == "maxrl" and self.kl_in == "reward":
+            yield Conflict("kl_in", "maxrl divides by the mean reward, which may not become negative")
+        if self.kl_coef == 0:
+            for key in ("kl_in", "kl_estimator", "reference_every_steps"):
+                if key in given:
+                    yield Conflict(key, "there is no divergence to measure: kl_coef is 0")
+
+
+class CriticSection(Section):
+    """[critic]: what estimates the value of a state, for algorithm.advantage = "gae"."""
+
+    shared: bool = Field(
+        default=False, description="a value head on the policy's own trunk; otherwise a model of its own, with its head"
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="checkpoint that the critic's own model starts from; default: model.path",
+    )
+    learning_rate: float = Field(
+        default=1e-5, gt=0, description="peak learning rate of the critic, or of the shared head"
+    )
+    coef: float = Field(default=0.1, gt=0, description="shared: weight of the value loss beside the policy's")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="discount of a reward per token")
+    trace_decay: float = Field(
+        default=0.95, ge=0, le=1, description="lambda: 1 trusts returns alone, 0 the critic alone"
+    )
+    clip: float | None = Field(
+        default=0.2, gt=0, description="how far a value may move from that before the step's updates"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps at the start that train the critic alone")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.shared and self.path is not None:
+            yield Conflict("path", "a shared critic is a head on the policy's trunk and has no checkpoint of its own")
+        if self.shared and self.warmup_steps:
+            yield Conflict(
+                "warmup_steps", "training a shared critic moves the policy; the warm-up is for one of its own"
+            )
+        if not self.shared and self.coef != type(self).model_fields["coef"].default:
+            yield Conflict("coef", "a critic of its own is trained by itself; its learning_rate is what counts")
 
 
 class OptimizerSection(Section):
@@ -312,6 +473,7 @@ class RunConfig(Section):
     sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
     batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
     algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
+    critic: CriticSection | None = Field(default=None, description="the critic of PPO")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
     eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
     monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
@@ -361,11 +523,41 @@ class RLConfig(RunConfig):
                 "sampling.max_new_tokens",
                 f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
             )
+        yield from self._algorithm_conflicts()
         if self.sampling.temperature == 0:
             yield Conflict("sampling.temperature", "at 0 a group's completions are all alike, and nothing is learned")
         if self.eval.every_steps > 0 and self.eval.environment is None and held_out(self.environment) is None:
             yield Conflict(
                 "eval.every_steps", "the training problems have no eval split; name another in eval.environment"
+            )
+
+    def _algorithm_conflicts(self) -> Iterator[Conflict]:
+        algorithm, critic = self.algorithm, self.critic
+        if algorithm.advantage == "gae" and critic is None:
+            yield Conflict("algorithm.advantage", "gae needs the values of a critic: add a [critic] table")
+        if algorithm.advantage != "gae" and critic is not None:
+            yield Conflict(
+                "critic", f'advantage = "{algorithm.advantage}" asks no critic; set algorithm.advantage = "gae"'
+            )
+        if critic is not None and not critic.shared and (critic.path or self.model.path) is None:
+            yield Conflict(
+                "critic", "a critic of its own starts from a checkpoint: name it in critic.path, or set shared"
+            )
+        if critic is not None and critic.warmup_steps >= self.run.steps:
+            yield Conflict("critic.warmup_steps", f"leaves no step to the policy (run.steps = {self.run.steps})")
+        if algorithm.in_groups and self.batch.group_size < 2:
+            yield Conflict(
+                "batch.group_size", f'must be at least 2: advantage = "{algorithm.advantage}" compares within a group'
+            )
+        if algorithm.length_penalty and self.batch.group_size < 2:
+            yield Conflict("algorithm.length_penalty", "compares lengths within a group, and batch.group_size is 1")
+        if algorithm.overlong_buffer > self.sampling.max_new_tokens:
+            yield Conflict(
+                "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
+            )
+        if algorithm.reference_every_steps and self.lora is not None:
+            yield Conflict(
+                "algorithm.reference_every_steps", "with a [lora] the reference is the base, which does not change"
             )
 
 

@@ -32,7 +32,8 @@ GROWTH_STEPS = 2000
 class OptimizerSettings:
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Weight decay touches matrices only, never norms.
 
-    `max_grad_norm` bounds the global 2-norm of the gradient.
+    `max_grad_norm` bounds the global 2-norm of the gradient. A head beside the vocabulary's learns at `head_learning_rate`, without
+    decay, where that is given.
     """
 
     learning_rate: float
@@ -43,6 +44,7 @@ class OptimizerSettings:
     beta2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    head_learning_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,13 @@ class Optimizer:
         self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)
         self.loss_scale = FIRST_LOSS_SCALE if self.scaled else 1.0
         self.good_steps = 0
+        own = len(list(head.parameters())) if head is not None and settings.head_learning_rate is not None else 0
+        body, of_head = self.masters[: len(self.masters) - own], self.masters[len(self.masters) - own :]
+        peak = settings.learning_rate
         groups = [
-            {"params": [p for p in self.masters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self.masters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in body if p.dim() >= 2], "weight_decay": settings.weight_decay, "peak": peak},
+            {"params": [p for p in body if p.dim() < 2], "weight_decay": 0.0, "peak": peak},
+            {"params": of_head, "weight_decay": 0.0, "peak": settings.head_learning_rate},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -94,7 +100,7 @@ class Optimizer:
         settings = self.settings
         factor = learning_rate_factor(self.steps, self.total_steps, settings.warmup_steps, settings.min_lr_ratio)
         for group in self.adamw.param_groups:
-            group["lr"] = settings.learning_rate * factor
+            group["lr"] = group["peak"] * factor
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:  # sharded: its gradient comes without a hook
                 _move_gradient(master, parameter)

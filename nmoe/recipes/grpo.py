@@ -1,8 +1,8 @@
-"""GRPO: sample groups, grade them, push up what beat its group. `nmoe rl train CONFIG`
+"""GRPO and its kin: sample groups, grade them, push up what beat its group. `nmoe rl train CONFIG`
 
-Shao et al. 2024 (arXiv:2402.03300), R1-Zero style: rewards come from verifiers alone. One optimizer step per batch of fresh
-samples; groups whose rewards are all alike carry no signal and are replaced, a bounded number of times (dynamic
-sampling, arXiv:2503.14476, section 3.2).
+Shao et al. 2024 (arXiv:2402.03300), R1-Zero style: rewards come from verifiers alone. One loop for every policy gradient that
+[algorithm] can name: what is sampled is in policy_rollouts.py, how rewards become advantages in policy_rewards.py and
+policy_advantages.py, what is done with them in policy_update.py, and the critic that makes it PPO in ppo.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from nmoe.config import to_toml
@@ -20,13 +21,16 @@ from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, evaluate
 from nmoe.learner.learner import Learner
+from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import rollout_metrics
 from nmoe.recipes.policy_records import StepRecords
+from nmoe.recipes.policy_reference import Reference
 from nmoe.recipes.policy_rollouts import RolloutSampler
 from nmoe.recipes.policy_update import PolicyUpdate
+from nmoe.recipes.ppo import Critic, build_critic, value_head
 from nmoe.recipes.setup import (
     add_adapter,
     build_model,
@@ -60,10 +64,11 @@ def train(config: RLConfig) -> Path:
         probe = environment.held_out() if named is None else Environment.from_settings(named, tokenizer)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)
-    reference = None
+    before = None
     if config.algorithm.kl_coef > 0 and lora is None:
         # The policy before training, whether or not this is a resumption. With an adapter it is the base, which is there already.
-        reference = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
+        before = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
+    own_critic = build_critic(config, tokenizer, model.config)
     for loaded in [environment, probe] if probe is not None else [environment]:
         loaded.leave_out_overlong(model.config.context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
@@ -76,7 +81,9 @@ def train(config: RLConfig) -> Path:
                 run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
             )
         )
-        recipe = _Grpo(config, run, tokenizer, environment, runtime, probe, probe_runtime, model, reference, lora)
+        recipe = _Grpo(
+            config, run, tokenizer, environment, runtime, probe, probe_runtime, model, before, own_critic, lora
+        )
         recipe.run_to_the_end()
     return run.path
 
@@ -94,20 +101,29 @@ class _Grpo:
         probe: Environment | None,
         probe_runtime: ToolRuntime,
         model: Transformer,
-        reference: Transformer | None,
+        before: Transformer | None,
+        own_critic: tuple[Transformer, Head] | None,
         lora: Lora | None,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.environment, self.probe, self.reference = environment, probe, reference
+        self.environment, self.probe = environment, probe
         self.runtime, self.probe_runtime = runtime, probe_runtime
         self.probe_start = None if probe is None else probe.state()
+        updates, critic = config.batch.updates_per_step * config.batch.passes_per_step, config.critic
+        settings, head, policy_steps = optimizer_settings(config, updates), None, config.run.steps
+        if critic is not None:
+            policy_steps -= critic.warmup_steps
+            if critic.shared:
+                settings = replace(settings, head_learning_rate=critic.learning_rate)
+                head = value_head(model.config.hidden_size, config.model.path)
         self.learner = Learner(
             model,
-            optimizer_settings(config),
-            config.run.steps,
+            settings,
+            policy_steps * updates,
             config.batch.tokens_per_microbatch,
             config.sampling.temperature,
             lora,
+            head=head,
         )
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         identity = model_identity(config, lora).model_dump()
@@ -129,7 +145,10 @@ class _Grpo:
             sandbox=runtime.record(),
         )
         self.sampler = RolloutSampler(config, run, tokenizer, environment, collector, replays)
-        self.update = PolicyUpdate(config, self.learner, reference)
+        self.reference = Reference(config, self.learner, before) if config.algorithm.kl_coef > 0 else None
+        self.critic = None if critic is None else Critic(config, self.learner, own_critic, updates)
+        token_limit = environment.token_limit(config.sampling.max_new_tokens)
+        self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, token_limit)
         if run.resumed_from is not None:
             self._load(run.resumed_from)
 
@@ -177,17 +196,18 @@ class _Grpo:
         rollouts = self.sampler.sample(step)
         metrics = rollout_metrics(rollouts.trajectories) | rollouts.metrics()
         learn_began = time.perf_counter()
-        sync_s = 0.0
-        if rollouts.kept:
-            metrics |= self.update.update(rollouts.kept)
-            sync_began = time.perf_counter()
+        updated = self.update.update(step, rollouts.kept) if rollouts.kept else {}
+        metrics |= updated | {"skipped": float(not updated)}
+        sync_began = time.perf_counter()
+        if (
+            "grad_norm" in updated or "overflow" in updated
+        ):  # the policy moved, which it does not while its critic warms up
             self.learner.publish(self.engine).result()
-            sync_s = time.perf_counter() - sync_began
-        else:
-            self.records.alert(
-                step, f"every one of {len(rollouts.groups)} groups had rewards all alike: no optimizer step was taken"
-            )
-        metrics["skipped"] = float(not rollouts.kept)
+        sync_s = time.perf_counter() - sync_began
+        if not updated:
+            self.records.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
+        if self.reference is not None:
+            self.reference.renew(step)
         metrics |= self._advance_curriculum(step, metrics)
         now = time.perf_counter()
         metrics |= {
@@ -234,12 +254,18 @@ class _Grpo:
 
     def _save(self, directory: Path) -> None:
         self.learner.save(directory)
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.save(directory)
         self.tokenizer.save(directory)
         state = {"environment": self.environment.state(), "version": self.learner.version}
         (directory / "state.json").write_text(json.dumps(state) + "\n")
 
     def _load(self, directory: Path) -> None:
         self.learner.load(directory)
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.load(directory)
         state = json.loads((directory / "state.json").read_text())
         self.environment.load_state(state["environment"])
         # `publish` counts on from here, so that the engine gets the very number it had.

@@ -16,10 +16,10 @@ from nmoe.rl.rollout.trajectory import Trajectory
 
 
 def policy_batch(
-    trajectories: Sequence[Trajectory], advantages_B: Tensor, aggregation: Aggregation, constant_length: int
+    trajectories: Sequence[Trajectory], advantages_B: Tensor | None, aggregation: Aggregation, constant_length: int
 ) -> Batch:
     """One sequence per trajectory. Only tokens that the policy sampled are scored, its stop tokens among them; what tools answered
-    is read and not learned."""
+    is read and not learned. Without `advantages_B` that column is missing."""
     lengths = tuple(len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories)
     tokens = [np.array([*t.prompt_ids, *t.token_ids]) for t in trajectories]
     # Position len(prompt) - 1 is the first to predict a token after the prompt.
@@ -33,7 +33,7 @@ def policy_batch(
         targets_T=torch.from_numpy(np.concatenate([ids[1:] for ids in tokens])),
         scored_T=scored_T,
         weights_T=token_weights(aggregation, scored_T, lengths, constant_length),
-        advantages_T=torch.repeat_interleave(advantages_B, torch.tensor(lengths)),
+        advantages_T=None if advantages_B is None else torch.repeat_interleave(advantages_B, torch.tensor(lengths)),
         behaviour_logprobs_T=torch.from_numpy(behaviour_T).float(),
         routes_TYK=_routes(trajectories),
         kept_TM=_kept(trajectories),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,12 +65,37 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics | {f"tool_failures/{name}": float(calls[name]) for name in FAILURES if calls[name] and name != "ok"}
 
 
-def update_metrics(result: PassResult, step: StepResult, advantages_B: Tensor) -> dict[str, float]:
-    """What the update did. Taken on the first pass over fresh samples, the log ratio is sampler against learner at the same
-    weights, so that the same figures measure their mismatch."""
+def joined_passes(passes: Sequence[PassResult]) -> PassResult:
+    """Several updates of one step as one pass: all their tokens, mean losses, and the routers' picks of all."""
+    if len(passes) == 1:
+        return passes[0]
+    routing = passes[0].routing
+    for other in passes[1:]:
+        if routing is not None and other.routing is not None:
+            routing.join(other.routing)
+    return PassResult(
+        loss=_mean([result.loss for result in passes]),
+        auxiliary_loss=_mean([result.auxiliary_loss for result in passes]),
+        tokens={name: torch.cat([result.tokens[name] for result in passes]) for name in passes[0].tokens},
+        routing=routing,
+    )
+
+
+def joined_steps(steps: Sequence[StepResult]) -> StepResult:
+    """Several optimizer steps as one: the last one's settings, the largest gradient, and whether any overflowed."""
+    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    return replace(steps[-1], grad_norm=max(norms) if norms else None, overflow=any(step.overflow for step in steps))
+
+
+def update_metrics(
+    result: PassResult, step: StepResult, advantages: Tensor, mismatch_N: Tensor | None = None
+) -> dict[str, float]:
+    """What the update did. `mismatch_N` is the log ratio of learner to sampler at the same weights, taken before the updates; None
+    where there is one update on fresh samples, whose own log ratio is just that."""
     log_ratio_N = result.tokens["log_ratio"].double()
     clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     entropy_N = result.tokens["entropy"].double()
+    mismatch_N = log_ratio_N if mismatch_N is None else mismatch_N.double()
     metrics = {
         "loss": result.loss,
         "ppo_kl": float(-log_ratio_N.mean()),
@@ -83,12 +109,12 @@ def update_metrics(result: PassResult, step: StepResult, advantages_B: Tensor) -
         "entropy_mean": float(entropy_N.mean()),
         "entropy_p10": _quantile(entropy_N, 0.1),
         "entropy_p90": _quantile(entropy_N, 0.9),
-        "mismatch_abs_mean": float(log_ratio_N.abs().mean()),
-        "mismatch_abs_max": float(log_ratio_N.abs().max()),
+        "mismatch_abs_mean": float(mismatch_N.abs().mean()),
+        "mismatch_abs_max": float(mismatch_N.abs().max()),
         # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
-        "mismatch_kl": float(kl_estimate(-clamped_N, "k3").mean()),
+        "mismatch_kl": float(kl_estimate(-mismatch_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), "k3").mean()),
     }
-    metrics |= {f"advantage_{name}": value for name, value in _moments(advantages_B.double()).items()}
+    metrics |= {f"advantage_{name}": value for name, value in _moments(advantages.double()).items()}
     if "reference_kl" in result.tokens:
         metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
     return metrics | optimizer_metrics(step) | routing_metrics(result)

@@ -1,14 +1,20 @@
 """What one policy-gradient step samples: graded groups, of which those that teach nothing are replaced a bounded number of times
-(dynamic sampling, DAPO, arXiv:2503.14476, section 3.2)."""
+(dynamic sampling, DAPO, arXiv:2503.14476, section 3.2).
+
+A group teaches nothing where its rewards are all alike, if samples are compared within groups; where its solve rate lies outside
+`batch.solve_rate`, it is not what the run wants to train on.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from nmoe.config.run import RLConfig
 from nmoe.errors import InfrastructureError
+from nmoe.recipes.policy_rewards import differs, solve_rate
 from nmoe.rl.environment import Environment
 from nmoe.rl.failures import Failure
 from nmoe.rl.rollout.collector import Collector, GradingError, RolloutSettings
@@ -21,10 +27,13 @@ from nmoe.text.tokenizer import Tokenizer
 
 @dataclass
 class Rollouts:
-    """What one step sampled: every group, those worth training on, and how long it took."""
+    """What one step sampled: every group; those to train on, and why the others are not; and how long it took."""
 
     groups: list[Group] = field(default_factory=list)
     kept: list[Group] = field(default_factory=list)
+    zero_variance: int = 0
+    outside_solve_rate: int = 0
+    surplus: int = 0
     rollout_s: float = 0.0
     grade_s: float = 0.0
     refills: int = 0
@@ -34,11 +43,21 @@ class Rollouts:
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
+    def why_nothing(self) -> str:
+        """Why there was nothing to train on."""
+        if self.kept:
+            return "every sample of the groups was cut at the token limit, and those are masked"
+        if self.outside_solve_rate:
+            return f"every one of {len(self.groups)} groups had rewards all alike or lies outside batch.solve_rate"
+        return f"every one of {len(self.groups)} groups had rewards all alike"
+
     def metrics(self) -> dict[str, float]:
         """How many groups were sampled and dropped."""
         return {
             "groups": len(self.groups),
-            "groups_zero_variance": len(self.groups) - len(self.kept),
+            "groups_zero_variance": self.zero_variance,
+            "groups_outside_solve_rate": self.outside_solve_rate,
+            "groups_surplus": self.surplus,
             "refills": self.refills,
             "problems_left_out": self.left_out,
         }
@@ -58,6 +77,7 @@ class RolloutSampler:
     ) -> None:
         self._config, self._run, self._tokenizer = config, run, tokenizer
         self._environment, self._collector, self._replays = environment, collector, replays
+        self._token_limit = environment.token_limit(config.sampling.max_new_tokens)
         self._settings = RolloutSettings(
             samples=config.batch.group_size,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -67,7 +87,7 @@ class RolloutSampler:
         )
 
     def sample(self, step: int) -> Rollouts:
-        """Groups for one step. Those without variance are replaced by fresh prompts, at most `max_refills` times.
+        """Groups for one step. Those not to train on are replaced by fresh prompts, at most `max_refills` times.
 
         Raises GradingError with its sample saved, and InfrastructureError where every sample was lost."""
         config, pool, rollouts = self._config, self._environment.pool, Rollouts()
@@ -77,22 +97,35 @@ class RolloutSampler:
             missing = config.batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
+            problems = pool.take(math.ceil(missing * config.batch.oversampling))
             try:
-                collected = self._collector.collect(
-                    pool.take(missing), settings, (config.run.seed, "train", step, refill)
-                )
+                collected = self._collector.collect(problems, settings, (config.run.seed, "train", step, refill))
             except GradingError as error:
                 self._record_failure(step, error.trajectory)
                 self._replays.write(step, [error.trajectory])
                 raise
             rollouts.groups += collected.groups
-            rollouts.kept += [group for group in collected.groups if group.informative]
+            for group in collected.groups:
+                self._sort(group, rollouts)
             rollouts.rollout_s += collected.rollout_s
             rollouts.grade_s += collected.grade_s
             rollouts.refills = refill
         rollouts.left_out = pool.passed_over - passed_over
         self._record_failures(step, rollouts.trajectories)
         return rollouts
+
+    def _sort(self, group: Group, rollouts: Rollouts) -> None:
+        """Keeps a group, or counts why it is not kept."""
+        algorithm, batch = self._config.algorithm, self._config.batch
+        lowest, highest = batch.solve_rate
+        if not group.trainable or (algorithm.in_groups and not differs(group, algorithm, self._token_limit)):
+            rollouts.zero_variance += 1
+        elif not lowest <= solve_rate(group) <= highest:
+            rollouts.outside_solve_rate += 1
+        elif len(rollouts.kept) == batch.prompts_per_step:
+            rollouts.surplus += 1
+        else:
+            rollouts.kept.append(group)
 
     def _record_failures(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """What the infrastructure lost, the first trajectory with each failure of its own or of a call, and the step's replay

@@ -56,8 +56,10 @@ def keep_freed_memory() -> None:
     mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    return OptimizerSettings(**config.optimizer.model_dump())
+def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSettings:
+    """[optimizer], for a schedule that counts optimizer steps, of which a step of the run takes so many."""
+    settings = config.optimizer.model_dump()
+    return OptimizerSettings(**settings | {"warmup_steps": config.optimizer.warmup_steps * updates_per_step})
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:

@@ -23,4 +23,4 @@ def test_every_key_of_every_section_is_there() -> None:
                 word in key for word in ("pool", "rubric", "curriculum", "budget", "workspace", "tools", "rewards")
             ):
                 assert f"| `{key}` |" in page, key
-    assert '| `advantage` | `"grpo"`, `"dr_grpo"`, `"rloo"` | `"dr_grpo"` |' in page
+    assert '| `kl_in` | `"loss"`, `"reward"` | `"loss"` |' in page

@@ -57,7 +57,7 @@ def refusals(path: Path, schema: type[RunConfig], *overrides: str) -> list[str]:
 
 def test_a_resolved_configuration_reloads_to_an_equal_one(config: Write, tmp_path: Path) -> None:
     text = SHAPE + ENVIRONMENT + '[eval]\nevery_steps = 10\nenvironment.path = "sort.toml"\n'
-    loaded = load_run(config(text), RLConfig, ["--eval.environment.task_pool.split=eval", "--algorithm.dual_clip=3"])
+    loaded = load_run(config(text), RLConfig, ["--eval.environment.task_pool.split=eval", "--algorithm.clip_high=3"])
     assert loaded.environment.task_pool == GeneratedPool(type="generated", task_type="sort")
     assert loaded.eval.environment is not None
     assert loaded.eval.environment.task_pool == GeneratedPool(type="generated", task_type="sort", split="eval")
@@ -136,8 +136,102 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
             ["--eval.every_steps=5", "--environment.task_pool.split=all"],
             ["--eval.every_steps=5: the training problems have no eval split; name another in eval.environment"],
         ),
-        (["--batch.group_size=1"], ["--batch.group_size=1: must be at least 2"]),
-        (["--algorithm.dual_clip=1.0"], ["--algorithm.dual_clip=1.0: must be more than 1"]),
+        (
+            ["--batch.group_size=1"],
+            ['--batch.group_size=1: must be at least 2: advantage = "dr_grpo" compares within a group'],
+        ),
+        (["--batch.group_size=1", "--algorithm.advantage=reinforce_pp"], []),
+        (["--batch.group_size=1", "--algorithm.advantage=gae", "--critic.shared=true"], []),
+        (
+            ["--algorithm.advantage=gae"],
+            ["--algorithm.advantage=gae: gae needs the values of a critic: add a [critic] table"],
+        ),
+        (
+            ["--critic.shared=true"],
+            [' [critic]: advantage = "dr_grpo" asks no critic; set algorithm.advantage = "gae"'],
+        ),
+        (
+            ["--algorithm.advantage=gae", "--critic.gamma=1"],
+            [" [critic]: a critic of its own starts from a checkpoint: name it in critic.path, or set shared"],
+        ),
+        (
+            ["--algorithm.advantage=gae", "--critic.path=c", "--critic.warmup_steps=10", "--run.steps=10"],
+            ["--critic.warmup_steps=10: leaves no step to the policy (run.steps = 10)"],
+        ),
+        (
+            ["--algorithm.advantage=gae", "--critic.path=c", "--critic.shared=true", "--critic.warmup_steps=1"],
+            [
+                "--critic.path=c: a shared critic is a head on the policy's trunk and has no checkpoint of its own",
+                "--critic.warmup_steps=1: training a shared critic moves the policy; the warm-up is for one of its own",
+            ],
+        ),
+        (
+            ["--algorithm.loss=gspo", "--algorithm.aggregation=token"],
+            [
+                "--algorithm.aggregation=token: gspo has one ratio for a sequence, of which long ones would count more by token"
+            ],
+        ),
+        (["--algorithm.loss=gspo", "--algorithm.aggregation=sequence"], []),
+        (
+            ["--algorithm.loss=cispo", "--algorithm.clip_low=0.1"],
+            ["--algorithm.clip_low=0.1: cispo has no lower bound"],
+        ),
+        (
+            ["--algorithm.dual_clip_bound=2"],
+            ['--algorithm.dual_clip_bound=2: is for loss = "dual_clip", and loss is "clip"'],
+        ),
+        (
+            ["--algorithm.loss=dppo", "--algorithm.correction=tis"],
+            [
+                "--algorithm.correction=tis: dppo's ratio is to the sampler already; a correction on top would count it twice"
+            ],
+        ),
+        (
+            ["--algorithm.correction=mask", "--algorithm.correction_cap=3", "--algorithm.correction_window=[1.5, 2]"],
+            [
+                '--algorithm.correction_cap=3: correction = "mask" caps nothing',
+                "--algorithm.correction_window=[1.5, 2]: is two ratios around 1, such as [0.5, 2.0]",
+            ],
+        ),
+        (
+            ["--algorithm.correction=tis", "--algorithm.correction_window=[0.5, 2.0]"],
+            ['--algorithm.correction_window=[0.5, 2.0]: correction = "tis" has no window'],
+        ),
+        (
+            ["--algorithm.multi_reward=gdpo"],
+            [
+                '--algorithm.multi_reward=gdpo: gdpo normalises as advantage = "grpo" does, and not as "dr_grpo"',
+            ],
+        ),
+        (
+            ["--algorithm.advantage=maxrl", "--algorithm.length_penalty=0.1"],
+            [
+                "--algorithm.length_penalty=0.1: maxrl divides by the mean reward, which may not become negative",
+            ],
+        ),
+        (
+            ["--algorithm.kl_in=reward", "--algorithm.reference_every_steps=5"],
+            [
+                "--algorithm.kl_in=reward: there is no divergence to measure: kl_coef is 0",
+                "--algorithm.reference_every_steps=5: there is no divergence to measure: kl_coef is 0",
+            ],
+        ),
+        (
+            ["--algorithm.overlong_buffer=257"],
+            ["--algorithm.overlong_buffer=257: is more than sampling.max_new_tokens = 256"],
+        ),
+        (
+            ["--batch.solve_rate=[0.9, 0.1]"],
+            ["--batch.solve_rate=[0.9, 0.1]: is two rates between 0 and 1, the lower one first, such as [0.1, 0.9]"],
+        ),
+        (
+            ["--batch.updates_per_step=17"],
+            ["--batch.updates_per_step=17: an update takes whole groups, and a step has prompts_per_step = 16 of them"],
+        ),
+        (
+            ["--algorithm.loss=dual_clip", "--algorithm.dual_clip_bound=1.0"],
+            ["--algorithm.dual_clip_bound=1.0: must be more than 1"],
+        ),
         (["--algorithm.clip_low=1"], ["--algorithm.clip_low=1: must be less than 1"]),
         (["--sampling.top_p=0"], ["--sampling.top_p=0: must be more than 0"]),
         (["--run.steps=0"], ["--run.steps=0: must be more than 0"]),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
@@ -47,10 +46,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Trajectory]]:
     seen: list[list[Trajectory]] = []
     policy_batch = policy_update.policy_batch
 
-    def record(trajectories: Sequence[Trajectory], advantages_B: Tensor, *rest: Any) -> Batch:
-        assert len(advantages_B) == len(trajectories)
+    def record(trajectories: Sequence[Trajectory], *rest: Any) -> Batch:
         seen.append(list(trajectories))
-        return policy_batch(trajectories, advantages_B, *rest)
+        return policy_batch(trajectories, *rest)
 
     monkeypatch.setattr(policy_update, "policy_batch", record)
     return seen

@@ -160,17 +160,12 @@ def group(environment: Environment, harmony: Harmony, *texts: str | None) -> Gro
     return Group(PROBLEMS[0], trajectories)
 
 
-def test_a_group_is_informative_where_judged_rewards_differ(environment: Make, harmony: Harmony) -> None:
+def test_what_a_group_trains_on_was_judged(environment: Make, harmony: Harmony) -> None:
     demo, right = environment(POOL), PROBLEMS[0].gold
-    assert group(demo, harmony, right, "9").informative
-    assert not group(demo, harmony, right, right).informative
-    assert not group(demo, harmony, "8", "9").informative
-    # An aborted sample has a score of 0 that is no verdict: it neither makes a difference nor is trained on.
+    # An aborted sample has a score of 0 that is no verdict.
     with_abort = group(demo, harmony, right, None, right)
     assert with_abort.trajectories[1].grade.failure == "engine_error"
-    assert not with_abort.informative
     assert with_abort.trainable == [with_abort.trajectories[0], with_abort.trajectories[2]]
-    assert not group(demo, harmony, right, None).informative
 
 
 def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmony: Harmony) -> None:

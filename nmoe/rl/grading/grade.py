@@ -69,6 +69,8 @@ class Grade:
     was extracted: then the message itself is the answer, or there is none (`has_answer`). `verdict` is None where nothing was
     compared, because the completion did not end in an answer. What `[[rewards]]` adds stands in `components` and `weights` under
     its name; `reason` is why a reward could not be had, for people, and `cached` names those that were answered earlier.
+    `step_rewards` are those of a verifier that judges steps: of each the place of its last token among those after the prompt, and
+    its score.
     """
 
     score: float
@@ -80,6 +82,7 @@ class Grade:
     weights: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     cached: tuple[str, ...] = ()
+    step_rewards: tuple[tuple[int, float], ...] = ()
 
 
 async def grade_reading(

@@ -184,9 +184,3 @@ class Group:
     @property
     def trainable(self) -> list[Trajectory]:
         return [trajectory for trajectory in self.trajectories if trajectory.trainable]
-
-    @property
-    def informative(self) -> bool:
-        """Whether rewards differ within the group: otherwise every advantage is zero and there is nothing to learn."""
-        rewards = [trajectory.grade.score for trajectory in self.trainable]
-        return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9
