@@ -1,0 +1,62 @@
+"""Gradients from a stale or truncated sampler against those that are meant, where both are known exactly."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from unbiasedness import METHODS, UNCLIPPED, Bandit, Method, advantage_gradients, bias, sequence_bias, worst_error
+
+UNBIASED = ("ratio in the loss, unclipped", "correction without a cap")
+DRAWS = 100_000
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_corrected_estimates_are_within_their_standard_errors(name: str, top_p: float) -> None:
+    """Under top-p the policy that is meant is the one renormalised on the kept set that the sampler recorded."""
+    bandit = Bandit.make(top_p=top_p)
+    meant = bandit.exact_gradient()
+    assert worst_error(bandit.estimated(METHODS[name], DRAWS), meant) < 4  # 12 free coordinates
+    assert bias(bandit.expected(METHODS[name])[0], meant) < 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - set(UNBIASED)))
+def test_so_many_draws_would_show_a_bias(name: str) -> None:
+    bandit = Bandit.make()
+    estimate = bandit.estimated(METHODS[name], DRAWS)
+    assert worst_error(estimate, bandit.exact_gradient()) > 10
+    # What the draws show is what the sum over all arms says.
+    assert worst_error(estimate, bandit.expected(METHODS[name])[0]) < 4
+
+
+def test_without_the_recorded_kept_set_the_gradient_is_neither_policy_s() -> None:
+    bandit = Bandit.make(top_p=0.8)
+    blind, _ = bandit.expected(METHODS["ratio in the loss, unclipped"], record_kept=False)
+    assert bias(blind, bandit.exact_gradient()) > 0.2
+    assert bias(blind, bandit.exact_gradient(kept=False)) > 0.2
+
+
+def test_a_higher_cap_leaves_less_bias_and_more_noise() -> None:
+    bandit = Bandit.make()
+    found = [bandit.expected(Method(UNCLIPPED, "tis", cap)) for cap in (1.0, 2.0, 4.0, 8.0)]
+    biases = [bias(gradient, bandit.exact_gradient()) for gradient, _ in found]
+    noises = [noise for _, noise in found]
+    assert biases == sorted(biases, reverse=True)
+    assert biases[0] > biases[-1]
+    assert noises == sorted(noises)
+
+
+def test_on_policy_nothing_is_biased() -> None:
+    assert max(sequence_bias(staleness=0.0).values()) < 1e-12
+
+
+def test_expected_gradients_of_group_advantages() -> None:
+    results = advantage_gradients(group=4)
+    assert results["rloo"] == pytest.approx((1.0, 1.0), abs=1e-6)
+    assert results["dr_grpo"] == pytest.approx(
+        (3 / 4, 1.0), abs=1e-6
+    )  # (n - 1) / n of it: each sample is in its own mean
+    for name in ("grpo", "maxrl"):  # prompts are weighed by their difficulty
+        assert 0.9 < results[name][1] < 0.9999
