@@ -38,11 +38,23 @@ def _reinforcement_learning(config: RunConfig) -> list[str]:
     samples = batch.prompts_per_step * batch.group_size
     tokens = samples * longest
     samples_per_microbatch = max(1, batch.tokens_per_microbatch // longest)
-    return [
+    drawn = math.ceil(batch.prompts_per_step * batch.oversampling) * batch.group_size * (1 + batch.max_refills)
+    updates = batch.updates_per_step * batch.passes_per_step
+    counted = f"{steps:,} optimizer steps" if updates == 1 else f"{steps:,} steps"
+    lines = [
         f"step: {batch.prompts_per_step:,} prompts x {batch.group_size:,} completions = {samples:,} samples "
         f"of at most {longest:,} tokens = at most {tokens:,} sampled tokens",
-        f"refills: at most {batch.max_refills:,} a step = at most {samples * (1 + batch.max_refills):,} samples drawn",
+        f"refills: at most {batch.max_refills:,} a step = at most {drawn:,} samples drawn",
         f"micro-batches: {batch.tokens_per_microbatch:,} tokens each = at most "
         f"{math.ceil(samples / samples_per_microbatch):,} a step, prompts not counted",
-        f"run: {steps:,} optimizer steps = {steps * samples:,} samples = at most {steps * tokens:,} sampled tokens",
+        f"run: {counted} = {steps * samples:,} samples = at most {steps * tokens:,} sampled tokens",
     ]
+    if updates > 1:
+        lines.insert(
+            3,
+            f"updates: {batch.updates_per_step:,} of a pass x {batch.passes_per_step:,} passes = at most {updates:,} optimizer "
+            f"steps a step = {steps * updates:,} in all",
+        )
+    if config.critic is not None and config.critic.warmup_steps:
+        lines.append(f"critic: trained alone for the first {config.critic.warmup_steps:,} steps")
+    return lines

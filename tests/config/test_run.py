@@ -334,6 +334,19 @@ def test_arithmetic_of_a_post_training_run(config: Write) -> None:
     ]
 
 
+def test_arithmetic_of_several_updates_with_a_critic(config: Write) -> None:
+    overrides = ["--batch.prompts_per_step=10", "--batch.group_size=6", "--sampling.max_new_tokens=100"]
+    overrides += ["--batch.oversampling=1.25", "--batch.updates_per_step=5", "--batch.passes_per_step=2"]
+    overrides += ["--algorithm.advantage=gae", "--critic.path=c", "--critic.warmup_steps=7"]
+    lines = batch_arithmetic(load_run(config(SHAPE + ENVIRONMENT), RLConfig, overrides))
+    assert lines[1] == "refills: at most 1 a step = at most 156 samples drawn"
+    assert lines[3:6] == [
+        "updates: 5 of a pass x 2 passes = at most 10 optimizer steps a step = 1,000 in all",
+        "run: 100 steps = 6,000 samples = at most 600,000 sampled tokens",
+        "critic: trained alone for the first 7 steps",
+    ]
+
+
 def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
     overrides = ["--batch.tokens_per_microbatch=2048", "--eval.every_steps=25", "--data.held_out_documents=64"]
     overrides += ["--data.tokens_per_step=5000"]
