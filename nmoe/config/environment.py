@@ -72,8 +72,18 @@ class DatasetKeys(Section):
     """How the records of a dataset become problems; the part that all datasets share."""
 
     task_type: DatasetTask = Field(description="the task that renders and grades the problems")
-    problem_field: str = Field(default="problem", min_length=1, description="the field with the problem's text")
-    answer_field: str = Field(default="answer", min_length=1, description="the field with the gold answer or solution")
+    problem_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the problem's text or messages; by default the one of problem, question, prompt and input "
+        "that the records have",
+    )
+    answer_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the gold answer or solution, `a.b` for field b of object a; by default the one of answer, "
+        "label, reward_spec.ground_truth and reward_model.ground_truth that the records have",
+    )
     gold_extractor: GoldExtractor = Field(default="none", description="how the gold answer is found in its field")
     max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")

@@ -160,6 +160,8 @@ class _Grpo:
         ):
             for line in [*batch_arithmetic(config), *describe(self.learner.lora)]:
                 progress.note(line)
+            if self.environment.pool.order.read_as:
+                progress.note(f"records: {self.environment.pool.order.read_as}")
             if self.runtime.sandboxes is not None:
                 progress.note(f"sandbox: {self.runtime.sandboxes.describe()}")
             if self.environment.overlong:

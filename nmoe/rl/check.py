@@ -130,6 +130,8 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             yield f"source {name}: can not be used: {error}"
             mistakes.append(f"source {name}: {error}")
             continue
+        if environment.pool.order.read_as:
+            yield f"records      {environment.pool.order.read_as}"
         problem = environment.pool.order.at(0) if here else _stand_in(name, pool)
         if not here:
             yield f"source {name}: {describe_pool(pool)}: not here and not fetched, so that its records were not checked"

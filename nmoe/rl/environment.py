@@ -113,9 +113,14 @@ class Environment:
         return self.format.prompt_ids(self.messages(problem))
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The conversation that the prompt shows, the environment's system message first."""
+        """The conversation that the prompt shows, the environment's system message first. Raises UserError where the
+        problem has one, too."""
         system = [Message("system", self.settings.system)] if self.settings.system else []
-        return system + TASKS[problem.task_type].messages(problem)
+        if system and any(message.role == "system" for message in problem.history):
+            raise UserError(
+                f"problem {problem.id}: its prompt has a system message of its own beside the environment's `system`; drop either"
+            )
+        return [*system, *problem.history, *TASKS[problem.task_type].messages(problem)]
 
     def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
         """Whether the problem's prompt and the longest completion fit the model's context."""

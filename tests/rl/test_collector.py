@@ -183,6 +183,7 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "gold": "011",
         "metadata": {},
         "columns": {},
+        "history": [],
         "trainer_state": None,
         "reason": "",
         "cached": [],

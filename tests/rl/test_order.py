@@ -17,6 +17,7 @@ class Counting:
     """The order whose problem at position i is i."""
 
     size = None
+    read_as = ""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -40,8 +40,8 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
         case JsonlPool():
             return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path, columns=columns)
         case ParquetPool():
-            needed, optional = columns_of(settings)
-            rows = read_rows(settings.path, form="parquet", columns=None if columns else needed, optional=optional)
+            needed, optional = (None if columns else columns_of(settings)) or (None, ())
+            rows = read_rows(settings.path, form="parquet", columns=needed, optional=optional)
             return record_order(name, settings, rows, settings.path, columns=columns)
         case HubPool():
             rows = read_rows(

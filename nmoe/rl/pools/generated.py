@@ -32,6 +32,7 @@ class Generated:
     """An endless order of fresh problems."""
 
     size = None
+    read_as = ""
 
     def __init__(self, name: str, settings: GeneratedPool) -> None:
         """Raises UserError where the split holds no question of the difficulty, or where that is beyond all use."""

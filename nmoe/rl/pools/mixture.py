@@ -30,6 +30,7 @@ class Mixture:
         """`weights` are positive and need not sum to 1."""
         self.name = name
         self.size = None
+        self.read_as = "; ".join(source.read_as for source in sources if source.read_as)
         self.fingerprint = fingerprint_of("mixture", seed, *weights, *(source.fingerprint for source in sources))
         self._sources = sources
         self._offset = stable_hash("mixture", seed)

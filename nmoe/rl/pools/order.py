@@ -14,7 +14,8 @@ class Order(Protocol):
     """What a pool walks along. `at` gives the same problem for the same position in every process and on every day.
 
     `size` is how many problems there are before the first comes again, None where that is not known. `fingerprint`
-    differs between orders that differ at any position, so that a saved position is not applied to another order.
+    differs between orders that differ at any position, so that a saved position is not applied to another order. `read_as` says
+    what of the records was taken for what, where there are records.
     """
 
     @property
@@ -25,6 +26,9 @@ class Order(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def read_as(self) -> str: ...
 
     def at(self, position: int) -> Problem: ...
 
@@ -47,8 +51,11 @@ class Shuffled:
     problem exactly once.
     """
 
-    def __init__(self, name: str, size: int, problem: Callable[[int], Problem], seed: int, content: str) -> None:
+    def __init__(
+        self, name: str, size: int, problem: Callable[[int], Problem], seed: int, content: str, read_as: str = ""
+    ) -> None:
         """`problem(i)` is the i-th of `size` problems; `content` stands for all of them in the fingerprint."""
+        self.read_as = read_as
         self.name = name
         self.size = size
         self.fingerprint = fingerprint_of("shuffled", size, seed, content)

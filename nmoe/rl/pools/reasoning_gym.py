@@ -42,6 +42,7 @@ class ReasoningGym:
     """An endless order of problems from one dataset."""
 
     size = None
+    read_as = ""
 
     def __init__(self, name: str, settings: ReasoningGymPool) -> None:
         """Raises UserError where the package, the dataset or the split is not there or the settings do not fit the dataset."""

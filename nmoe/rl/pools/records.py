@@ -15,10 +15,11 @@ from nmoe.config.environment import DatasetKeys
 from nmoe.data.rows import Row
 from nmoe.errors import UserError
 from nmoe.rl.grading.gold import extract_gold
+from nmoe.rl.pools.fields import Fields, fields_of, gold_of, question_of
 from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS
-from nmoe.rl.tasks.task import Metadata
+from nmoe.text.harmony_format import Message
 
 # Of a record's workspace, where its environment has one.
 COMMITS = ("base_commit", "target_commit")
@@ -31,15 +32,21 @@ def record_order(
 
     `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.
     """
-    problems = [
-        _problem(name, settings, index, where, record, columns)
-        for index, (where, record) in enumerate(islice(records, settings.max_examples))
-    ]
+    problems: list[Problem] = []
+    fields: Fields | None = None
+    for where, record in islice(records, settings.max_examples):
+        try:
+            if fields is None and not TASKS[settings.task_type].own_records:
+                fields = fields_of(settings, record)
+            problems.append(_problem(name, settings, fields, len(problems), record, columns))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
     if not problems:
         raise UserError(f"{origin}: no records; a task pool needs at least one problem")
     # Over the content rather than the path: data that moved is the same data, and data that changed is not.
     content = fingerprint_of(*(_content(problem) for problem in problems))
-    return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content)
+    read_as = "" if fields is None else f"{origin}: {fields}"
+    return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content, read_as)
 
 
 def _content(problem: Problem) -> tuple[object, ...]:
@@ -47,31 +54,30 @@ def _content(problem: Problem) -> tuple[object, ...]:
     # Of a task's own records also the rest: tests, files.
     if TASKS[problem.task_type].own_records:
         content = (*content, *sorted(problem.metadata.items()))
+    if problem.history:
+        content = (*content, *problem.history)
     return (*content, json.dumps(problem.columns, sort_keys=True)) if problem.columns else content
 
 
 def _problem(
-    name: str, settings: DatasetKeys, index: int, where: str, record: Mapping[str, Any], columns: bool
+    name: str, settings: DatasetKeys, fields: Fields | None, index: int, record: Mapping[str, Any], columns: bool
 ) -> Problem:
     task = TASKS[settings.task_type]
-    try:
-        question, gold, metadata = task.read_record(record) or _posed(settings, record)
-        commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
-        metadata = {"record": index, **commits, **metadata}
-        kept = {field: _plain(value) for field, value in record.items()} if columns else {}
-        problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept)
-        task.check_gold(problem)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+    history: tuple[Message, ...] = ()
+    if fields is None:
+        read = task.read_record(record)
+        assert read is not None, "a task without fields reads records of its own"
+        question, gold, metadata = read
+    else:
+        history, asked = question_of(record, fields.question)
+        answer = extract_gold(settings.gold_extractor, gold_of(record, fields.gold, task.gold_types))
+        question, gold, metadata = task.pose(asked, answer, record)
+    commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
+    metadata = {"record": index, **commits, **metadata}
+    kept = {field: _plain(value) for field, value in record.items()} if columns else {}
+    problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept, history)
+    task.check_gold(problem)
     return problem
-
-
-def _posed(settings: DatasetKeys, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-    """From the fields that the settings name."""
-    task = TASKS[settings.task_type]
-    question = _text(record, settings.problem_field, "problem_field")
-    field = _text(record, settings.answer_field, "answer_field", task.gold_types)
-    return task.pose(question, extract_gold(settings.gold_extractor, field), record)
 
 
 def _plain(value: Any) -> Any:
@@ -88,33 +94,10 @@ def _plain(value: Any) -> Any:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The fields of a record that have to be there, and those that are read where they are."""
+def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The fields of a record that have to be there, and those that are read where they are; None where only the records tell."""
     task = TASKS[settings.task_type]
     needed = () if task.own_records else (settings.problem_field, settings.answer_field)
-    return needed, (*task.record_fields, *COMMITS)
-
-
-def _text(record: Mapping[str, Any], field: str, setting: str, types: tuple[type, ...] = (str,)) -> str:
-    if field not in record:
-        raise UserError(
-            f"no field {field!r}; the fields are {', '.join(map(repr, record)) or 'none'}: set {setting} to one of them"
-        )
-    value = record[field]
-    # True is an int to Python, and seldom a gold answer.
-    if not isinstance(value, str) and isinstance(value, types) and (not isinstance(value, bool) or bool in types):
-        value = str(value)
-    if not isinstance(value, str):
-        raise UserError(f"field {field!r} holds {type(value).__name__} {_shown(value)}, not text; write it as a string")
-    if not value.strip():
-        raise UserError(f"field {field!r} is empty; fill it in or remove the record")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"field {field!r} holds a lone surrogate, which is no character: {_shown(value)}") from None
-    return value
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    if not all(field is not None and "." not in field for field in needed):
+        return None
+    return tuple(filter(None, needed)), (*task.record_fields, *COMMITS)

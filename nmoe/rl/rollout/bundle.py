@@ -37,6 +37,7 @@ from nmoe.rl.tools.event import ToolCall, ToolEvent
 from nmoe.rl.trainer_state import TrainerState
 from nmoe.rl.turn import Turn
 from nmoe.runs.storage import storage_errors
+from nmoe.text.harmony_format import Message
 
 FORMAT = 1
 FILE = "bundle.json"
@@ -61,6 +62,15 @@ class _Sampling(_Strict):
     top_k: int
     stop_ids: list[int]
     seed: int
+
+
+class _Message(_Strict):
+    role: str
+    content: str
+    channel: str | None
+    recipient: str | None
+    name: str | None
+    content_type: str | None
 
 
 class _TrainerState(_Strict):
@@ -98,6 +108,7 @@ class _Record(_Strict):
     problem: str
     task_type: str
     source: str
+    history: list[_Message] = []
     question: str
     gold: str
     metadata: dict[str, Any]
@@ -206,6 +217,7 @@ class Bundle:
                 record["source"],
                 record["metadata"],
                 record.get("columns", {}),
+                tuple(Message(**message) for message in record.get("history", ())),
             ),
             index=record["index"],
             prompt_ids=tuple(record["prompt_ids"]),

@@ -138,6 +138,7 @@ class Trajectory:
             "problem": self.problem.id,
             "task_type": self.problem.task_type,
             "source": self.problem.source,
+            "history": [asdict(message) for message in self.problem.history],
             "question": self.problem.question,
             "gold": self.problem.gold,
             "metadata": dict(self.problem.metadata),
