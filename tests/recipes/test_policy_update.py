@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -80,13 +81,14 @@ def run(tiny_model: Tiny) -> Callable[..., Run]:
 
 
 def combinations() -> Iterator[dict[str, Any]]:
-    for loss in ("clip", "dual_clip", "gspo", "cispo", "dppo"):
-        yield {"algorithm": {"loss": loss, "aggregation": "sequence"}}
-    for advantage in ("grpo", "rloo", "maxrl", "reinforce_pp"):
-        yield {"algorithm": {"advantage": advantage, "aggregation": "token", "entropy_coef": 0.01}}
+    for loss, advantage in product(
+        ("clip", "dual_clip", "gspo", "cispo", "dppo"), ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp")
+    ):
+        reduction = "sequence" if loss == "gspo" else "token"
+        yield {"algorithm": {"loss": loss, "advantage": advantage, "aggregation": reduction, "entropy_coef": 0.01}}
     yield {"algorithm": {"advantage": "grpo", "multi_reward": "gdpo", "overlong_buffer": 4}}
-    for name, critic in CRITICS.items():
-        yield {"algorithm": {"advantage": "gae", "loss": "gspo" if name == "own" else "clip"}, "critic": critic}
+    for loss, critic in product(("clip", "dual_clip", "gspo", "cispo", "dppo"), CRITICS.values()):
+        yield {"algorithm": {"advantage": "gae", "loss": loss}, "critic": critic}
     for correction in ("tis", "mask", "sequence_mask"):
         window = None if correction == "tis" else (0.04, 25.0)
         yield {"algorithm": {"correction": correction, "correction_window": window, "mask_truncated": True}}
@@ -266,4 +268,18 @@ def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     PolicyUpdate(config, learner, None, Critic(config, learner, None, 1), LIMIT).update(1, GROUPS)
     # Adam's first step is as long as the learning rate.
     assert float(head.bias.detach().abs()) == pytest.approx(0.25, rel=1e-3)
-    assert max(float((a - b).abs().max()) for a, b in zip(learner.model.parameters(), before, strict=True)) < 2e-3
+    assert (
+        max(float((a.detach() - b).abs().max()) for a, b in zip(learner.model.parameters(), before, strict=True)) < 2e-3
+    )
+
+
+@pytest.mark.parametrize("key", ["entropy_coef", "kl_coef"])
+def test_bonus_and_penalty_are_in_the_gradient_by_their_weight(run: Callable[..., Run], key: str) -> None:
+    gradients = []
+    for weight in (1e-9, 0.1, 0.2):
+        one = run(algorithm={key: weight})
+        one(GROUPS)
+        gradients += one.learner.gradients
+    none, once, twice = gradients
+    assert float((once - none).abs().max()) > 1e-3
+    torch.testing.assert_close(twice - none, 2 * (once - none), rtol=1e-3, atol=1e-5)
