@@ -55,6 +55,13 @@ def _reinforcement_learning(config: RunConfig) -> list[str]:
             f"updates: {batch.updates_per_step:,} of a pass x {batch.passes_per_step:,} passes = at most {updates:,} optimizer "
             f"steps a step = {steps * updates:,} in all",
         )
+    if (distillation := config.distillation) is not None:
+        beside = (
+            f", beside rewards at {distillation.reward_coef:g}"
+            if distillation.reward_coef
+            else " in the place of rewards"
+        )
+        lines.append(f"teacher: {distillation.teacher} at {distillation.coef:g}{beside}")
     if config.critic is not None and config.critic.warmup_steps:
         lines.append(f"critic: trained alone for the first {config.critic.warmup_steps:,} steps")
     return lines

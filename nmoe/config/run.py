@@ -346,9 +346,10 @@ class AlgorithmSection(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
-        if self.loss == "gspo" and self.aggregation == "token":
+        if self.loss == "gspo" and self.aggregation != "sequence":
             yield Conflict(
-                "aggregation", "gspo has one ratio for a sequence, of which long ones would count more by token"
+                "aggregation",
+                'gspo has one ratio for a sequence, and long ones would count more: set algorithm.aggregation = "sequence"',
             )
         if self.loss == "cispo" and "clip_low" in given:
             yield Conflict("clip_low", "cispo has no lower bound")
@@ -417,6 +418,16 @@ class CriticSection(Section):
             yield Conflict("coef", "a critic of its own is trained by itself; its learning_rate is what counts")
 
 
+class DistillationSection(Section):
+    """[distillation]: a teacher whose log-probabilities of what the policy samples take the place of rewards."""
+
+    teacher: str = Field(min_length=1, description="run or directory of the teacher, with the tokenizer of the policy")
+    coef: float = Field(default=1.0, gt=0, description="weight of the divergence from the teacher, token by token")
+    reward_coef: float = Field(
+        default=0.0, ge=0, description="weight of the advantages from rewards beside it; 0: the teacher alone"
+    )
+
+
 class OptimizerSection(Section):
     """[optimizer]: AdamW with linear warm-up and cosine decay."""
 
@@ -474,6 +485,7 @@ class RunConfig(Section):
     batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
     algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
     critic: CriticSection | None = Field(default=None, description="the critic of PPO")
+    distillation: DistillationSection | None = Field(default=None, description="a teacher in the place of rewards")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
     eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
     monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
@@ -545,7 +557,14 @@ class RLConfig(RunConfig):
             )
         if critic is not None and critic.warmup_steps >= self.run.steps:
             yield Conflict("critic.warmup_steps", f"leaves no step to the policy (run.steps = {self.run.steps})")
-        if algorithm.in_groups and self.batch.group_size < 2:
+        rewarded = self.distillation is None or self.distillation.reward_coef > 0
+        if not rewarded and critic is not None:
+            yield Conflict(
+                "critic", "distillation.reward_coef is 0, so that there are no rewards for a critic to foretell"
+            )
+        if not rewarded and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            yield Conflict("algorithm.kl_in", "distillation.reward_coef is 0, so that rewards do not count")
+        if rewarded and algorithm.in_groups and self.batch.group_size < 2:
             yield Conflict(
                 "batch.group_size", f'must be at least 2: advantage = "{algorithm.advantage}" compares within a group'
             )

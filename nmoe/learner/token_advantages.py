@@ -1,4 +1,5 @@
-"""Advantages per token, over packed sequences: discounted returns, GAE, REINFORCE++, process supervision; divergence as a reward.
+"""Advantages per token, over packed sequences: discounted returns, GAE, REINFORCE++, process supervision, a teacher's; divergence
+as a reward.
 
 The steps of the decision process are the scored positions: position t reads x[t] and decides on x[t + 1]. What lies between them
 (a tool's answer) takes no time and earns nothing: discounts count scored positions only. All results are `[T]`, zero where a
@@ -49,6 +50,17 @@ def divergence_rewards(
     """
     difference_T = (logprobs_T - reference_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return torch.where(scored_T, -coef * kl_estimate(difference_T, estimator), 0.0)
+
+
+def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T: Tensor, coef: float) -> Tensor:
+    """On-policy distillation: `-coef * (log pi(x_t) - log teacher(x_t))` at every scored position, with a discount of 0 (Agarwal et
+    al. 2024, arXiv:2306.13649, with reverse KL; as a policy gradient: Lu 2025, "On-policy distillation"). `logprobs_T` are those of
+    the policy that sampled.
+
+    In expectation over the sampled token its policy gradient is that of `-coef * KL(pi || teacher)` at each state that the policy
+    reached, which is how it differs from imitation: the teacher judges what the student does, and not the other way round.
+    """
+    return divergence_rewards(logprobs_T, teacher_logprobs_T, scored_T, coef)
 
 
 def gae(

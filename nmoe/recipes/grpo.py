@@ -24,6 +24,7 @@ from nmoe.learner.learner import Learner
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
+from nmoe.recipes.distillation import Teacher, build_teacher
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import rollout_metrics
 from nmoe.recipes.policy_records import StepRecords
@@ -69,6 +70,7 @@ def train(config: RLConfig) -> Path:
         # The policy before training, whether or not this is a resumption. With an adapter it is the base, which is there already.
         before = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
     own_critic = build_critic(config, tokenizer, model.config)
+    teacher = build_teacher(config, tokenizer, model.config)
     for loaded in [environment, probe] if probe is not None else [environment]:
         loaded.leave_out_overlong(model.config.context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
@@ -82,7 +84,7 @@ def train(config: RLConfig) -> Path:
             )
         )
         recipe = _Grpo(
-            config, run, tokenizer, environment, runtime, probe, probe_runtime, model, before, own_critic, lora
+            config, run, tokenizer, environment, runtime, probe, probe_runtime, model, before, own_critic, teacher, lora
         )
         recipe.run_to_the_end()
     return run.path
@@ -103,6 +105,7 @@ class _Grpo:
         model: Transformer,
         before: Transformer | None,
         own_critic: tuple[Transformer, Head] | None,
+        teacher: Teacher | None,
         lora: Lora | None,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
@@ -148,7 +151,7 @@ class _Grpo:
         self.reference = Reference(config, self.learner, before) if config.algorithm.kl_coef > 0 else None
         self.critic = None if critic is None else Critic(config, self.learner, own_critic, updates)
         token_limit = environment.token_limit(config.sampling.max_new_tokens)
-        self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, token_limit)
+        self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, token_limit, teacher)
         if run.resumed_from is not None:
             self._load(run.resumed_from)
 

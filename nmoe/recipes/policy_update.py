@@ -25,6 +25,7 @@ from nmoe.learner.objectives import (
     reference_divergence,
     total,
 )
+from nmoe.recipes.distillation import Teacher
 from nmoe.recipes.policy_advantages import reward_divergence, with_advantages
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.recipes.policy_metrics import joined_passes, joined_steps, update_metrics
@@ -67,10 +68,11 @@ class PolicyUpdate:
         reference: Reference | None,
         critic: Critic | None,
         token_limit: int,
+        teacher: Teacher | None = None,
     ) -> None:
         """`token_limit` is the most tokens that a sample may have."""
         self._config, self._learner, self._reference, self._critic = config, learner, reference, critic
-        self._token_limit = token_limit
+        self._token_limit, self._teacher = token_limit, teacher
         self._objective = policy_objective(config.algorithm, critic)
         several = config.batch.updates_per_step * config.batch.passes_per_step > 1
         # After the first update the learner is no longer what the sampler was, and its ratio is to itself as it began.
@@ -78,10 +80,11 @@ class PolicyUpdate:
 
     def update(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Takes the steps and returns their metrics; no step and no metrics where every sample was cut and those are masked."""
-        batch, group_ids_B, advantages = self._experience(groups)
+        batch, group_ids_B, advantages, taught = self._experience(groups)
         if not batch.lengths:
             return {}
         batch, metrics = self._corrected(batch)
+        metrics |= taught
         trains_policy = self._critic is None or not self._critic.warming_up(step)
         passes, steps = [], []
         for minibatch in self._minibatches(step, batch, group_ids_B):
@@ -101,9 +104,9 @@ class PolicyUpdate:
             metrics["reference_kl"] = float(mean) / -self._config.algorithm.kl_coef
         return metrics
 
-    def _experience(self, groups: Sequence[Group]) -> tuple[Batch, Tensor, Tensor]:
+    def _experience(self, groups: Sequence[Group]) -> tuple[Batch, Tensor, Tensor, dict[str, float]]:
         """The judged samples as a batch with all columns, less those that were cut where they are masked; the group of each, `[B]`;
-        and the advantages to take figures of."""
+        the advantages to take figures of; and what the teacher had to say."""
         config = self._config
         trajectories = [trajectory for group in groups for trajectory in group.trainable]
         batch = policy_batch(trajectories, None, config.algorithm.aggregation, config.sampling.max_new_tokens)
@@ -114,11 +117,14 @@ class PolicyUpdate:
         if self._critic is not None:
             batch = self._critic.with_values(batch)
         batch, advantages = with_advantages(batch, groups, config, self._token_limit)
+        taught: dict[str, float] = {}
+        if self._teacher is not None:
+            batch, advantages, taught = self._teacher.advise(batch)
         group_ids_B = group_ids(groups)
         if config.algorithm.mask_truncated:
             ended = [i for i, t in enumerate(trajectories) if t.finish_reasons[-1] != "length"]
             batch, group_ids_B = self._selected(batch, ended), group_ids_B[ended]
-        return batch, group_ids_B, advantages
+        return batch, group_ids_B, advantages, taught
 
     def _corrected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with the weights for a sampler that was not the learner in its advantages, and their figures."""

@@ -131,6 +131,10 @@ class Tokenizer:
         parts = [self._backend.to_str(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Whether both have the same tokens under the same ids; templates may differ."""
+        return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text` as content: "<|end|>" gives ordinary tokens, and nothing is put before or after.
 

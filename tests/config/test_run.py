@@ -168,10 +168,24 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (
             ["--algorithm.loss=gspo", "--algorithm.aggregation=token"],
             [
-                "--algorithm.aggregation=token: gspo has one ratio for a sequence, of which long ones would count more by token"
+                "--algorithm.aggregation=token: gspo has one ratio for a sequence, and long ones would count more: "
+                'set algorithm.aggregation = "sequence"'
             ],
         ),
         (["--algorithm.loss=gspo", "--algorithm.aggregation=sequence"], []),
+        (["--distillation.teacher=t", "--batch.group_size=1"], []),
+        (
+            ["--distillation.teacher=t", "--distillation.reward_coef=0.5", "--batch.group_size=1"],
+            ['--batch.group_size=1: must be at least 2: advantage = "dr_grpo" compares within a group'],
+        ),
+        (
+            ["--distillation.teacher=t", "--algorithm.advantage=gae", "--critic.shared=true"],
+            [" [critic]: distillation.reward_coef is 0, so that there are no rewards for a critic to foretell"],
+        ),
+        (
+            ["--distillation.teacher=t", "--algorithm.kl_coef=0.1", "--algorithm.kl_in=reward"],
+            ["--algorithm.kl_in=reward: distillation.reward_coef is 0, so that rewards do not count"],
+        ),
         (
             ["--algorithm.loss=cispo", "--algorithm.clip_low=0.1"],
             ["--algorithm.clip_low=0.1: cispo has no lower bound"],

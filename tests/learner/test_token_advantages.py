@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nmoe.learner.advantages import dr_grpo
+from nmoe.learner.objectives import Outputs, Scored, clip
 from nmoe.learner.token_advantages import (
     discounted_returns,
     divergence_rewards,
@@ -15,6 +16,7 @@ from nmoe.learner.token_advantages import (
     process_supervision,
     reinforce_pp,
     scored_sums,
+    teacher_advantages,
     terminal_rewards,
     whiten,
 )
@@ -142,3 +144,19 @@ def test_whitening_takes_scored_tokens_alone() -> None:
     assert whiten(values, SCORED).tolist() == pytest.approx(expected, abs=1e-5)
     assert whiten(torch.full((9,), 0.1), SCORED).abs().max() < 1e-6
     assert whiten(values, torch.zeros(9, dtype=torch.bool)).tolist() == [0] * 9
+
+
+def test_a_teacher_s_advantages_have_the_gradient_of_the_reverse_divergence() -> None:
+    """Over all tokens of a state, weighed by the policy that drew them, through the loss that is trained with."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, generator=generator, dtype=torch.float64).unbind()
+    logits, dense = (student.clone().requires_grad_() for _ in range(2))
+    policy = student.log_softmax(-1)
+    advantages = teacher_advantages(policy, teacher.log_softmax(-1), torch.ones(5, dtype=torch.bool), coef=0.3)
+    assert advantages.tolist() == pytest.approx((0.3 * (teacher.log_softmax(-1) - policy)).tolist())
+    outputs = Outputs(logits.log_softmax(-1), torch.zeros(5))
+    loss, _ = clip(0.2, 0.2)(outputs, Scored(policy.exp(), advantages, policy))
+    loss.backward()
+    divergence = (dense.softmax(-1) * (dense.log_softmax(-1) - teacher.log_softmax(-1))).sum()
+    (0.3 * divergence).backward()
+    torch.testing.assert_close(logits.grad, dense.grad, rtol=1e-9, atol=1e-12)

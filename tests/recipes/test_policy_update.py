@@ -88,7 +88,8 @@ def combinations() -> Iterator[dict[str, Any]]:
         yield {"algorithm": {"loss": loss, "advantage": advantage, "aggregation": reduction, "entropy_coef": 0.01}}
     yield {"algorithm": {"advantage": "grpo", "multi_reward": "gdpo", "overlong_buffer": 4}}
     for loss, critic in product(("clip", "dual_clip", "gspo", "cispo", "dppo"), CRITICS.values()):
-        yield {"algorithm": {"advantage": "gae", "loss": loss}, "critic": critic}
+        reduction = "sequence" if loss == "gspo" else "constant"
+        yield {"algorithm": {"advantage": "gae", "loss": loss, "aggregation": reduction}, "critic": critic}
     for correction in ("tis", "mask", "sequence_mask"):
         window = None if correction == "tis" else (0.04, 25.0)
         yield {"algorithm": {"correction": correction, "correction_window": window, "mask_truncated": True}}
