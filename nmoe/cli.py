@@ -199,6 +199,12 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = 1,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
+    best_of: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_OR_CHECKPOINT", help="A reward model or verifier that chooses among the samples of a problem."
+        ),
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint on an environment.
 
@@ -207,10 +213,12 @@ def evaluate(
       nmoe eval runs/grpo environments/sort.toml
     Example, eight samples of each problem:
       nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6
+    Example, the one of eight that a reward model scores highest, beside majority vote:
+      nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6 --best-of runs/reward
     """
     from nmoe.eval.evaluate import evaluate_command
 
-    evaluate_command(checkpoint, environment, problems, samples, temperature, seed)
+    evaluate_command(checkpoint, environment, problems, samples, temperature, seed, best_of)
 
 
 @app.command()

@@ -7,21 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import held_out
-from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.api import Engine
-from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, wilson
-from nmoe.model.policy import load_policy
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.tools.runtime import ToolRuntime
-from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.threads import choose_threads
-from nmoe.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -155,38 +148,30 @@ def is_correct(trajectory: Trajectory) -> bool:
 
 
 def evaluate_command(
-    checkpoint: Path, environment: Path, problems: int, samples: int, temperature: float, seed: int
+    checkpoint: Path,
+    environment: Path,
+    problems: int,
+    samples: int,
+    temperature: float,
+    seed: int,
+    best_of: Path | None = None,
 ) -> None:
-    """`nmoe eval`: prints one line per evaluation."""
-    import torch
+    """`nmoe eval`: prints one line per evaluation. With `best_of` the scorer of that run or checkpoint chooses among the samples."""
+    from nmoe.eval.best_of_n import best_of_n, score_groups
+    from nmoe.eval.scorers import load_scorer
+    from nmoe.eval.subject import open_subject
 
-    torch.set_num_threads(choose_threads(0))
-    directory = resolve_checkpoint(checkpoint)
-    tokenizer = Tokenizer.load(directory)
-    loaded = Environment.from_toml(environment, tokenizer)
-    if held_out(loaded.settings) is not None:
-        loaded = loaded.held_out()
-        print("on the eval split, which training never meets")
-    model = load_policy(directory)[0]
-    start = loaded.state()
-    longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
-    if longest >= model.config.context_tokens:
-        raise UserError(
-            f"{environment}: a prompt of {longest} tokens leaves no room in the model's context of {model.config.context_tokens}"
-        )
-    loaded.load_state(start)
-    engine = NativeEngine(model, max_sequences=256)
-    with ToolRuntime(loaded, SandboxSettings()) as runtime:
-        results = evaluate(
-            engine,
-            loaded,
-            model.config.context_tokens,
-            problems=problems,
-            samples=samples,
-            temperature=temperature,
-            max_new_tokens=model.config.context_tokens - longest,
-            seed=seed,
-            runtime=runtime,
-        )
+    if best_of is not None and samples < 2:
+        raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
+    scorer = None if best_of is None else load_scorer(best_of)
+    with open_subject(checkpoint, environment, problems, on_held_out=True) as subject:
+        groups = subject.sample(problems, samples, temperature, seed)
+        env_id = subject.environment.settings.env_id
+        if scorer is None:
+            results = summarise(groups, env_id, temperature)
+        else:
+            greedy = subject.sample(problems, 1, 0.0, seed)
+            scores = score_groups(subject.environment, groups, scorer)
+            results = best_of_n(greedy, groups, scores, env_id, temperature)
     for result in results:
         print(result)

@@ -1,0 +1,3 @@
+from pathlib import Path
+from nmoe.rl.scorer import Scorer
+def load_scorer(path: Path) -> Scorer: ...

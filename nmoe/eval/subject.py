@@ -1,0 +1,77 @@
+"""A checkpoint before an environment: what every command that samples problems from one begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmoe.config.environment import held_out
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.eval.evaluate import distinct_problems, sample_problems
+from nmoe.model.policy import load_policy
+from nmoe.rl.environment import Environment
+from nmoe.rl.rollout.trajectory import Group
+from nmoe.rl.tools.runtime import ToolRuntime
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.threads import choose_threads
+from nmoe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`max_new_tokens` is what the longest prompt leaves of the model's context; `start` the environment's state at its first
+    problem."""
+
+    environment: Environment
+    engine: NativeEngine
+    context_tokens: int
+    max_new_tokens: int
+    runtime: ToolRuntime
+    start: dict[str, Any]
+
+    def sample(self, problems: int, samples: int, temperature: float, seed: int) -> list[Group]:
+        """Graded samples of the environment's first problems, the same ones on every call. Raises UserError for several greedy
+        samples of one problem."""
+        self.environment.load_state(self.start)
+        return sample_problems(
+            self.engine,
+            self.environment,
+            self.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=self.max_new_tokens,
+            seed=seed,
+            runtime=self.runtime,
+        )
+
+
+@contextmanager
+def open_subject(checkpoint: Path, environment: Path, problems: int, *, on_held_out: bool) -> Iterator[Subject]:
+    """The model of a run or checkpoint and, `on_held_out` where it has one, the environment's eval split. Raises UserError for what
+    can not be loaded, and for one of the first `problems` prompts that fills the model's context."""
+    torch.set_num_threads(choose_threads(0))
+    directory = resolve_checkpoint(checkpoint)
+    loaded = Environment.from_toml(environment, Tokenizer.load(directory))
+    if on_held_out and held_out(loaded.settings) is not None:
+        loaded = loaded.held_out()
+        print("on the eval split, which training never meets")
+    model = load_policy(directory)[0]
+    start = loaded.state()
+    longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
+    if longest >= model.config.context_tokens:
+        raise UserError(
+            f"{environment}: a prompt of {longest} tokens leaves no room in the model's context of {model.config.context_tokens}"
+        )
+    with ToolRuntime(loaded, SandboxSettings()) as runtime:
+        engine = NativeEngine(model, max_sequences=256)
+        yield Subject(
+            loaded, engine, model.config.context_tokens, model.config.context_tokens - longest, runtime, start
+        )

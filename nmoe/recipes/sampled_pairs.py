@@ -1,0 +1,59 @@
+"""Preference pairs from a policy's own samples: of each problem one that the environment finds right, preferred to one that it finds
+wrong. `nmoe data pairs RUN ENVIRONMENT FILE`
+
+Both sides are well-formed turns, so that what can be learned from them is the difference in their answers. A problem whose samples
+are all right, all wrong or out of form gives no pair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.eval.evaluate import is_correct
+from nmoe.eval.subject import open_subject
+from nmoe.rl.environment import Environment
+from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.runs.storage import write_atomically
+
+
+def write_pairs(
+    checkpoint: Path, environment: Path, out: Path, problems: int, samples: int, temperature: float, seed: int
+) -> str:
+    """Writes one line of `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair, and says
+    how many those are. Raises UserError where none does, and for a format that has no messages."""
+    if samples < 2:
+        raise UserError("a pair is made of two samples of a problem; ask for more with --samples N")
+    with open_subject(checkpoint, environment, problems, on_held_out=False) as subject:
+        if subject.environment.settings.format == "boxed":
+            raise UserError(f'{environment}: format = "boxed" has no messages to write a pair as')
+        groups = subject.sample(problems, samples, temperature, seed)
+        lines = [json.dumps(record) + "\n" for group in groups for record in _pair(subject.environment, group)]
+    if not lines:
+        raise UserError(
+            f"{environment}: none of {len(groups)} problems has both a right and a wrong sample in good form; take more "
+            "samples, or a policy that is neither perfect nor hopeless"
+        )
+    write_atomically(out, "".join(lines).encode())
+    return f"{out}: {len(lines)} pairs from {len(groups)} problems of {samples} samples each"
+
+
+def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:
+    sides: dict[bool, Trajectory] = {}
+    for trajectory in group.trajectories:
+        if trajectory.grade.extras["format_ok"] == 1 and len(trajectory.turns) == 1:
+            sides.setdefault(is_correct(trajectory), trajectory)
+    if len(sides) == 2:
+        prompt = [{"role": m.role, "content": m.content} for m in environment.messages(group.problem)]
+        chosen, rejected = (_messages(environment, sides[right]) for right in (True, False))
+        yield {"problem": group.problem.id, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _messages(environment: Environment, trajectory: Trajectory) -> list[dict[str, str]]:
+    """The turn as OpenAI's format has it, with Harmony's channels beside."""
+    said = environment.transcript(trajectory.turns[-1].sample.token_ids)
+    kept = [{key: value for key, value in message.items() if value is not None} for message in said]
+    return [{"role": "assistant"} | message for message in kept if "content" in message]
