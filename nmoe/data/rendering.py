@@ -171,7 +171,7 @@ class ChatRenderer:
     def _hides_reasoning(
         self, message: ChatMessage, pieces: Sequence[tuple[list[int], int | None]], index: int
     ) -> bool:
-        reasoning = _split_reasoning(message)[0]
+        reasoning = split_reasoning(message)[0]
         if reasoning is None or not reasoning.strip():
             return False
         ids = [token_id for piece, of in pieces if of == index for token_id in piece]
@@ -338,7 +338,7 @@ def _in_sequence(messages: Messages) -> Iterator[tuple[int, ChatMessage]]:
 
 
 def _spoken(message: ChatMessage) -> Iterator[Message]:
-    reasoning, content = _split_reasoning(message)
+    reasoning, content = split_reasoning(message)
     if message.channel is not None and not message.calls:
         yield Message("assistant", message.content, message.channel)
         return
@@ -353,7 +353,7 @@ def _spoken(message: ChatMessage) -> Iterator[Message]:
         yield Message("assistant", text, "commentary", f"{NAMESPACE}.{call.name}", content_type="json")
 
 
-def _split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
+def split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
     """Reasoning and the rest of the content: from a field of its own, or from between the tags at the content's start."""
     if message.reasoning is not None or message.role != "assistant":
         return message.reasoning, message.content

@@ -6,60 +6,66 @@ alike."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
+from nmoe.data.pairs import Pair
+from nmoe.data.rendering import IGNORED
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and two completions of it, of which the first was preferred, as tokens; both end in the token that ends a turn.
-
-    Example: `Pair(prompt_ids=(5, 6), chosen_ids=(7, 2), rejected_ids=(8, 9, 2))`.
-    """
-
-    prompt_ids: tuple[int, ...]
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
-
-    @property
-    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Both sequences whole, the preferred one first."""
-        return (*self.prompt_ids, *self.chosen_ids), (*self.prompt_ids, *self.rejected_ids)
-
-
 def completion_batch(pairs: Sequence[Pair]) -> Batch:
-    """Every token of both completions is scored; weights are such that every pair weighs 1 / (number of pairs)."""
+    """Every learned token of both sides is scored; weights are such that every pair weighs 1 / (number of pairs)."""
     sides = [side for pair in pairs for side in pair.sides]
-    prompts = [len(pair.prompt_ids) for pair in pairs for _ in range(2)]
-    scored = [[i >= prompt - 1 for i in range(len(ids) - 1)] for ids, prompt in zip(sides, prompts, strict=True)]
-    return _batch([ids[:-1] for ids in sides], [ids[1:] for ids in sides], scored)
+    scored = [[label != IGNORED for label in side.labels[1:]] for side in sides]
+    targets = [
+        [token if label == IGNORED else label for token, label in zip(side.ids[1:], side.labels[1:], strict=True)]
+        for side in sides
+    ]
+    return _in_pairs([side.ids[:-1] for side in sides], targets, scored)
 
 
 def reward_batch(pairs: Sequence[Pair]) -> Batch:
-    """Of every sequence the position that reads its last token is scored; what it predicts, which nobody asks, is given as 0."""
-    sides = [side for pair in pairs for side in pair.sides]
-    scored = [[False] * (len(ids) - 1) + [True] for ids in sides]
-    return _batch(sides, [(*ids[1:], 0) for ids in sides], scored)
+    """Of every sequence the position that reads its last token is scored, whatever it would predict; weights as in
+    `completion_batch`."""
+    sides = [side.ids for pair in pairs for side in pair.sides]
+    return _in_pairs(sides, *_last_tokens(sides))
+
+
+def last_token_batch(sequences: Sequence[Sequence[int]]) -> Batch:
+    """Sequences that are no pairs, each scored at the position that reads its last token."""
+    return _batch(sequences, *_last_tokens(sequences))
+
+
+def _last_tokens(sequences: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[bool]]]:
+    return [[0] * len(ids) for ids in sequences], [[False] * (len(ids) - 1) + [True] for ids in sequences]
+
+
+def _in_pairs(
+    inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]
+) -> Batch:
+    """A batch whose sequences 2 p and 2 p + 1 are pair p, the preferred one first."""
+    alike = [_common(inputs[i], inputs[i + 1]) for i in range(0, len(inputs), 2)]
+    return replace(
+        _batch(inputs, targets, scored),
+        prefixes=tuple((pair, rows) for pair, rows in enumerate(alike) for _ in range(2)),
+        pairs=tuple((pair, preferred) for pair in range(len(alike)) for preferred in (True, False)),
+    )
 
 
 def _batch(
-    inputs: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], scored: Sequence[Sequence[bool]]
+    inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]
 ) -> Batch:
     lengths = tuple(map(len, inputs))
     scored_T = torch.tensor([position for sequence in scored for position in sequence])
-    alike = [_common(*inputs[i : i + 2]) for i in range(0, len(inputs), 2)]
     return Batch(
         lengths=lengths,
         inputs_T=torch.tensor([token for sequence in inputs for token in sequence]),
         targets_T=torch.tensor([token for sequence in targets for token in sequence]),
         scored_T=scored_T,
         weights_T=token_weights("sequence", scored_T, lengths),
-        prefixes=tuple((pair, shared) for pair, shared in enumerate(alike) for _ in range(2)),
-        pairs=tuple((pair, preferred) for pair in range(len(alike)) for preferred in (True, False)),
     )
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, peaked_model
 
+from nmoe.data.pairs import Pair
+from nmoe.data.rendering import IGNORED, Rendered
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.learner.objectives.dpo import PreferenceLoss, dpo
@@ -18,15 +20,22 @@ from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head
-from nmoe.recipes.pair_batch import Pair, completion_batch, reward_batch
+from nmoe.recipes.pair_batch import completion_batch, last_token_batch, reward_batch
 from nmoe.text.tokenizer import Tokenizer
 
 # Completions of several lengths, one the beginning of the other.
-PAIRS = [
-    Pair((5, 6), (7, 2), (7, 9, 2)),
-    Pair((11, 12, 13, 14), (15, 16, 17, 18, 19, 2), (20, 2)),
-    Pair((21,), (22, 23), (22, 23, 24, 25)),
+SIDES = [
+    ([5, 6], [7, 2], [7, 9, 2]),
+    ([11, 12, 13, 14], [15, 16, 17, 18, 19, 2], [20, 2]),
+    ([21], [22, 23], [22, 23, 24, 25]),
 ]
+
+
+def side(prompt: list[int], completion: list[int]) -> Rendered:
+    return Rendered(prompt + completion, [IGNORED] * len(prompt) + completion)
+
+
+PAIRS = [Pair("here", side(prompt, chosen), side(prompt, rejected)) for prompt, chosen, rejected in SIDES]
 
 
 def test_all_of_both_completions_is_scored() -> None:
@@ -45,6 +54,20 @@ def test_a_reward_is_read_at_the_last_token() -> None:
     assert batch.inputs_T.tolist() == [5, 6, 7, 2, 5, 6, 7, 9, 2]
     assert batch.scored_T.nonzero().flatten().tolist() == [3, 8]
     assert batch.weights_T[batch.scored_T].tolist() == [0.5, 0.5]
+    assert batch.pairs == ((0, True), (0, False))
+    alone = last_token_batch([[5, 6, 7, 2], [5, 6, 7, 9, 2]])
+    assert alone.inputs_T.tolist() == batch.inputs_T.tolist()
+    assert alone.scored_T.tolist() == batch.scored_T.tolist()
+    assert (alone.pairs, alone.prefixes) == (None, None)
+
+
+def test_what_a_policy_did_not_say_is_not_scored() -> None:
+    """A tool's answer between two turns, and a stop token that is another in the history."""
+    ids, labels = [5, 6, 7, 8, 9, 2], [IGNORED, IGNORED, 7, 30, IGNORED, 2]
+    batch = completion_batch([Pair("here", Rendered(ids, labels), side([5, 6], [9, 2]))])
+    assert batch.inputs_T.tolist()[:5] == ids[:-1]
+    assert batch.targets_T[:5][batch.scored_T[:5]].tolist() == [7, 30, 2]
+    assert batch.scored_T.tolist()[:5] == [False, True, True, False, True]
 
 
 def learner(model: Any, tokens: int = 1000, head: Head | None = None) -> Learner:
@@ -134,7 +157,9 @@ def test_losses_and_gradients_are_those_of_trl(
     pairs = PAIRS[:1] if sft else PAIRS
     trainer.loss_types, trainer.loss_weights = ([loss, "sft"], [1.0, sft]) if sft else ([loss], [1.0])
     trainer.beta, trainer.label_smoothing = beta, smoothing
-    rows = [{name: list(ids) for name, ids in vars(pair).items()} for pair in pairs]
+    rows = [
+        dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), sides, strict=True)) for sides in SIDES[: len(pairs)]
+    ]
     theirs = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     theirs.backward()
     expected = as_nmoe(trainer.model.model, here, tmp_path)
@@ -162,7 +187,7 @@ def test_bradley_terry_is_that_of_trl(margin: float, centering: float, here: Pat
         train_dataset=Dataset.from_list([{"chosen": "b", "rejected": "c"}]),
         processing_class=PreTrainedTokenizerFast.from_pretrained(here / "tokenizer"),
     )
-    rows = [{"chosen_ids": [*pair.sides[0]], "rejected_ids": [*pair.sides[1]], "margin": margin} for pair in PAIRS]
+    rows = [{"chosen_ids": pair.chosen.ids, "rejected_ids": pair.rejected.ids, "margin": margin} for pair in PAIRS]
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     theirs = trainer.compute_loss(model, trainer.data_collator(rows))

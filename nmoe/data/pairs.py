@@ -1,0 +1,161 @@
+"""Preference pairs as tokens: two sequences that begin with one prompt and go on with the completion that was preferred, and with
+the other.
+
+A policy learns from the completions whole, reasoning included. A reward model is asked about answers as their readers see them, so
+that it reads nothing else here either: the last message of each side, without its reasoning, and no declarations of tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nmoe.config.dataset import DatasetSettings
+from nmoe.data.messages import ChatMessage
+from nmoe.data.records import Messages, Preference, read_records
+from nmoe.data.rendering import Rendered, Renderer, split_reasoning
+from nmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sequences, of which the first was preferred, and where their record lies.
+
+    Example: `Pair("pairs.jsonl:1", Rendered([5, 6, 7, 2], [-100, -100, 7, 2]), Rendered([5, 6, 9, 2], [-100, -100, 9, 2]))`.
+    """
+
+    where: str
+    chosen: Rendered
+    rejected: Rendered
+
+    @property
+    def sides(self) -> tuple[Rendered, Rendered]:
+        return self.chosen, self.rejected
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of both sequences."""
+        return len(self.chosen.ids) + len(self.rejected.ids)
+
+
+MakePair = Callable[[Preference, Renderer], Pair | None]
+
+
+def completion_pair(record: Preference, renderer: Renderer) -> Pair:
+    """Prompt and whole completions; what the assistant says in them is learned. Raises UserError, with the record's place."""
+    pair = _pair(record, renderer, record.chosen, record.rejected)
+    if pair.chosen == pair.rejected:
+        raise UserError(f"{record.where}: 'chosen' and 'rejected' are the same tokens, so that neither is preferred")
+    return pair
+
+
+def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
+    """Prompt and answers without their reasoning; None where these are equal. Raises UserError, with the record's place."""
+    chosen, rejected = (_answer(record.where, side) for side in (record.chosen, record.rejected))
+    if chosen.content == rejected.content:
+        return None
+    return _pair(replace(record, tools=()), renderer, (chosen,), (rejected,))
+
+
+def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered:
+    """What a reward model reads of an answer to this prompt. Raises UserError for a conversation that the form can not say."""
+    (rendered,) = renderer.conversation((*prompt, ChatMessage("assistant", answer)), (), len(prompt))
+    return rendered
+
+
+def _answer(where: str, side: Messages) -> ChatMessage:
+    _, content = split_reasoning(side[-1])
+    if not content.strip():
+        raise UserError(f"{where}: the last message of a side has no text beside its reasoning and calls: nothing to judge")
+    return ChatMessage("assistant", content)
+
+
+def _pair(record: Preference, renderer: Renderer, chosen: Messages, rejected: Messages) -> Pair:
+    sides = []
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        try:
+            sequences = renderer.conversation((*record.prompt, *side), record.tools, len(record.prompt))
+        except UserError as error:
+            raise UserError(f"{record.where}: {name!r}: {error}") from None
+        if len(sequences) != 1:
+            raise UserError(
+                f"{record.where}: {name!r} has several turns whose reasoning later ones do not see, which no single sequence "
+                "holds; put all but the last into the prompt"
+            )
+        sides += sequences
+    return Pair(record.where, *sides)
+
+
+@dataclass(frozen=True)
+class PairData:
+    """What was read of a dataset: its pairs, and lines that say what it was read as and what was left out."""
+
+    pairs: list[Pair]
+    notes: list[str]
+
+
+def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, context_tokens: int) -> PairData:
+    """The pairs of a dataset's preference records. Those with a side longer than the context are left out and counted, as are those
+    that `make` has no use for. Raises UserError, with file and line, for any record that is no preference, and where no pair is
+    left."""
+    records = read_records(settings, ("preference",))
+    pairs: list[Pair] = []
+    overlong: list[str] = []
+    alike: list[str] = []
+    for record in records:
+        assert isinstance(record, Preference), "no other kind was accepted"
+        pair = make(record, renderer)
+        if pair is None:
+            alike.append(record.where)
+        elif max(len(side.ids) for side in pair.sides) > context_tokens:
+            overlong.append(record.where)
+        else:
+            pairs.append(pair)
+    notes = [f"{records.described}: {len(pairs):,} pairs, as {renderer.name}"]
+    for places, why in (
+        (overlong, f"longer than the model's context of {context_tokens:,} tokens"),
+        (alike, "with equal answers once reasoning is left out"),
+    ):
+        if places:
+            notes.append(f"left out: {len(places):,} pairs {why}, the first at {places[0]}")
+    if not pairs:
+        raise UserError(f"{settings.path}: no pair is left to train on; {'; '.join(notes[1:])}")
+    return PairData(pairs, notes)
+
+
+class PairStream:
+    """Pairs in an order that is a pure function of (seed, epoch), handed out by a token budget.
+
+    position: how many were handed out; whoever sets it goes on from there. fingerprint: a digest of all tokens and labels.
+    """
+
+    def __init__(self, pairs: list[Pair], seed: int) -> None:
+        self._pairs = pairs
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+        self.position = 0
+        digest = hashlib.sha256()
+        for pair in pairs:
+            for side in pair.sides:
+                digest.update(np.array([len(side.ids), *side.ids, *side.labels]).tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def take(self, tokens: int) -> list[int]:
+        """The numbers of the next pairs: as many as stay within `tokens`, at least one."""
+        taken: list[int] = []
+        while True:
+            epoch, place = divmod(self.position, len(self._pairs))
+            if self._order[0] != epoch:
+                order = list(range(len(self._pairs)))
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
+                self._order = (epoch, order)
+            number = self._order[1][place]
+            tokens -= self._pairs[number].tokens
+            if taken and tokens < 0:
+                return taken
+            taken.append(number)
+            self.position += 1
