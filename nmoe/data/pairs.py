@@ -70,7 +70,9 @@ def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered
 def _answer(where: str, side: Messages) -> ChatMessage:
     _, content = split_reasoning(side[-1])
     if not content.strip():
-        raise UserError(f"{where}: the last message of a side has no text beside its reasoning and calls: nothing to judge")
+        raise UserError(
+            f"{where}: the last message of a side has no text beside its reasoning and calls: nothing to judge"
+        )
     return ChatMessage("assistant", content)
 
 

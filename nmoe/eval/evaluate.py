@@ -156,7 +156,7 @@ def evaluate_command(
     seed: int,
     best_of: Path | None = None,
 ) -> None:
-    """`nmoe eval`: prints one line per evaluation. With `best_of` the scorer of that run or checkpoint chooses among the samples."""
+    """`nmoe eval`: prints one line per evaluation. With `best_of` the scorer there chooses among the samples."""
     from nmoe.eval.best_of_n import best_of_n, score_groups
     from nmoe.eval.scorers import load_scorer
     from nmoe.eval.subject import open_subject

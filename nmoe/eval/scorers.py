@@ -62,7 +62,7 @@ class RewardModel:
         return cls(model, head, make_renderer(Tokenizer.load(directory)), str(path))
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """The reward. Raises UserError for a prompt and answer that do not fit the model's context, or that its form can not say."""
+        """The reward. Raises UserError for a prompt and answer that do not fit the model's context."""
         prompt = tuple(ChatMessage(message.role, message.content, name=message.name) for message in messages)
         ids = tuple(render_answer(self._renderer, prompt, answer).ids)
         if len(ids) > self._model.config.context_tokens:

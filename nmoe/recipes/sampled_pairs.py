@@ -1,5 +1,5 @@
-"""Preference pairs from a policy's own samples: of each problem one that the environment finds right, preferred to one that it finds
-wrong. `nmoe data pairs RUN ENVIRONMENT FILE`
+"""Preference pairs from a policy's own samples: of each problem one that the environment finds right, preferred to one that it
+finds wrong. `nmoe data pairs RUN ENVIRONMENT FILE`
 
 Both sides are well-formed turns, so that what can be learned from them is the difference in their answers. A problem whose samples
 are all right, all wrong or out of form gives no pair.

@@ -1,0 +1,127 @@
+"""Preference pairs as tokens: what each side holds, what is left out and counted, and what is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.config.dataset import DatasetSettings
+from nmoe.data.pairs import PairData, PairStream, answer_pair, completion_pair, read_pairs
+from nmoe.data.rendering import make_renderer
+from nmoe.errors import UserError
+from nmoe.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["Sort: 12 assistant final analysis system user"] * 3, 300)
+
+
+def turn(thought: str, answer: str) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant", "content": thought, "channel": "analysis"},
+        {"role": "assistant", "content": answer, "channel": "final"},
+    ]
+
+
+def read(
+    path: Path, tokenizer: Tokenizer, *records: dict[str, Any], make: Any = completion_pair, context: int = 64
+) -> PairData:
+    path.write_text("\n".join(map(json.dumps, records)))
+    return read_pairs(DatasetSettings(path=str(path)), make_renderer(tokenizer), make, context)
+
+
+PLAIN = {"prompt": "Sort: 21", "chosen": "12", "rejected": "21"}
+
+
+def test_a_policy_learns_the_whole_turn(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    record = {"prompt": "Sort: 21", "chosen": turn("up", "12"), "rejected": turn("down", "21")}
+    (pair,) = read(tmp_path / "p.jsonl", tokenizer, record).pairs
+    prompt = "<|start|>user<|message|>Sort: 21<|end|><|start|>assistant"
+    said = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
+    assert [tokenizer.decode(side.ids) for side in pair.sides] == [
+        prompt + said.format("up", "12"),
+        prompt + said.format("down", "21"),
+    ]
+    learned = [token for token in pair.chosen.labels if token >= 0]
+    # What opens a second message is sampled too.
+    assert tokenizer.decode(learned) == said.format("up", "12")
+    assert pair.where == f"{tmp_path}/p.jsonl:1"
+
+
+@pytest.mark.parametrize("thought", ["up", None])
+def test_a_reward_model_reads_the_answer_alone(thought: str | None, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    chosen = "12" if thought is None else turn(thought, "12")
+    record = {"prompt": "Sort: 21", "chosen": chosen, "rejected": "<think>down</think>21"}
+    (pair,) = read(tmp_path / "p.jsonl", tokenizer, record, make=answer_pair).pairs
+    assert [tokenizer.decode(side.ids).partition("<|start|>assistant")[2] for side in pair.sides] == [
+        "<|channel|>final<|message|>12<|return|>",
+        "<|channel|>final<|message|>21<|return|>",
+    ]
+
+
+def test_what_is_of_no_use_is_left_out_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    long = PLAIN | {"rejected": "2 1 " * 40}
+    data = read(tmp_path / "p.jsonl", tokenizer, PLAIN, long, long)
+    assert [pair.where for pair in data.pairs] == [f"{tmp_path}/p.jsonl:1"]
+    assert data.notes[0].endswith("records of kind preference (chosen, rejected, prompt): 1 pairs, as harmony")
+    assert data.notes[1] == (
+        f"left out: 2 pairs longer than the model's context of 64 tokens, the first at {tmp_path}/p.jsonl:2"
+    )
+    alike = {"prompt": "Sort: 21", "chosen": turn("up", "12"), "rejected": turn("down", "12")}
+    data = read(tmp_path / "p.jsonl", tokenizer, alike, PLAIN, make=answer_pair)
+    assert len(data.pairs) == 1
+    assert data.notes[1] == (
+        f"left out: 1 pairs with equal answers once reasoning is left out, the first at {tmp_path}/p.jsonl:1"
+    )
+    with pytest.raises(UserError, match=r"no pair is left to train on; left out: 1 pairs longer than"):
+        read(tmp_path / "p.jsonl", tokenizer, long)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "Sort: 21", "chosen": "12", "rejected": "12"}, "'chosen' and 'rejected' are equal"),
+        ({"prompt": "Sort: 21", "chosen": "", "rejected": "12"}, "'chosen' is empty"),
+        ({"prompt": "Sort: 21", "chosen": "12", "rejected": " \n"}, "'rejected' is empty"),
+        ({"prompt": "", "chosen": "12", "rejected": "21"}, "'prompt' is empty"),
+        ({"question": "Sort: 21", "answer": "12"}, "preference"),
+        ({"prompt": "Sort: 21", "chosen": "12"}, "rejected"),
+    ],
+)
+def test_bad_records_are_named_by_their_place(
+    record: dict[str, Any], message: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(UserError, match=message) as first:
+        read(tmp_path / "p.jsonl", tokenizer, record)
+    assert str(first.value).startswith(f"{tmp_path}/p.jsonl:1: ")
+    with pytest.raises(UserError, match=message if "question" not in record else "there are|columns are") as second:
+        read(tmp_path / "p.jsonl", tokenizer, PLAIN, record)
+    assert str(second.value).startswith(f"{tmp_path}/p.jsonl:2: ")
+
+
+def test_a_side_of_reasoning_alone_has_nothing_to_judge(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"p\.jsonl:1: the last message of a side has no text beside its reasoning"):
+        read(tmp_path / "p.jsonl", tokenizer, PLAIN | {"chosen": "<think>12</think>"}, make=answer_pair)
+
+
+def test_pairs_are_handed_out_whole_epochs_in_an_order_of_their_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    records = [PLAIN | {"rejected": str(number)} for number in range(100, 110)]
+    pairs = read(tmp_path / "p.jsonl", tokenizer, *records).pairs
+    each = pairs[0].tokens
+    stream = PairStream(pairs, seed=1)
+    first = [stream.take(2 * each) for _ in range(5)]
+    assert all(len(taken) == 2 for taken in first)
+    assert sorted(number for taken in first for number in taken) == list(range(10))
+    second = [stream.take(2 * each) for _ in range(5)]
+    assert sorted(number for taken in second for number in taken) == list(range(10))
+    assert first != second
+    assert len(stream.take(1)) == 1  # however small the budget
+    assert stream.position == 21
+    again = PairStream(pairs, seed=1)
+    again.position = 10
+    assert [again.take(2 * each) for _ in range(5)] == second
+    assert again.fingerprint == stream.fingerprint != PairStream(pairs[::-1], seed=1).fingerprint
