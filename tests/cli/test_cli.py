@@ -121,8 +121,12 @@ def test_the_other_verbs_hand_over_their_arguments(
 ) -> None:
     calls = stand_in("nmoe.eval.evaluate", "evaluate_command")
     assert nmoe("eval", "runs/a", "e.toml") == 0
-    assert nmoe("eval", "a", "e", "--problems", "5", "--samples=8", "--temperature", "0.6", "--seed", "7") == 0
-    assert calls == [(Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0), (Path("a"), Path("e"), 5, 8, 0.6, 7)]
+    several = ["--problems", "5", "--samples=8", "--temperature", "0.6", "--seed", "7", "--best-of", "runs/b"]
+    assert nmoe("eval", "a", "e", *several) == 0
+    assert calls == [
+        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, None),
+        (Path("a"), Path("e"), 5, 8, 0.6, 7, Path("runs/b")),
+    ]
 
     calls = stand_in("nmoe.serve.chat", "chat")
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
