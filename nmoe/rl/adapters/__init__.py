@@ -1,0 +1,1 @@
+"""The exact-match reward as other trainers take it."""
