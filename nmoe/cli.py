@@ -3,6 +3,7 @@
 What a verb needs is imported inside it, so that `nmoe --help` does not wait for torch.
 """
 
+import json
 import math
 import os
 import sys
@@ -126,6 +127,62 @@ def train(arguments: ConfigAndOverrides) -> None:
     from nmoe.recipes.grpo import train
 
     train(config)
+
+
+@app.command(context_settings=WITH_OVERRIDES)
+@rl.command(context_settings=WITH_OVERRIDES)
+def selfplay(
+    arguments: ConfigAndOverrides,
+    problem_source: Annotated[
+        str | None,
+        typer.Option(
+            "--problem_source",
+            metavar="SOURCE",
+            help="prm800k, math_shepherd, hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH.",
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option("--output_dir", metavar="DIR", help="The run's directory, in place of the file's.")
+    ] = None,
+    max_problems: Annotated[
+        int | None, typer.Option("--max_problems", min=1, help="The most problems of one round.")
+    ] = None,
+    replay_sample_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--replay_sample_rate",
+            min=0.0,
+            max=1.0,
+            help="Share of what was not accepted that is kept as replay bundles; what was accepted all is.",
+        ),
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train verifier and generator at the end of each round.")
+    ] = False,
+) -> None:
+    """Have proofs written, verified and the verifications verified; keep what is confirmed as training data, and train on it.
+
+    \b
+    Example, data alone:
+      nmoe selfplay configs/selfplay.toml --problem_source=jsonl:problems.jsonl --output_dir=runs/proofs --max_problems=1000
+    Example, two rounds of generation and training:
+      nmoe selfplay configs/selfplay.toml --train --selfplay.rounds=2
+    """
+    from nmoe.config.selfplay import SelfplayConfig
+
+    given = {
+        "selfplay.problem_source": problem_source,
+        "run.directory": None if output_dir is None else str(output_dir.absolute().parent),
+        "run.name": None if output_dir is None else output_dir.absolute().name,
+        "selfplay.max_problems": max_problems,
+        "monitor.replay_sample_rate": replay_sample_rate,
+        "selfplay.train": train or None,
+    }
+    overrides = [f"--{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    config = _configuration([*arguments, *overrides], SelfplayConfig)
+    from nmoe.recipes.selfplay import selfplay
+
+    selfplay(config)
 
 
 @env.command()

@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 from nmoe.config.base import Section
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.run import RunConfig
+from nmoe.config.selfplay import SelfplaySection
 
 _INTRODUCTION = """# Configuration
 
@@ -27,6 +28,7 @@ def reference() -> str:
         for section in _sections(field.annotation):
             if section is not EnvironmentSettings:
                 parts += _tables(name, section)
+    parts += ["# Self-play\n", *_tables("selfplay", SelfplaySection)]
     parts += ["# An environment\n", *_tables("", EnvironmentSettings)]
     return "\n".join(parts)
 

@@ -51,6 +51,15 @@ class ReplayRecorder:
         """Writes the bundles of a step's trajectories and returns where they are. Raises StorageError."""
         return [self._write(step, trajectory, reason) for trajectory, reason in self._picked(step, trajectories)]
 
+    def keep(self, step: int, trajectory: Trajectory, reason: str) -> Path:
+        """Writes the bundle of a trajectory that is kept for a reason of the caller's. Raises StorageError."""
+        return self._write(step, trajectory, reason)
+
+    def sampled(self, step: int, trajectory: Trajectory) -> bool:
+        """Whether a trajectory falls into the sampled share."""
+        key = ("replay", self._seed, step, trajectory.problem.id, trajectory.index)
+        return stable_hash(*key) < self._sample_rate * 2**64
+
     def _picked(self, step: int, trajectories: Iterable[Trajectory]) -> Iterator[tuple[Trajectory, str]]:
         kept: Counter[str] = Counter()
         for trajectory in trajectories:
@@ -58,10 +67,7 @@ class ReplayRecorder:
             if failure != "ok" and kept[failure] < self._per_failure:
                 kept[failure] += 1
                 yield trajectory, failure
-            elif (
-                stable_hash("replay", self._seed, step, trajectory.problem.id, trajectory.index)
-                < self._sample_rate * 2**64
-            ):
+            elif self.sampled(step, trajectory):
                 yield trajectory, SAMPLED
 
     def _write(self, step: int, trajectory: Trajectory, reason: str) -> Path:

@@ -1,0 +1,93 @@
+"""The settings of self-play: how many judge a proof, how many have to agree, and what is trained on what they agree on."""
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict, Section
+from nmoe.config.run import RunConfig, RunSection
+
+
+class SelfplayRunSection(RunSection):
+    """[run] of self-play."""
+
+    steps: int = Field(
+        default=1,
+        gt=0,
+        description="optimizer steps that each trained role takes, over all rounds; without training, none",
+    )
+
+
+class SelfplaySection(Section):
+    """[selfplay]: how many judge a proof, and what is trained on their judgement."""
+
+    problem_source: str = Field(
+        min_length=1,
+        description="prm800k, math_shepherd, hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
+    )
+    problem_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
+    )
+    max_problems: int = Field(default=1000, gt=0, description="the most problems of one round")
+    verifications: int = Field(default=8, gt=0, description="verifications of each proof (n)")
+    meta_verifications: int = Field(default=3, gt=0, description="checks of each verification that claims a defect (m)")
+    confirmations: int = Field(
+        default=2, gt=0, description="confirmed verifications that the lowest score needs to stand (k)"
+    )
+    verifier: str | None = Field(
+        default=None,
+        min_length=1,
+        description="checkpoint of verifier and meta-verifier; default: model.path, which is the generator",
+    )
+    train: bool = Field(default=False, description="train verifier and generator at the end of each round")
+    rounds: int = Field(default=1, gt=0, description="rounds of generation, each with its training")
+    verifier_epochs: int = Field(default=1, gt=0, description="passes over a round's accepted verifications")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.confirmations > self.verifications:
+            yield Conflict(
+                "confirmations", f"are more than the verifications = {self.verifications}: nothing could stand"
+            )
+        if self.rounds > 1 and not self.train:
+            yield Conflict("rounds", "differ by what is trained between them; set train, or raise max_problems")
+
+
+class SelfplayConfig(RunConfig):
+    """A run of `nmoe selfplay`: [selfplay] is required."""
+
+    run: SelfplayRunSection = Field(description="name, length, seed")
+    selfplay: SelfplaySection = Field(description="judges, rounds, training")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.model.path is None:
+            yield Conflict("model.path", "self-play begins with roles that know their form; name a checkpoint")
+        if self.lora is not None:
+            yield Conflict("lora", "self-play trains whole models")
+        if self.environment is not None:
+            yield Conflict("environment", "self-play has its own; its problems are those of selfplay.problem_source")
+        if self.sampling.temperature == 0:
+            yield Conflict("sampling.temperature", "at 0 all verifications of a proof are alike, and count once")
+        if self.selfplay.train:
+            yield from self._training_conflicts()
+        if self.eval.every_steps:
+            yield Conflict(
+                "eval.every_steps", "self-play evaluates before the first round and after each, in eval.environment"
+            )
+
+    def _training_conflicts(self) -> Iterator[Conflict]:
+        if self.sampling.top_p < 1 or self.sampling.top_k:
+            yield Conflict("sampling", "the streams do not keep cut supports; train with top_p = 1 and top_k = 0")
+        if self.run.steps % self.selfplay.rounds:
+            yield Conflict(
+                "run.steps", f"are dealt out evenly over selfplay.rounds = {self.selfplay.rounds}; take a multiple"
+            )
+        if self.batch.group_size < 2:
+            yield Conflict("batch.group_size", "must be at least 2: a proof's reward is compared with that of others")
+        if self.algorithm.advantage == "gae" or self.critic is not None:
+            yield Conflict("algorithm.advantage", "the generator has no critic; take an estimator within groups")
+        if self.algorithm.kl_coef > 0:
+            yield Conflict("algorithm.kl_coef", "the generator has no reference")
