@@ -196,7 +196,7 @@ class _Grpo:
                     raise KeyboardInterrupt
 
     def _step(self, step: int) -> None:
-        """One step of GRPO: sample, update on what was worth it, publish."""
+        """One step: sample, update on what was worth it, publish."""
         began = time.perf_counter()
         rollouts = self.sampler.sample(step)
         metrics = rollout_metrics(rollouts.trajectories) | rollouts.metrics()
@@ -204,9 +204,8 @@ class _Grpo:
         updated = self.update.update(step, rollouts.kept) if rollouts.kept else {}
         metrics |= updated | {"skipped": float(not updated)}
         sync_began = time.perf_counter()
-        if (
-            "grad_norm" in updated or "overflow" in updated
-        ):  # the policy moved, which it does not while its critic warms up
+        # While its critic warms up the policy takes no step, and the engine has its weights already.
+        if "learning_rate" in updated:
             self.learner.publish(self.engine).result()
         sync_s = time.perf_counter() - sync_began
         if not updated:

@@ -47,11 +47,15 @@ SHARED = ("--algorithm.advantage=gae", "--critic.shared=true", "--critic.learnin
         ),
         ((*SHARED, "--algorithm.kl_coef=0.1", "--algorithm.kl_in=reward"), {"head.safetensors"}),
         (
+            (*SHARED, "--lora.rank=4", "--optimizer.learning_rate=1e-2"),
+            {"head.safetensors", "adapter_model.safetensors"},
+        ),
+        (
             ("--algorithm.kl_coef=0.1", "--algorithm.reference_every_steps=1", "--algorithm.correction=tis"),
             {"reference/model.safetensors"},
         ),
     ],
-    ids=["critic of its own", "shared critic", "renewed reference"],
+    ids=["critic of its own", "shared critic", "shared critic of an adapter", "renewed reference"],
 )
 def test_an_interrupted_run_goes_on_number_for_number(
     reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], inside: set[str]
