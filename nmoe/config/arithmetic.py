@@ -39,8 +39,7 @@ def _reinforcement_learning(config: RunConfig) -> list[str]:
     tokens = samples * longest
     samples_per_microbatch = max(1, batch.tokens_per_microbatch // longest)
     drawn = math.ceil(batch.prompts_per_step * batch.oversampling) * batch.group_size * (1 + batch.max_refills)
-    updates = batch.updates_per_step * batch.passes_per_step
-    counted = f"{steps:,} optimizer steps" if updates == 1 else f"{steps:,} steps"
+    counted = f"{steps:,} optimizer steps" if batch.updates == 1 else f"{steps:,} steps"
     lines = [
         f"step: {batch.prompts_per_step:,} prompts x {batch.group_size:,} completions = {samples:,} samples "
         f"of at most {longest:,} tokens = at most {tokens:,} sampled tokens",
@@ -49,11 +48,11 @@ def _reinforcement_learning(config: RunConfig) -> list[str]:
         f"{math.ceil(samples / samples_per_microbatch):,} a step, prompts not counted",
         f"run: {counted} = {steps * samples:,} samples = at most {steps * tokens:,} sampled tokens",
     ]
-    if updates > 1:
+    if batch.updates > 1:
         lines.insert(
             3,
-            f"updates: {batch.updates_per_step:,} of a pass x {batch.passes_per_step:,} passes = at most {updates:,} optimizer "
-            f"steps a step = {steps * updates:,} in all",
+            f"updates: {batch.updates_per_step:,} of a pass x {batch.passes_per_step:,} passes = at most {batch.updates:,} "
+            f"optimizer steps a step = {steps * batch.updates:,} in all",
         )
     if (distillation := config.distillation) is not None:
         beside = (

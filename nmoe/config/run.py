@@ -244,6 +244,11 @@ class BatchSection(Section):
         default=(0.0, 1.0), description="lowest and highest mean correctness of a group that is trained on"
     )
 
+    @property
+    def updates(self) -> int:
+        """The most optimizer steps of one step."""
+        return self.updates_per_step * self.passes_per_step
+
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if len(self.solve_rate) != 2 or not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from nmoe.config import to_toml
@@ -20,25 +19,18 @@ from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, evaluate
-from nmoe.learner.learner import Learner
-from nmoe.model.head import Head
-from nmoe.model.lora import Lora
-from nmoe.model.transformer import Transformer
-from nmoe.recipes.distillation import Teacher, build_teacher
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import rollout_metrics
+from nmoe.recipes.policy_models import Models, policy_learner
 from nmoe.recipes.policy_records import StepRecords
 from nmoe.recipes.policy_reference import Reference
 from nmoe.recipes.policy_rollouts import RolloutSampler
 from nmoe.recipes.policy_update import PolicyUpdate
-from nmoe.recipes.ppo import Critic, build_critic, value_head
+from nmoe.recipes.ppo import Critic
 from nmoe.recipes.setup import (
-    add_adapter,
-    build_model,
     describe,
     load_tokenizer,
     model_identity,
-    optimizer_settings,
     run_path,
     set_threads,
 )
@@ -63,16 +55,9 @@ def train(config: RLConfig) -> Path:
     if config.eval.every_steps:
         named = config.eval.environment
         probe = environment.held_out() if named is None else Environment.from_settings(named, tokenizer)
-    model = build_model(config.model, tokenizer, config.run.seed)
-    lora = add_adapter(config, model)
-    before = None
-    if config.algorithm.kl_coef > 0 and lora is None:
-        # The policy before training, whether or not this is a resumption. With an adapter it is the base, which is there already.
-        before = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
-    own_critic = build_critic(config, tokenizer, model.config)
-    teacher = build_teacher(config, tokenizer, model.config)
+    models = Models.build(config, tokenizer)
     for loaded in [environment, probe] if probe is not None else [environment]:
-        loaded.leave_out_overlong(model.config.context_tokens, config.sampling.max_new_tokens)
+        loaded.leave_out_overlong(models.policy.config.context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
         runtime = stack.enter_context(ToolRuntime(environment, config.sandbox))
         probe_runtime = runtime
@@ -83,14 +68,12 @@ def train(config: RLConfig) -> Path:
                 run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
             )
         )
-        recipe = _Grpo(
-            config, run, tokenizer, environment, runtime, probe, probe_runtime, model, before, own_critic, teacher, lora
-        )
+        recipe = _Loop(config, run, tokenizer, environment, runtime, probe, probe_runtime, models)
         recipe.run_to_the_end()
     return run.path
 
 
-class _Grpo:
+class _Loop:
     """The state of one run: learner, engine and the position in the environment."""
 
     def __init__(
@@ -102,32 +85,14 @@ class _Grpo:
         runtime: ToolRuntime,
         probe: Environment | None,
         probe_runtime: ToolRuntime,
-        model: Transformer,
-        before: Transformer | None,
-        own_critic: tuple[Transformer, Head] | None,
-        teacher: Teacher | None,
-        lora: Lora | None,
+        models: Models,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
         self.environment, self.probe = environment, probe
         self.runtime, self.probe_runtime = runtime, probe_runtime
         self.probe_start = None if probe is None else probe.state()
-        updates, critic = config.batch.updates_per_step * config.batch.passes_per_step, config.critic
-        settings, head, policy_steps = optimizer_settings(config, updates), None, config.run.steps
-        if critic is not None:
-            policy_steps -= critic.warmup_steps
-            if critic.shared:
-                settings = replace(settings, head_learning_rate=critic.learning_rate)
-                head = value_head(model.config.hidden_size, config.model.path)
-        self.learner = Learner(
-            model,
-            settings,
-            policy_steps * updates,
-            config.batch.tokens_per_microbatch,
-            config.sampling.temperature,
-            lora,
-            head=head,
-        )
+        model, lora = models.policy, models.lora
+        self.learner = policy_learner(config, models)
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         identity = model_identity(config, lora).model_dump()
         collector = Collector(
@@ -148,10 +113,10 @@ class _Grpo:
             sandbox=runtime.record(),
         )
         self.sampler = RolloutSampler(config, run, tokenizer, environment, collector, replays)
-        self.reference = Reference(config, self.learner, before) if config.algorithm.kl_coef > 0 else None
-        self.critic = None if critic is None else Critic(config, self.learner, own_critic, updates)
+        self.reference = Reference(config, self.learner, models.before) if config.algorithm.kl_coef > 0 else None
+        self.critic = None if config.critic is None else Critic(config, self.learner, models.critic)
         token_limit = environment.token_limit(config.sampling.max_new_tokens)
-        self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, token_limit, teacher)
+        self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, token_limit, models.teacher)
         if run.resumed_from is not None:
             self._load(run.resumed_from)
 

@@ -118,9 +118,8 @@ class RolloutSampler:
         """Keeps a group, or counts why it is not kept."""
         algorithm, batch = self._config.algorithm, self._config.batch
         lowest, highest = batch.solve_rate
-        compared = (
-            algorithm.in_groups and self._config.distillation is None
-        )  # a teacher has something to say of any group
+        # Of a teacher any group has something to learn.
+        compared = algorithm.in_groups and self._config.distillation is None
         if not group.trainable or (compared and not differs(group, algorithm, self._token_limit)):
             rollouts.zero_variance += 1
         elif not lowest <= solve_rate(group) <= highest:

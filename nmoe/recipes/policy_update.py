@@ -74,9 +74,8 @@ class PolicyUpdate:
         self._config, self._learner, self._reference, self._critic = config, learner, reference, critic
         self._token_limit, self._teacher = token_limit, teacher
         self._objective = policy_objective(config.algorithm, critic)
-        several = config.batch.updates_per_step * config.batch.passes_per_step > 1
         # After the first update the learner is no longer what the sampler was, and its ratio is to itself as it began.
-        self._keeps_old = several or config.algorithm.correction != "none"
+        self._keeps_old = config.batch.updates > 1 or config.algorithm.correction != "none"
 
     def update(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Takes the steps and returns their metrics; no step and no metrics where every sample was cut and those are masked."""
@@ -149,7 +148,7 @@ class PolicyUpdate:
         """What each optimizer step of this step is taken on: the whole batch or, by whole groups and in an order that is drawn anew
         for every pass, its parts."""
         config = self._config.batch
-        if config.updates_per_step * config.passes_per_step == 1:
+        if config.updates == 1:
             yield batch
             return
         members: dict[int, list[int]] = {}

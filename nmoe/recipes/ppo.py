@@ -65,8 +65,7 @@ class Critic:
     """Values of the states that the policy chose in, and their training: on a model of its own beside the policy, or as a head on
     the policy's trunk, which then learns with the policy, from the sum of both losses."""
 
-    def __init__(self, config: RLConfig, policy: Learner, own: tuple[Transformer, Head] | None, updates: int) -> None:
-        """`updates` is the most optimizer steps that a step of the run takes."""
+    def __init__(self, config: RLConfig, policy: Learner, own: tuple[Transformer, Head] | None) -> None:
         assert config.critic is not None
         self._section: CriticSection = config.critic
         self._policy = policy
@@ -75,6 +74,7 @@ class Critic:
         self._learner: Learner | None = None
         if own is not None:
             model, head = own
+            updates = config.batch.updates
             settings = optimizer_settings(config, updates)
             self._learner = Learner(
                 model,

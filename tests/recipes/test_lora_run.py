@@ -24,7 +24,7 @@ from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.policy import load_policy
-from nmoe.recipes import grpo, setup
+from nmoe.recipes import policy_models, setup
 from nmoe.recipes.pretrain import pretrain
 from nmoe.rl.environment import Environment
 from nmoe.runs.export import export_checkpoint
@@ -86,7 +86,7 @@ def test_the_reference_is_the_base_and_no_second_model(
             references.append((batch, batch.reference_logprobs_T[batch.scored_T]))
             return super().forward_backward(batch, *rest)
 
-    monkeypatch.setattr(grpo, "Learner", Recording)
+    monkeypatch.setattr(policy_models, "Learner", Recording)
     rows = read_metrics(reinforce(*SMALL, *RATE, "--algorithm.kl_coef=0.1", text=LORA))
     first, *later = [row["reference_kl"] for row in rows]
     assert first == 0

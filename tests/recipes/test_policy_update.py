@@ -66,7 +66,7 @@ class Run:
         self.critic = None
         if critic is not None:
             own = None if critic.shared else (tiny_model(seed=2), Head(32, 1, "value"))
-            self.critic = Critic(config, self.learner, own, 1)
+            self.critic = Critic(config, self.learner, own)
         self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, LIMIT)
 
     def __call__(self, groups: list[Group], steps: int = 1) -> dict[str, float]:
@@ -266,7 +266,7 @@ def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     chosen = replace(optimizer_settings(config), head_learning_rate=0.25)
     learner = Learner(tiny_model(), chosen, 10, 1000, head=head)
     before = [parameter.clone() for parameter in learner.model.parameters()]
-    PolicyUpdate(config, learner, None, Critic(config, learner, None, 1), LIMIT).update(1, GROUPS)
+    PolicyUpdate(config, learner, None, Critic(config, learner, None), LIMIT).update(1, GROUPS)
     # Adam's first step is as long as the learning rate.
     assert float(head.bias.detach().abs()) == pytest.approx(0.25, rel=1e-3)
     assert (
