@@ -111,6 +111,22 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
     pretrain(config)
 
 
+@app.command(context_settings=WITH_OVERRIDES)
+def sft(arguments: ConfigAndOverrides) -> None:
+    """Fine-tune a model on what the assistant says in conversations, or on completions of prompts.
+
+    \b
+    Example:
+      nmoe sft configs/sft.toml --records.path=train.jsonl --records.epochs=3
+    """
+    from nmoe.config.run import SFTConfig
+
+    config = _configuration(arguments, SFTConfig)
+    from nmoe.recipes.sft import sft
+
+    sft(config)
+
+
 @rl.command(context_settings=WITH_OVERRIDES)
 def train(arguments: ConfigAndOverrides) -> None:
     """Post-train a model with GRPO on the problems of an environment.

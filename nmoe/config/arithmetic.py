@@ -8,12 +8,15 @@ from nmoe.config.run import PretrainConfig, RunConfig
 def batch_arithmetic(config: RunConfig) -> list[str]:
     """The lines to print: samples and tokens of a step, micro-batches, the run's totals, evaluations, checkpoints."""
     if isinstance(config, PretrainConfig):
-        lines, evaluated = _pretraining(config), f"{config.data.held_out_documents:,} documents"
+        lines = _packed(config, config.data.tokens_per_step)
+        evaluated = f"{config.data.held_out_documents:,} documents"
+    elif config.records is not None:
+        lines, evaluated = _packed(config, config.records.tokens_per_step), "the records held out"
     else:
         lines, evaluated = _reinforcement_learning(config), f"{config.eval.problems:,} problems"
     steps, every = config.run.steps, config.eval.every_steps
     if every:
-        before = 0 if isinstance(config, PretrainConfig) else 1
+        before = 0 if isinstance(config, PretrainConfig) or config.records is not None else 1
         times, first = before + math.ceil(steps / every), "before step 1, " if before else ""
         lines.append(f"evaluation: {first}every {every:,} steps, at the end = {times:,} times {evaluated}")
     else:
@@ -24,11 +27,11 @@ def batch_arithmetic(config: RunConfig) -> list[str]:
     return lines
 
 
-def _pretraining(config: PretrainConfig) -> list[str]:
-    steps, tokens = config.run.steps, config.data.tokens_per_step
+def _packed(config: RunConfig, tokens: int) -> list[str]:
+    steps = config.run.steps
     return [
         f"step: at most {tokens:,} tokens in micro-batches of at most {config.batch.tokens_per_microbatch:,}",
-        f"run: {steps:,} optimizer steps = {steps * tokens:,} tokens",
+        f"run: {steps:,} optimizer steps = at most {steps * tokens:,} tokens",
     ]
 
 

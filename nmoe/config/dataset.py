@@ -37,3 +37,32 @@ class DatasetSettings(Section):
         for column in self.columns:
             if column not in known:
                 yield Conflict("columns", f"{column!r} is no column of a format; those are {', '.join(known)}")
+
+
+class RecordsSection(DatasetSettings):
+    """[records]: the examples that SFT, preferences, reward models and verifiers learn from."""
+
+    format: Literal["auto", "harmony", "chat", "text"] = Field(
+        default="auto",
+        description="how records become tokens: Harmony, the tokenizer's chat template, completions behind prompts as they are; "
+        "auto: Harmony where the tokenizer has its control tokens, or else its template",
+    )
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+    epochs: float | None = Field(
+        default=None, gt=0, description="passes over the records, in place of run.steps; 0.5 is half of them"
+    )
+    held_out: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the records kept from training, to evaluate on"
+    )
+    held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(
+        default=None, min_length=1, description="records of their own to evaluate on, read as those of `path` are"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.held_out > 0 and self.held_out_path is not None:
+            yield Conflict("held_out_path", "and held_out: evaluate on one or the other")
+
+    @property
+    def holds_out(self) -> bool:
+        return self.held_out > 0 or self.held_out_path is not None

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, FromFile, Section
+from nmoe.config.dataset import RecordsSection
 from nmoe.config.environment import MAX_SEED, EnvironmentSettings, duplicates, held_out
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
@@ -28,13 +29,19 @@ class RunSection(Section):
     directory: str = Field(default="runs", min_length=1, description="the directory of all runs")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of everything that is drawn at random")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: as many as are free")
-    steps: int = Field(gt=0, description="optimizer steps to take")
+    steps: int = Field(gt=0, description="optimizer steps to take; left out where records.epochs says how far to go")
     resume: bool = Field(default=False, description="go on from the run's latest checkpoint")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if not re.fullmatch(NAME, self.name):
             yield Conflict("name", "is a directory's name: letters, digits and . _ + = -, the first a letter or digit")
+
+
+class RecordsRunSection(RunSection):
+    """[run] of what learns from records, which may go on for epochs instead."""
+
+    steps: int = Field(default=0, ge=0, description="optimizer steps to take; 0: those of records.epochs")
 
 
 class ModelShape(Section):
@@ -481,6 +488,7 @@ class RunConfig(Section):
     model: ModelSection = Field(description="checkpoint or shape")
     lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
     data: DataSection | None = Field(default=None, description="text to pretrain on")
+    records: RecordsSection | None = Field(default=None, description="examples to learn from")
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
@@ -501,7 +509,7 @@ class RunConfig(Section):
         shape = self.model.shape
         if self.lora is not None and self.model.path is None:
             yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
-        if self.optimizer.warmup_steps >= self.run.steps:
+        if 0 < self.run.steps <= self.optimizer.warmup_steps:
             yield Conflict(
                 "optimizer.warmup_steps",
                 f"the warm-up is not over when the run is (run.steps = {self.run.steps}), so that its learning rate would "
@@ -523,6 +531,29 @@ class PretrainConfig(RunConfig):
         yield from super().conflicts()
         if self.eval.every_steps > 0 and self.data.held_out_documents == 0:
             yield Conflict("eval.every_steps", "nothing to evaluate on; set data.held_out_documents")
+
+
+class RecordsConfig(RunConfig):
+    """A run that learns from [records], for run.steps or for records.epochs."""
+
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
+    records: RecordsSection = Field(description="examples to learn from")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        epochs = self.records.epochs
+        if self.run.steps == 0 and epochs is None:
+            yield Conflict("run.steps", "must be more than 0, or records.epochs be given")
+        if self.run.steps > 0 and epochs is not None:
+            yield Conflict("run.steps", f"and records.epochs = {epochs:g}: give one or the other")
+        if self.eval.every_steps > 0 and not self.records.holds_out:
+            yield Conflict("eval.every_steps", "nothing to evaluate on; set records.held_out or records.held_out_path")
+        if self.records.holds_out and self.eval.every_steps == 0:
+            yield Conflict("eval.every_steps", "records are held out, and never evaluated on; say how often")
+
+
+class SFTConfig(RecordsConfig):
+    """A run of `nmoe sft`."""
 
 
 class RLConfig(RunConfig):

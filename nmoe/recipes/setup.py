@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from nmoe.config.run import ModelSection, RunConfig
+from nmoe.config.run import ModelSection, RecordsConfig, RunConfig
 from nmoe.errors import UserError
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
@@ -25,9 +26,30 @@ from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
 
+C = TypeVar("C", bound=RecordsConfig)
+
 
 def run_path(config: RunConfig) -> Path:
     return Path(config.run.directory) / config.run.name
+
+
+def with_steps(config: C, steps_per_epoch: int) -> C:
+    """The configuration with as many steps as its epochs come to. Raises UserError where its warm-up would not end."""
+    epochs = config.records.epochs
+    if epochs is None:
+        return config
+    steps = max(1, math.ceil(epochs * steps_per_epoch))
+    if config.optimizer.warmup_steps >= steps:
+        raise UserError(
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: the warm-up is not over when the run is: "
+            f"records.epochs = {epochs:g} come to {steps} steps; lower it, or train longer"
+        )
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"steps": steps}),
+            "records": config.records.model_copy(update={"epochs": None}),
+        }
+    )
 
 
 def set_threads(config: RunConfig) -> int:

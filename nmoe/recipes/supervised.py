@@ -127,7 +127,8 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
             metrics |= {**recipe.metrics(batch, result), **optimizer_metrics(update), **routing_metrics(result)}
             last = step == config.run.steps
             every = config.eval.every_steps
-            if recipe.evaluate is not None and every and (last or step % every == 0):
+            evaluated = recipe.evaluate is not None and every > 0 and (last or step % every == 0)
+            if recipe.evaluate is not None and evaluated:
                 held = recipe.evaluate()
                 metrics |= held.metrics
                 if held.results:
@@ -138,11 +139,13 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
                 run.ledger.alert({"step": step, "message": message})
                 progress.note(f"step {step}: {message}")
             progress.step(step, {"loss": result.loss, "tokens/s": batch.tokens / seconds})
-            if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
+            best = evaluated and run.ledger.is_best(step)
+            stopping = interrupt.requested  # asked once: a signal that comes during the save is met after the next step
+            if last or best or stopping or step % config.checkpoint.every_steps == 0:
                 saved = save_checkpoint(run.checkpoints, step, recipe.save, config.checkpoint.keep)
-                if run.ledger.is_best(step):
+                if best:
                     mark_best(saved)
-            if interrupt.requested and not last:
+            if stopping and not last:
                 progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                 raise KeyboardInterrupt
     return run.path

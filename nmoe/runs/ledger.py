@@ -43,7 +43,8 @@ class Ledger:
             {"step": 10, "results": [{"mode": "greedy_pass@1", "dataset": "arithmetic", "problems": 200,
                                       "value": 0.415, "low": 0.349, "high": 0.484}]}
 
-        `low` and `high` bound the 95% interval. Other keys are kept. Raises ValueError when one of these is missing.
+        `low` and `high` bound the 95% interval. Other keys are kept; a loss has `"lower_is_better": true`. Raises ValueError when
+        one of these is missing.
         """
         for result in record["results"]:
             if missing := _RESULT_KEYS - result.keys():
@@ -58,7 +59,8 @@ class Ledger:
         for path in (self._directory / "eval").glob("step_*.json"):
             record = json.loads(path.read_text())
             if 0 < record["step"] <= step:
-                values[record["step"]] = record["results"][0]["value"]
+                result = record["results"][0]
+                values[record["step"]] = -result["value"] if result.get("lower_is_better") else result["value"]
         return step in values and values[step] >= max(values.values())
 
     def failure(self, record: Mapping[str, Any]) -> None:

@@ -138,7 +138,7 @@ def test_a_mixture_that_was_interrupted_goes_on_number_for_number(
         @property
         def requested(self) -> bool:  # type: ignore[override]
             Interrupted.asked += 1
-            return Interrupted.asked > 8  # twice a step: from step 5 on
+            return Interrupted.asked > 4  # from step 5 on
 
         @requested.setter
         def requested(self, value: bool) -> None: ...

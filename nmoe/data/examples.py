@@ -1,0 +1,134 @@
+"""Examples: records as tokens and labels, kept in flat arrays, eight bytes a token, however many there are."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmoe.config.dataset import DatasetSettings, Kind
+from nmoe.data.records import read_records
+from nmoe.data.rendering import IGNORED, Rendered, Renderer, render
+from nmoe.errors import UserError
+from nmoe.text.tokenizer import Tokenizer
+
+TRAINED_KINDS: tuple[Kind, ...] = ("messages", "prompt_completion", "text")
+_SHOWN_PLACES = 3
+
+
+@dataclass(frozen=True)
+class Example:
+    """`ids` and `labels` `[n]`, as `Rendered` has them, up to the last learned token."""
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+
+
+class Examples:
+    """A sequence of examples, and what was left out of it."""
+
+    def __init__(self) -> None:
+        self._ids, self._labels = array("i"), array("i")
+        self._ends, self._records = array("q", [0]), array("q")
+        self.described: list[str] = []
+        self.records = 0
+        self.overlong: list[str] = []
+
+    def add(self, rendered: Rendered) -> None:
+        """Takes a sequence of the record read last, up to its last learned token: nothing is predicted from what follows."""
+        end = max(place for place, label in enumerate(rendered.labels) if label != IGNORED) + 1
+        self._ids.extend(rendered.ids[:end])
+        self._labels.extend(rendered.labels[:end])
+        self._ends.append(len(self._ids))
+        self._records.append(self.records)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Example:
+        part = slice(self._ends[index], self._ends[index + 1])
+        return Example(np.frombuffer(self._ids, np.int32)[part], np.frombuffer(self._labels, np.int32)[part])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each the positions that are run: the last token is never read."""
+        return [self._ends[index + 1] - self._ends[index] - 1 for index in range(len(self))]
+
+    @property
+    def learned(self) -> int:
+        """Tokens that are predicted: a sequence's first has nothing before it."""
+        labels = np.frombuffer(self._labels, np.int32) if len(self) else np.empty(0, np.int32)
+        firsts = np.frombuffer(self._ends, np.int64)[:-1]
+        return int((labels != IGNORED).sum() - (labels[firsts] != IGNORED).sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all tokens, labels and lengths."""
+        digest = hashlib.sha256()
+        for column in (self._ids, self._labels, self._ends):
+            digest.update(column.tobytes())
+        return digest.hexdigest()
+
+    def notes(self) -> list[str]:
+        """What was read and what was left out, as lines to show."""
+        lengths = self.lengths
+        lines = [
+            *self.described,
+            f"{self.records:,} records = {len(self):,} sequences of {sum(lengths):,} tokens, {self.learned:,} of them learned",
+        ]
+        if self.overlong:
+            places = ", ".join(self.overlong[:_SHOWN_PLACES]) + (", ..." if len(self.overlong) > _SHOWN_PLACES else "")
+            lines.append(f"left out, longer than the model's context: {len(self.overlong):,} sequences ({places})")
+        return lines
+
+    def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
+        """The examples of most records, and those of a `share` of them, one at least, drawn by the seed. Raises UserError where
+        nothing is left of the first."""
+        records = sorted(set(self._records))
+        drawn = set(random.Random(f"held out/{seed}").sample(records, max(1, round(share * len(records)))))
+        parts = Examples(), Examples()
+        for index, record in enumerate(self._records):
+            part, run = parts[record in drawn], slice(self._ends[index], self._ends[index + 1])
+            part._ids.extend(self._ids[run])
+            part._labels.extend(self._labels[run])
+            part._ends.append(len(part._ids))
+            part._records.append(record)
+        for part in parts:
+            part.records = len(set(part._records))
+        if len(parts[0]) == 0:
+            raise UserError(f"of {len(records)} records a share of {share:g} held out leaves none to train on")
+        return parts
+
+
+def read_examples(
+    settings: DatasetSettings,
+    renderer: Renderer,
+    tokenizer: Tokenizer,
+    context_tokens: int,
+    accepted: Sequence[Kind] = TRAINED_KINDS,
+) -> Examples:
+    """All records that the settings name, as examples. A sequence that is longer than the context is left out and counted.
+
+    Raises UserError, with file and line, for a record that is wrong or can not be rendered, and where no example is left.
+    """
+    examples = Examples()
+    records = read_records(settings, accepted)
+    examples.described.append(f"{records.described}, rendered as {renderer.name}")
+    for record in records:
+        examples.records += 1
+        for rendered in render(record, renderer, tokenizer):
+            if len(rendered.ids) - 1 > context_tokens:
+                examples.overlong.append(record.where)
+            elif any(label != IGNORED for label in rendered.labels[1:]):
+                examples.add(rendered)
+    if len(examples) == 0:
+        left_out = f"; {len(examples.overlong):,} are longer than its context of {context_tokens:,} tokens"
+        raise UserError(
+            f"{settings.path}: no record that the model can learn from{left_out if examples.overlong else ''}"
+        )
+    return examples

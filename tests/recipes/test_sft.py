@@ -1,0 +1,275 @@
+"""Supervised fine-tuning: the losses of a loop written by hand, what is held out, the best checkpoint, and exact resumption."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from nmoe.config import ConfigError
+from nmoe.config.dataset import DatasetSettings
+from nmoe.config.run import SFTConfig, load_run
+from nmoe.data.examples import read_examples
+from nmoe.data.packing import PackedStream
+from nmoe.data.rendering import IGNORED, make_renderer
+from nmoe.errors import UserError
+from nmoe.learner.forward import batch_logprobs
+from nmoe.model.checkpoint import export_model, load_model
+from nmoe.recipes import supervised
+from nmoe.recipes.interrupt import Interruptible
+from nmoe.recipes.setup import build_model
+from nmoe.recipes.sft import example_batch, sft
+from nmoe.runs.ledger import read_metrics
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+CONFIG = """
+[run]
+name = "sft"
+directory = "HERE/runs"
+steps = 6
+threads = 1
+
+[model]
+tokenizer = "TOKENIZER"
+
+[model.shape]
+hidden_size = 32
+layers = 2
+heads = 2
+kv_heads = 1
+head_dim = 16
+intermediate_size = 64
+context_tokens = 64
+
+[records]
+path = "HERE/train.jsonl"
+tokens_per_step = 200
+
+[batch]
+tokens_per_microbatch = 100
+
+[optimizer]
+learning_rate = 1e-2
+warmup_steps = 2
+
+[checkpoint]
+every_steps = 3
+"""
+
+
+def conversations(count: int) -> list[tuple[str, str]]:
+    rng = random.Random(0)
+    digits = ["".join(rng.choices("0123456789", k=rng.randint(2, 8))) for _ in range(count)]
+    return [(f"Reverse: {text}", text[::-1]) for text in digits]
+
+
+def record(asked: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+Configure = Callable[..., SFTConfig]
+
+
+@pytest.fixture
+def configure(workshop: Path, tmp_path: Path) -> Configure:
+    """A configuration over train.jsonl of 60 conversations."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record(*one)) + "\n" for one in conversations(60)))
+    text = CONFIG.replace("HERE", str(tmp_path)).replace("TOKENIZER", str(workshop / "tokenizer"))
+    (tmp_path / "sft.toml").write_text(text)
+    return lambda *overrides: load_run(tmp_path / "sft.toml", SFTConfig, overrides)
+
+
+def test_the_loss_of_every_step_is_that_of_a_loop_written_by_hand(
+    configure: Configure, workshop: Path, tmp_path: Path
+) -> None:
+    """With transformers' model of the same weights, torch's AdamW, and masks from where the prompt ends."""
+    config = configure()
+    run = sft(config)
+    tokenizer = Tokenizer.load(workshop / "tokenizer")
+    export_model(build_model(config.model, tokenizer, config.run.seed), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    rates = [
+        1e-2 * share for share in (0.5, 1.0, *(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(4)))
+    ]
+    harmony = Harmony(tokenizer)
+    sequences = []
+    for asked, answer in conversations(60):
+        prompt = harmony.render_prompt([Message("user", asked)])
+        completion = harmony.render_completion([Message("assistant", answer, channel="final")])
+        sequences.append((prompt + completion, [IGNORED] * len(prompt) + completion))
+    stream = PackedStream([len(ids) - 1 for ids, _ in sequences], 200, 0, "")
+    losses, utilisation = [], []
+    for rate in rates:
+        pack = [sequences[index] for index in stream.take()]
+        learned = sum(label != IGNORED for _, labels in pack for label in labels)
+        total = torch.zeros(())
+        for ids, labels in pack:
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+            total = total + cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=IGNORED, reduction="sum")
+        loss = total / learned
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        utilisation.append(sum(len(ids) - 1 for ids, _ in pack) / 200)
+    rows = read_metrics(run)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.5  # it learns, so that the steps were worth comparing
+    assert [row["packing_utilisation"] for row in rows] == pytest.approx(utilisation)
+
+
+def test_what_is_held_out_is_never_trained_on_and_its_loss_decides_the_best(
+    configure: Configure, workshop: Path
+) -> None:
+    config = configure(
+        "--records.held_out=0.2", "--eval.every_steps=2", "--optimizer.learning_rate=0.05", "--run.steps=12"
+    )
+    run = sft(config)
+    rows = [row for row in read_metrics(run) if "held_out_loss" in row]
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    evaluations = [json.loads((run / "eval" / f"step_{row['step']:06}.json").read_text())["results"][0] for row in rows]
+    assert [one["value"] for one in evaluations] == [row["held_out_loss"] for row in rows]
+    assert all(one["low"] < one["value"] < one["high"] and one["problems"] == 12 for one in evaluations)
+    best = min(rows, key=lambda row: row["held_out_loss"])
+    directory = run / "checkpoints" / "best"
+    assert directory.resolve().name == f"step_{best['step']:06}"
+    tokenizer = Tokenizer.load(workshop / "tokenizer")
+    examples = read_examples(config.records, make_renderer(tokenizer), tokenizer, 64)
+    trained, held_out = examples.split(0.2, config.run.seed)
+    assert (trained.records, held_out.records) == (48, 12)
+    both = [tuple(part[index].ids) for part in (trained, held_out) for index in range(len(part))]
+    assert sorted(both) == sorted(tuple(examples[index].ids) for index in range(60))
+    batch = example_batch([held_out[index] for index in range(12)])
+    logprobs_N = batch_logprobs(load_model(directory), batch, 4096, 1.0)
+    assert best["held_out_loss"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)
+
+
+def test_a_file_of_its_own_is_evaluated_on(configure: Configure, tmp_path: Path) -> None:
+    dev = tmp_path / "dev.jsonl"
+    dev.write_text(json.dumps({"prompt": "Reverse: 01", "completion": "10"}) + "\n")
+    run = sft(configure(f"--records.held_out_path={dev}", "--eval.every_steps=3"))
+    assert json.loads((run / "eval" / "step_000003.json").read_text())["results"][0]["dataset"] == str(dev)
+    assert "held out: 1 records = 1 sequences" in (run / "log.txt").read_text()
+
+
+def test_epochs_come_to_steps(configure: Configure, tmp_path: Path) -> None:
+    run = sft(configure("--run.steps=0", "--records.epochs=1.5"))
+    log = (run / "log.txt").read_text()
+    examples = 60
+    tokens = sum(row["tokens_in_batch"] for row in read_metrics(run))
+    steps = read_metrics(run)[-1]["step"]
+    (line,) = [line for line in log.splitlines() if "packing:" in line]
+    packs = int(line.partition("sequences in ")[2].partition(" steps an epoch")[0])
+    assert steps == math.ceil(1.5 * packs)
+    assert f"packing: {examples} sequences in {packs} steps an epoch" in log
+    assert tokens <= steps * 200
+    with pytest.raises(
+        UserError, match=r"the warm-up is not over when the run is: records\.epochs = 0\.1 come to 1 steps"
+    ):
+        sft(configure("--run.steps=0", "--records.epochs=0.1", "--run.name=short"))
+    for overrides, message in (
+        (["--records.epochs=2"], r"\[run\] steps = 6: and records\.epochs = 2: give one or the other"),
+        (["--run.steps=0"], r"run\.steps=0: must be more than 0, or records\.epochs be given"),
+        (["--eval.every_steps=2"], "nothing to evaluate on; set records.held_out or records.held_out_path"),
+        (["--records.held_out=0.1"], "records are held out, and never evaluated on; say how often"),
+        (
+            ["--records.held_out=0.1", "--records.held_out_path=x", "--eval.every_steps=2"],
+            "evaluate on one or the other",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            configure(*overrides)
+
+
+def test_overlong_records_are_left_out_counted_and_logged(configure: Configure, tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    long = record("Reverse: " + "1" * 80, "1" * 80)
+    file.write_text(json.dumps(long) + "\n" + file.read_text() + json.dumps(long) + "\n")
+    run = sft(configure("--run.steps=3"))
+    log = (run / "log.txt").read_text()
+    assert "62 records = 60 sequences of " in log
+    assert f"left out, longer than the model's context: 2 sequences ({file}:1, {file}:62)" in log
+    file.write_text(json.dumps(long) + "\n")
+    with pytest.raises(
+        UserError, match=r"train\.jsonl: no record that the model can learn from; 1 are longer than its context"
+    ):
+        sft(configure("--run.name=none"))
+    assert not (tmp_path / "runs" / "none").exists()
+
+
+def test_a_run_that_was_interrupted_goes_on_number_for_number(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its second epoch, whose packs are other ones."""
+    options = ("--records.held_out=0.1", "--eval.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
+    whole = read_metrics(sft(configure(*options, "--run.name=whole")))
+
+    class Interrupted(Interruptible):
+        asked = 0
+
+        @property
+        def requested(self) -> bool:  # type: ignore[override]
+            Interrupted.asked += 1
+            return Interrupted.asked > 4  # from step 5 on
+
+        @requested.setter
+        def requested(self, value: bool) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(supervised, "Interruptible", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sft(configure(*options, "--run.name=part"))
+    part = sft(configure(*options, "--run.name=part", "--run.resume=true"))
+    assert "resumed from step 5" in (part / "log.txt").read_text()
+
+    def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in row if "time" not in name and "per_second" not in name} for row in rows]
+
+    assert figures(read_metrics(part)) == figures(whole)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record(f"Reverse: {i}", str(i))) + "\n" for i in range(9)))
+    with pytest.raises(UserError, match=r"train\.jsonl: not the documents that this run began with"):
+        sft(configure(*options, "--run.name=part", "--run.resume=true", "--run.steps=12"))
+
+
+def test_targets_are_the_labels_and_the_rest_is_read() -> None:
+    import numpy as np
+
+    from nmoe.data.examples import Example
+
+    first = Example(np.array([5, 6, 7, 8], np.int32), np.array([IGNORED, IGNORED, 7, 9], np.int32))
+    second = Example(np.array([3, 4], np.int32), np.array([3, 4], np.int32))
+    batch = example_batch([first, second])
+    assert batch.lengths == (3, 1)
+    assert batch.inputs_T.tolist() == [5, 6, 7, 3]
+    assert batch.targets_T.tolist() == [6, 7, 9, 4]
+    assert batch.scored_T.tolist() == [False, True, True, True]
+    torch.testing.assert_close(batch.weights_T, torch.tensor([0, 1 / 3, 1 / 3, 1 / 3]))
+
+
+def test_sequences_end_with_their_last_learned_token(workshop: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(workshop / "tokenizer")
+    path = tmp_path / "x.jsonl"
+    rows = [{"messages": [*record("Reverse: 01", "10")["messages"], {"role": "user", "content": "Reverse: 55"}]}]
+    rows += [
+        {"messages": [{**message, "weight": int(n == 1)} for n, message in enumerate(record("a", "b")["messages"] * 2)]}
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = read_examples(DatasetSettings(path=str(path)), make_renderer(tokenizer), tokenizer, 64)
+    assert len(examples) == examples.records == 2
+    for index in range(2):
+        assert examples[index].labels[-1] == tokenizer.special_id("<|return|>")
+        assert examples.lengths[index] == len(examples[index].ids) - 1
+    assert examples.learned == sum(int((examples[index].labels[1:] != IGNORED).sum()) for index in range(2))
