@@ -1,4 +1,4 @@
-"""Self-play whose replies are a script, killed wherever the script of kills says: run by test_selfplay_run.py in a process of its own.
+"""Self-play whose replies are a script, killed where the script of kills says: run by test_selfplay_run.py in a process of its own.
 
     python selfplay_by_script.py DIRECTORY SEED KILLS [--section.key=value ...]
 
