@@ -416,6 +416,9 @@ def export(
 def speedrun(
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="The directory to write to.")] = Path("runs/speedrun"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the one in OUT: what is done is not done again.")
+    ] = False,
 ) -> None:
     """Go from nothing to a post-trained small model: tokenizer, pretraining, GRPO, evaluation, report.
 
@@ -425,7 +428,7 @@ def speedrun(
     """
     from nmoe.recipes.speedrun import speedrun
 
-    speedrun(out, seed)
+    speedrun(out, seed, resume)
 
 
 def _configuration(arguments: list[str], schema: "type[C]") -> "C":

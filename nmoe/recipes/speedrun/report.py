@@ -9,6 +9,7 @@ from typing import Any
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.statistics import paired_difference
 from nmoe.recipes.speedrun.examination import Examination
+from nmoe.recipes.speedrun.stages import StageRecord
 from nmoe.runs.directory import read_provenance
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.report import markdown_table
@@ -27,7 +28,7 @@ _PLOTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 def write_speedrun_report(
     out: Path,
     summary: Mapping[str, float | int],
-    stages: Mapping[str, float],
+    stages: Sequence[StageRecord],
     metrics: Sequence[Mapping[str, Any]],
     before: Examination,
     after: Examination,
@@ -69,7 +70,10 @@ def write_speedrun_report(
         f"{summary['mismatch_abs_mean']:.1e}, largest {summary['mismatch_abs_max']:.1e} nats over {len(metrics)} steps; "
         f"{summary['route_flips']:.0f} router picks came out differently.\n",
         "## Time and cost\n",
-        markdown_table(["stage", "seconds"], [[name, round(seconds, 1)] for name, seconds in stages.items()]),
+        markdown_table(
+            ["stage", "what it came to", "seconds"],
+            [[stage.name, _figures(stage), round(stage.seconds, 1)] for stage in stages],
+        ),
         f"{summary['wall_s'] / 60:.1f} minutes in all, {summary['cpu_s'] / 60:.1f} core-minutes, "
         f"{summary['peak_memory_mb']:.0f} MB of memory at most; {sampled_tokens:,.0f} tokens were sampled to learn from. "
         f"On {provenance['cpu']}, {provenance['threads']} threads, torch {provenance['torch']}.\n",
@@ -77,6 +81,16 @@ def write_speedrun_report(
     report = out / "report.md"
     write_atomically(report, "\n".join(parts).encode())
     return report
+
+
+def _figures(stage: StageRecord) -> str:
+    shown = [
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.3g}"
+        for name, value in stage.figures.items()
+    ]
+    if stage.attempts > 1:
+        shown.append(f"attempt {stage.attempts}, whose seconds these are")
+    return ", ".join(shown)
 
 
 def _rows(before: Examination, after: Examination) -> list[list[str]]:
