@@ -263,12 +263,18 @@ def gc(
 def evaluate(
     checkpoint: Checkpoint,
     environment: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="ENVIRONMENT", help="The environment to evaluate on: a TOML file, a directory, a packaged name."
+            metavar="[ENVIRONMENT]",
+            help="The environment to evaluate on: a TOML file, a directory, a packaged name. --format-check takes that of the "
+            "run where there is none.",
+            show_default=False,
         ),
-    ],
-    problems: Annotated[int, typer.Option(min=1, help="How many problems.")] = 200,
+    ] = None,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many problems; by default 200, and 20 with --format-check.", show_default=False),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Completions of each problem.")] = 1,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -278,6 +284,13 @@ def evaluate(
             metavar="RUN_OR_CHECKPOINT", help="A reward model or verifier that chooses among the samples of a problem."
         ),
     ] = None,
+    format_check: Annotated[
+        bool,
+        typer.Option(
+            "--format-check",
+            help="Say whether the model has the form of an answer, or should be fine-tuned on it first.",
+        ),
+    ] = False,
 ) -> None:
     """Evaluate a checkpoint on an environment.
 
@@ -288,10 +301,24 @@ def evaluate(
       nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6
     Example, the one of eight that a reward model scores highest, beside majority vote:
       nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6 --best-of runs/reward
+    Example, whether a model is ready for reinforcement learning:
+      nmoe eval runs/base environments/math.toml --format-check
     """
+    if format_check:
+        if samples > 1 or temperature > 0 or best_of is not None:
+            raise UserError(
+                "--format-check takes a greedy answer of each problem; leave --samples, --temperature and --best-of out"
+            )
+        from nmoe.eval.format_check import format_check as check_format
+
+        for line in check_format(checkpoint, environment, problems or 20, seed):
+            typer.echo(line)
+        return
+    if environment is None:
+        raise UserError("eval without an ENVIRONMENT; name a TOML file, a directory or a packaged environment")
     from nmoe.eval.evaluate import evaluate_command
 
-    evaluate_command(checkpoint, environment, problems, samples, temperature, seed, best_of)
+    evaluate_command(checkpoint, environment, problems or 200, samples, temperature, seed, best_of)
 
 
 @app.command()

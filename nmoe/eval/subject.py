@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nmoe.config.environment import held_out
+from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
@@ -54,21 +54,32 @@ class Subject:
 
 
 @contextmanager
-def open_subject(checkpoint: Path, environment: Path, problems: int, *, on_held_out: bool) -> Iterator[Subject]:
-    """The model of a run or checkpoint and, `on_held_out` where it has one, the environment's eval split. Raises UserError for what
-    can not be loaded, and for one of the first `problems` prompts that fills the model's context."""
+def open_subject(
+    checkpoint: Path,
+    environment: Path | EnvironmentSettings,
+    problems: int,
+    *,
+    on_held_out: bool,
+    prepare: Callable[[Environment], None] = lambda _: None,
+) -> Iterator[Subject]:
+    """The model of a run or checkpoint and, `on_held_out` where it has one, the environment's eval split, which `prepare` may
+    choose problems of. Raises UserError for what can not be loaded, and for one of the first `problems` prompts that fills the
+    model's context."""
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
-    loaded = Environment.from_toml(environment, Tokenizer.load(directory))
+    settings = environment if isinstance(environment, EnvironmentSettings) else load_environment(environment)
+    loaded = Environment.from_settings(settings, Tokenizer.load(directory))
     if on_held_out and held_out(loaded.settings) is not None:
         loaded = loaded.held_out()
         print("on the eval split, which training never meets")
+    prepare(loaded)
     model = load_policy(directory)[0]
     start = loaded.state()
     longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
     if longest >= model.config.context_tokens:
         raise UserError(
-            f"{environment}: a prompt of {longest} tokens leaves no room in the model's context of {model.config.context_tokens}"
+            f"{settings.env_id}: a prompt of {longest} tokens leaves no room in the model's context of "
+            f"{model.config.context_tokens}"
         )
     with ToolRuntime(loaded, SandboxSettings()) as runtime:
         engine = NativeEngine(model, max_sequences=256)

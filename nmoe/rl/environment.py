@@ -163,6 +163,10 @@ class Environment:
         _, text = self.format.said(token_ids)
         return text if text.strip() else None
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The tokens as text, for people and for what reads answers off text."""
+        return self._tokenizer.decode(token_ids)
+
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""
         return self.format.answer_ids(TASKS[problem.task_type], answer)

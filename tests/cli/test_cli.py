@@ -128,6 +128,12 @@ def test_the_other_verbs_hand_over_their_arguments(
         (Path("a"), Path("e"), 5, 8, 0.6, 7, Path("runs/b")),
     ]
 
+    calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
+    assert nmoe("eval", "runs/a", "--format-check") == 0
+    assert nmoe("eval", "a", "e", "--format-check", "--problems=50", "--seed=3") == 0
+    assert calls == [(Path("runs/a"), None, 20, 0), (Path("a"), Path("e"), 50, 3)]
+    assert capsys.readouterr().out == "ready\nready\n"
+
     calls = stand_in("nmoe.serve.chat", "chat")
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
     assert calls == [(Path("runs/a"), 0.0, 9, 2)]
@@ -160,6 +166,9 @@ def test_the_other_verbs_hand_over_their_arguments(
         ("chat", "a", "--temperature=inf"),
         ("chat", "a", "--max-new-tokens=0"),
         ("eval", "a"),
+        ("eval", "a", "e", "--format-check", "--samples=2"),
+        ("eval", "a", "e", "--format-check", "--temperature=1"),
+        ("eval", "a", "e", "--format-check", "--best-of=b"),
         ("export", "a"),
         ("export", "a", "b", "--format=gguf"),
         ("export", "a", "b", "--dtype=int4"),

@@ -1,0 +1,131 @@
+"""The check of form and reasoning: what it counts, on which problems, and what it advises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nmoe.config import to_toml
+from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.engine.api import Sample, Sampling
+from nmoe.errors import UserError
+from nmoe.eval.format_check import environment_of, hard_problems_alone, is_hard, report
+from nmoe.rl.environment import Environment
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.turn import Turn
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+PROBLEM = Problem("m/0", "math", "What is 6 * 7?", "42", "m", {"level": "Level 5"})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["the answer is 42 assistant final analysis"] * 3, 320)
+
+
+def environment(directory: Path, tokenizer: Tokenizer, records: list[dict[str, object]]) -> Environment:
+    lines = [
+        json.dumps({"problem": f"What is {place} + 41?", "answer": "42", **one}) for place, one in enumerate(records)
+    ]
+    (directory / "data.jsonl").write_text("\n".join(lines) + "\n")
+    file = directory / "environment.toml"
+    file.write_text('env_id = "m"\n[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "math"\n')
+    return Environment.from_toml(file, tokenizer)
+
+
+def answered(demo: Environment, ids: list[int], finish_reason: str = "stop") -> Trajectory:
+    turns = (Turn((), Sample(ids, [0.0] * len(ids), [0] * len(ids), finish_reason)),)  # type: ignore[arg-type]
+    grade = asyncio.run(demo.grade(PROBLEM, turns, 500))
+    return Trajectory(PROBLEM, 0, tuple(demo.prompt_ids(PROBLEM)), turns, grade, Sampling(500))
+
+
+def test_form_and_reasoning_are_counted_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    demo, harmony = environment(tmp_path, tokenizer, [{}]), Harmony(tokenizer)
+    thought, right, wrong = (
+        Message("assistant", "hm", channel="analysis"),
+        Message("assistant", "42", channel="final"),
+        Message("assistant", "41", channel="final"),
+    )
+    said = [harmony.render_completion(messages) for messages in ([thought, right], [right], [thought, wrong])]
+    # Out of form: with the right answer all the same, with a wrong one, with none; and cut off behind the right one.
+    said += [[*tokenizer.encode(text), harmony.stop_ids[0]] for text in (r"So \boxed{42}.", "It is 7", "hm")]
+    trajectories = [answered(demo, ids) for ids in said]
+    trajectories.append(answered(demo, tokenizer.encode("It is 42"), "length"))
+    lines = list(report(demo, trajectories))
+    assert lines[0] == "7 problems of m (level=Level 5), greedy"
+    assert lines[1].startswith("format     3/7 = 42.9% [15.8%, 75.0%] have the form 'harmony'")
+    assert lines[2].split("in ")[1] == "3 ok, 3 parse_error, 1 truncated"
+    assert [re.search(r"(\d+/7) .*\] (.*)", line).groups() for line in lines[4:7]] == [  # type: ignore[union-attr]
+        ("2/7", "reason before they answer, in form"),
+        ("2/7", "are right, in form"),
+        ("4/7", "have the right answer anywhere (the last box, else the last number)"),
+    ]
+    assert lines[7] == (
+        "advice     SFT first: the form is there in 42.9%, below 95%; fine-tune on examples in it (nmoe sft)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("formed", "count", "advice", "open_"),
+    [
+        (19, 20, "straight", True),
+        (18, 20, "SFT", True),
+        (12, 20, "SFT", False),
+        (20, 20, "straight", True),
+        (400, 400, "straight", False),
+    ],
+)
+def test_the_line_is_drawn_at_95_percent(
+    tmp_path: Path, tokenizer: Tokenizer, formed: int, count: int, advice: str, open_: bool
+) -> None:
+    demo = environment(tmp_path, tokenizer, [{}])
+    good = answered(demo, demo.answer_ids(PROBLEM, "42"))
+    bad = answered(demo, tokenizer.encode("42"))
+    *_, last = report(demo, [good] * formed + [bad] * (count - formed))
+    assert advice in last
+    assert ("more --problems tell" in last) == open_
+
+
+@pytest.mark.parametrize(
+    ("level", "hard"),
+    [("Level 5", True), ("Level 4", True), (5, True), ("4", True), ("Level 3", False), (1, False), ("Level ?", False)],
+)
+def test_what_is_hard(level: str | int, hard: bool) -> None:
+    assert is_hard(Problem("m/0", "math", "?", "1", "m", {"level": level})) == hard
+    assert not is_hard(Problem("m/0", "math", "?", "1", "m"))
+
+
+def test_the_harder_levels_are_asked_where_there_are_levels(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    levels = [{"level": f"Level {1 + place % 5}"} for place in range(20)]
+    demo = environment(tmp_path, tokenizer, list(levels))
+    hard_problems_alone(demo)
+    assert {problem.metadata["level"] for problem in demo.pool.take(50)} == {"Level 4", "Level 5"}
+    for others in ([{}] * 3, [{"level": "Level 1"}] * 3):
+        demo = environment(tmp_path, tokenizer, list(others))
+        hard_problems_alone(demo)
+        assert len(demo.pool.take(3)) == 3
+
+
+def test_the_environment_of_a_run_is_found_from_the_run_and_its_checkpoints(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    environment(tmp_path, tokenizer, [{}])
+    settings = load_environment(tmp_path / "environment.toml")
+    run = tmp_path / "runs" / "demo"
+    checkpoint = run / "checkpoints" / "step_000010"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="no run that was trained on an environment; name the ENVIRONMENT"):
+        environment_of(checkpoint)
+    body = to_toml(settings)
+    tables = "\n".join(
+        f"[environment.{line[1:]}" if line.startswith("[") else line for line in body.splitlines() if line.strip()
+    )
+    (run / "config.toml").write_text(f"[run]\nsteps = 1\n[environment]\n{tables}\n")
+    assert environment_of(run) == environment_of(checkpoint) == settings
+    assert isinstance(environment_of(run), EnvironmentSettings)
