@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model
 from nmoe.model.head import Head
 from nmoe.recipes.policy_records import StepRecords
+from nmoe.rl.environment import Environment
+from nmoe.rl.grading.grade import Grade
+from nmoe.rl.problem import Problem
+from nmoe.rl.turn import Turn
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 
@@ -90,6 +95,30 @@ def test_the_policy_moves_once_its_critic_is_warm(reinforce: Reinforce) -> None:
     assert 0 < first["return_mean"] < first["reward_mean"]
     # Groups all alike teach too: nothing is dropped.
     assert all((row["groups"], row["groups_zero_variance"], row["refills"]) == (6, 0, 0) for row in rows)
+
+
+def test_a_verifier_of_steps_makes_groups_alike_worth_training_on(
+    reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outcomes are all 0; of every answer the last step is judged, by how long the answer is."""
+    grade = Environment.grade
+
+    async def with_steps(self: Environment, problem: Problem, turns: Sequence[Turn], *rest: Any, **more: Any) -> Grade:
+        tokens = len(turns[0].sample.token_ids)
+        judged = await grade(self, problem, turns, *rest, **more)
+        return replace(judged, score=0.0, step_rewards=((0, 0.5), (tokens - 1, tokens / 20)))
+
+    monkeypatch.setattr(Environment, "grade", with_steps)
+    alike = read_metrics(reinforce(*SMALL, "--run.name=alike", "--run.steps=1", "--algorithm.step_reward_coef=0"))
+    assert (alike[0]["skipped"], alike[0]["groups_zero_variance"]) == (1, alike[0]["groups"])
+    (row,) = read_metrics(reinforce(*SMALL, "--run.name=grpo", "--run.steps=1"))
+    assert (row["reward_max"], row["skipped"], row["groups_zero_variance"]) == (0, 0, 0)
+    assert row["advantage_std"] > 0.1
+    (row,) = read_metrics(reinforce(*SMALL, "--run.name=ppo", "--run.steps=1", *SHARED, "--critic.trace_decay=1"))
+    # The first token is worth all that comes, those after it the last step alone.
+    assert row["return_mean"] == pytest.approx(
+        row["response_length_mean"] / 20 + 0.5 / row["response_length_mean"], abs=0.03
+    )
 
 
 def test_solve_rates_filter_and_oversampling_leaves_a_surplus(reinforce: Reinforce) -> None:
