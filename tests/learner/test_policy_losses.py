@@ -230,6 +230,18 @@ def test_estimators_are_unbiased(estimator: KLEstimator) -> None:
     assert expected.item() == pytest.approx((p * (p / q).log()).sum().item())
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_whose_gradient_an_estimator_has_as_a_loss(estimator: KLEstimator) -> None:
+    p, q = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1).unbind()
+    logits, dense = p.clone().requires_grad_(), p.clone().requires_grad_()
+    scored = Scored(p.exp(), reference_logprobs_N=q)
+    reference_divergence(1.0, estimator)(Outputs(logits.log_softmax(-1), p), scored)[0].backward()
+    now = dense.log_softmax(-1)
+    meant = {"k1": 0 * now.sum(), "k2": (now.exp() * (now - q)).sum(), "k3": (q.exp() * (q - now)).sum()}[estimator]
+    meant.backward()
+    torch.testing.assert_close(logits.grad, dense.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_entropy_bonus_by_hand() -> None:
     entropy = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
     loss, _ = entropy_bonus(0.1)(Outputs(torch.zeros(2), entropy), Scored(column([0.25, 0.75])))

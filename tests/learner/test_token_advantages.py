@@ -1,5 +1,6 @@
 """Advantages per token: recursions by hand, and against sums written out."""
 
+import itertools
 import math
 
 import pytest
@@ -160,3 +161,24 @@ def test_a_teacher_s_advantages_have_the_gradient_of_the_reverse_divergence() ->
     divergence = (dense.softmax(-1) * (dense.log_softmax(-1) - teacher.log_softmax(-1))).sum()
     (0.3 * divergence).backward()
     torch.testing.assert_close(logits.grad, dense.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_divergence_as_reward_has_the_gradient_of_that_of_whole_sequences() -> None:
+    """All sequences of three tokens of two, each with its probability: returns of k1 rewards, through the loss, against the
+    divergence written out."""
+    sequences = list(itertools.product(range(2), repeat=3))
+    states = {prefix: i for i, prefix in enumerate(p for n in range(3) for p in itertools.product(range(2), repeat=n))}
+    rows = torch.tensor([states[s[:t]] for s in sequences for t in range(3)])
+    tokens = torch.tensor(sequences).flatten()
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, len(states), 2, generator=generator, dtype=torch.float64).unbind()
+    logits, dense = (policy.clone().requires_grad_() for _ in range(2))
+    logprobs, behind = (table.log_softmax(-1)[rows, tokens] for table in (logits, reference))
+    scored, lengths = torch.ones(len(tokens), dtype=torch.bool), (3,) * len(sequences)
+    penalty = divergence_rewards(logprobs.detach(), behind, scored, coef=0.3)
+    returns = discounted_returns(penalty, scored, lengths)
+    chances = logprobs.detach().view(-1, 3).sum(-1).exp().repeat_interleave(3)
+    clip(0.2, 0.2)(Outputs(logprobs, logprobs), Scored(chances, returns.double(), logprobs.detach()))[0].backward()
+    whole = dense.log_softmax(-1)[rows, tokens].view(-1, 3).sum(-1)
+    (0.3 * (whole.exp() * (whole - behind.view(-1, 3).sum(-1))).sum()).backward()
+    torch.testing.assert_close(logits.grad, dense.grad, rtol=1e-5, atol=1e-7)  # returns are fp32
