@@ -80,7 +80,7 @@ def maxrl(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 def gdpo(rewards_BR: Tensor, weights_R: Tensor, group_ids_B: Tensor) -> Tensor:
     """Several rewards, each normalised by itself: `A_k = (r_k - mean_g) / (std_g + 1e-6)` in every group, then `A = sum_k w_k A_k`,
-    then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3.1), unbiased deviations.
+    then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3), unbiased deviations.
 
     Unlike a normalised weighted sum, it keeps apart combinations of rewards that have the same sum, and a reward's scale does not
     decide how much it counts. A reward of NaN is absent: it is left out of its group's statistics and of the sample's sum. A

@@ -6,7 +6,7 @@ loss is multiplied by
     none            1
     tis             min(rho, cap)                                truncated importance sampling (Yao et al. 2025, "Your efficient RL
                                                                  framework secretly brings you off-policy RL training"; cap 2)
-    mask            rho where low <= rho <= high, else 0         IcePop (Ling team 2025, arXiv:2510.18855, section 2.2; 0.5 to 2)
+    mask            rho where low <= rho <= high, else 0         IcePop (Ling team 2025, arXiv:2510.18855; 0.5 to 2)
     sequence_mask   min(rho, cap) where low <= exp(mean over the sequence of log rho) <= high, else 0: the geometric mean
                     (Liu et al. 2025, "When speed kills stability"; 0.99 to 1.01), whole sequences at a time
 

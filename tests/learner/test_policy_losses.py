@@ -296,7 +296,7 @@ def test_a_missing_column_is_named() -> None:
         reference_divergence(0.1)(outputs, Scored(weights, weights, weights))
     with pytest.raises(ValueError, match="'returns'"):
         value_loss()(outputs, Scored(weights))
-    with pytest.raises(ValueError, match="'head'"):
+    with pytest.raises(ValueError, match="a learner with a head"):
         value_loss()(outputs, Scored(weights, returns_N=weights))
     with pytest.raises(ValueError, match="'old_values'"):
         value_loss(0.2)(Outputs(torch.zeros(1), torch.zeros(1), torch.zeros(1, 1)), Scored(weights, returns_N=weights))

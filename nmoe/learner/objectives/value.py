@@ -23,7 +23,9 @@ def value_loss(clip_range: float | None = None, coef: float = 1.0) -> Objective:
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         returns_N = need(scored.returns_N, "returns")
-        values_N = need(outputs.head_NK, "head")[:, 0]
+        if outputs.head_NK is None:
+            raise ValueError("a value loss needs a learner with a head, and this one has none")
+        values_N = outputs.head_NK[:, 0]
         error_N = (values_N - returns_N).square()
         clipped_N = torch.zeros_like(error_N)
         if clip_range is not None:
