@@ -25,7 +25,9 @@ app = typer.Typer(
 )
 env = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 rl = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+data = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(rl, name="rl")
+app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 
 # The overrides of a training verb are options that only the configuration's schema knows.
@@ -82,6 +84,16 @@ def reinforcement_learning() -> None:
     \b
     Example:
       nmoe rl train configs/grpo.toml
+    """
+
+
+@data.callback()
+def datasets() -> None:
+    """Look at datasets: what their records are taken for, and which of their tokens are learned.
+
+    \b
+    Example:
+      nmoe data show train.jsonl --masks
     """
 
 
@@ -199,6 +211,52 @@ def selfplay(
     from nmoe.recipes.selfplay import selfplay
 
     selfplay(config)
+
+
+@data.command()
+def show(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A file, a directory or a Hugging Face name; @[a:b] behind it takes a part.",
+            show_default=False,
+        ),
+    ],
+    masks: Annotated[bool, typer.Option("--masks", help="Show the first records token by token.")] = False,
+    records: Annotated[int, typer.Option(min=1, help="How many records --masks shows.")] = 3,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR_OR_RUN", help="Whose tokenizer to render with; one of bytes without it.")
+    ] = None,
+    format: Annotated[
+        Literal["auto", "harmony", "chat", "text"],
+        typer.Option(help="How records become tokens; auto: Harmony, or the tokenizer's chat template."),
+    ] = "auto",
+    kind: Annotated[
+        str | None, typer.Option(help="The format of the records; told by their columns without it.")
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN=NAME", help="Which column of the data to take, such as prompt=question."),
+    ] = None,
+    subset: Annotated[str | None, typer.Option(help="The dataset's configuration, such as main.")] = None,
+    split: Annotated[str, typer.Option(help="The split, slices such as train[:100] included.")] = "train",
+) -> None:
+    """Say what the records of a dataset are, count and measure them, and show which of their tokens are learned.
+
+    \b
+    Example:
+      nmoe data show train.jsonl@[:1000]
+    Example, token by token, as a run's tokenizer has them:
+      nmoe data show train.jsonl --masks --tokenizer runs/speedrun
+    Example, columns of other names:
+      nmoe data show questions.csv --column prompt=question --column completion=answer
+    """
+    from nmoe.eval.show_data import dataset_settings, show_data
+
+    settings = dataset_settings(file, kind, column or [], subset, split)
+    for line in show_data(settings, tokenizer, format, masks, records):
+        typer.echo(line)
 
 
 @env.command()

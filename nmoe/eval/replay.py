@@ -28,7 +28,7 @@ from nmoe.rl.sandbox.api import Sandbox
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.rl.workspace.prepare import Workspaces
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
 
@@ -172,7 +172,7 @@ def _refuse_other_weights(bundle: Bundle, recorded: ModelIdentity, version: int,
 def _tokenizer(bundle: Bundle, checkpoint: Path | None, named: Path | None) -> Tokenizer:
     beside = bundle.path.parent / TOKENIZER
     if named is not None:
-        return Tokenizer.load(named if (named / "tokenizer.json").exists() else resolve_checkpoint(named))
+        return Tokenizer.load(resolve_tokenizer(named))
     if beside.exists():
         return Tokenizer.load(beside)
     if checkpoint is not None:

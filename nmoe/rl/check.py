@@ -46,7 +46,7 @@ from nmoe.rl.tools.unimported import check_source
 from nmoe.rl.turn import single_turn
 from nmoe.rl.user_code import find_definition
 from nmoe.rl.workspace.sources import WorkspaceError, identity_of, source_of
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 WIDTH = 110
@@ -195,7 +195,7 @@ def _tokenizer(of: Path | None) -> tuple[Tokenizer, str]:
     if of is None:
         origin = "nmoe's own, untrained: each byte a token (--tokenizer takes a run, checkpoint or tokenizer directory)"
         return Tokenizer.train((), SMALLEST_VOCABULARY), origin
-    directory = of if (of / "tokenizer.json").exists() else resolve_checkpoint(of)
+    directory = resolve_tokenizer(of)
     return Tokenizer.load(directory), str(directory)
 
 

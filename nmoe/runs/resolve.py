@@ -17,3 +17,8 @@ def resolve_checkpoint(path: Path) -> Path:
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
     raise UserError(f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/)")
+
+
+def resolve_tokenizer(path: Path) -> Path:
+    """The directory of a tokenizer: `path` itself where it holds one, or the checkpoint that it stands for. Raises UserError."""
+    return path if (path / "tokenizer.json").exists() else resolve_checkpoint(path)

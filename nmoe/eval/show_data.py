@@ -1,0 +1,159 @@
+"""`nmoe data show`: what the records of a dataset are taken for, how long they are, and which of their tokens are learned."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nmoe.config import Locator, Place, parse
+from nmoe.config.dataset import DatasetSettings
+from nmoe.data.messages import ChatMessage
+from nmoe.data.pairs import completion_pair
+from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
+from nmoe.data.rendering import IGNORED, Rendered, Renderer, RenderFormat, make_renderer, render
+from nmoe.errors import UserError
+from nmoe.rl.check import token_table
+from nmoe.runs.resolve import resolve_tokenizer
+from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+
+_LEARNED, _PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def dataset_settings(
+    path: str, kind: str | None, columns: Sequence[str], subset: str | None, split: str
+) -> DatasetSettings:
+    """The settings that a command line's arguments stand for, columns as "prompt=question". Raises UserError."""
+    mapped = dict[str, str]()
+    for column in columns:
+        name, equals, value = column.partition("=")
+        if not equals or not value:
+            raise UserError(f"--column {column}: write COLUMN=NAME, such as prompt=question")
+        mapped[name] = value
+    given = {"path": path, "kind": kind, "columns": mapped, "subset": subset, "split": split}
+    return parse(given, DatasetSettings, Locator(Place("the command line")))
+
+
+def show_data(
+    settings: DatasetSettings, tokenizer_of: Path | None, form: RenderFormat, masks: bool, records_shown: int
+) -> Iterator[str]:
+    """Yields what there is to read, line by line. Raises UserError, with file and line, for a record that is wrong: all of them are
+    read and, where that is how they are learned, rendered."""
+    records = read_records(settings)
+    yield records.described
+    if tokenizer_of is None:
+        tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY)
+        yield "tokenizer: nmoe's own, untrained: each byte a token (--tokenizer takes a run, checkpoint or tokenizer directory)"
+    else:
+        directory = resolve_tokenizer(tokenizer_of)
+        tokenizer = Tokenizer.load(directory)
+        yield f"tokenizer: {directory}"
+    renderer = make_renderer(tokenizer, form)
+    yield f"rendered as {renderer.name}"
+    if masks:
+        yield f"learned tokens are {'green' if _coloured() else 'between ⟦ and ⟧'}, and have mask 1"
+    statistics = _Statistics()
+    for number, record in enumerate(records, start=1):
+        sequences = list(_sequences(record, renderer, tokenizer))
+        statistics.add(record, sequences)
+        if masks and number <= records_shown:
+            yield ""
+            yield f"{record.where}:"
+            for name, sequence in sequences:
+                yield from _shown(name, sequence, tokenizer)
+    yield ""
+    yield from statistics.lines(records)
+
+
+def _sequences(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> Iterator[tuple[str, Rendered]]:
+    """What is learned from a record, named where it is not its only sequence. A record whose use is not to be learned as it stands,
+    a prompt or a solution with labels, is read."""
+    match record:
+        case Preference():
+            pair = completion_pair(record, renderer)
+            yield from (("chosen", pair.chosen), ("rejected", pair.rejected))
+        case Prompt():
+            yield "", _read(record.prompt, tokenizer)
+        case Stepwise():
+            steps = (ChatMessage("assistant", step) for step in record.steps)
+            yield "", _read((*record.prompt, *steps), tokenizer)
+        case _:
+            sequences = render(record, renderer, tokenizer)
+            for number, sequence in enumerate(sequences, start=1):
+                yield "" if len(sequences) == 1 else f"sequence {number} of {len(sequences)}", sequence
+
+
+def _read(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Rendered:
+    sequence = Rendered()
+    sequence.read([token_id for message in messages for token_id in tokenizer.encode(message.content)])
+    return sequence
+
+
+def _shown(name: str, sequence: Rendered, tokenizer: Tokenizer) -> Iterator[str]:
+    """The text with what is learned marked, then the tokens one by one."""
+    if name:
+        yield f"  {name}:"
+    opening, closing = (_LEARNED, _PLAIN) if _coloured() else ("⟦", "⟧")
+    text = ""
+    for ids, learned in _runs(sequence):
+        decoded = tokenizer.decode(ids)
+        # A colour has to begin anew on every line.
+        text += "\n".join(f"{opening}{line}{closing}" for line in decoded.split("\n")) if learned else decoded
+    yield from (f"  | {line}" for line in text.split("\n"))
+    yield from token_table(sequence.ids, [int(label != IGNORED) for label in sequence.labels], tokenizer)
+    for place, (token_id, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
+        if label not in (IGNORED, token_id):
+            yield f"{place:>5} learned as {tokenizer.decode([label])}, which the history shows as {tokenizer.decode([token_id])}"
+
+
+def _runs(sequence: Rendered) -> Iterator[tuple[list[int], bool]]:
+    run: list[int] = []
+    for place, (token_id, label) in enumerate(zip(sequence.ids, sequence.labels, strict=True)):
+        learned = label != IGNORED
+        run.append(token_id)
+        if place + 1 == len(sequence.ids) or (sequence.labels[place + 1] != IGNORED) != learned:
+            yield run, learned
+            run = []
+
+
+def _coloured() -> bool:
+    return sys.stdout.isatty()
+
+
+class _Statistics:
+    """Counts and lengths of all records."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.tokens: dict[str, list[int]] = {}
+        self.learned: dict[str, list[int]] = {}
+        self.labels: Counter[str] = Counter()
+
+    def add(self, record: Record, sequences: Iterable[tuple[str, Rendered]]) -> None:
+        self.records += 1
+        for name, sequence in sequences:
+            side = name if isinstance(record, Preference) else ""
+            self.tokens.setdefault(side, []).append(len(sequence.ids))
+            self.learned.setdefault(side, []).append(sequence.learned)
+        if isinstance(record, Stepwise):
+            self.labels.update(label or "none" for label in record.labels)
+
+    def lines(self, records: Records) -> Iterator[str]:
+        sequences = sum(map(len, self.tokens.values()))
+        yield f"{self.records:,} records of kind {records.kind} = {sequences:,} sequences"
+        for side, tokens in self.tokens.items():
+            of = f"of {side}: " if side else ""
+            yield f"tokens {of}{_quantiles(tokens)}; {sum(tokens):,} in all"
+            learned = self.learned[side]
+            if sum(learned):
+                yield f"learned {of}{_quantiles(learned)}; {sum(learned):,} in all, {sum(learned) / sum(tokens):.1%} of the tokens"
+        if self.labels:
+            yield "labels " + ", ".join(f"{label}: {count:,}" for label, count in self.labels.most_common())
+
+
+def _quantiles(counts: Sequence[int]) -> str:
+    least, half, most, longest = np.quantile(counts, [0, 0.5, 0.95, 1], method="lower")
+    return f"least {least:,}, median {half:,}, 95% at most {most:,}, most {longest:,}"
