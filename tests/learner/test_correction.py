@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from nmoe.learner.correction import Correction, correction_weights
@@ -63,3 +65,33 @@ def test_a_broken_sampler_gives_finite_weights(correction: Correction) -> None:
     assert statistics["correction_ess"] == pytest.approx(1 / 3, rel=1e-6)  # one token outweighs all
     empty, _ = correction_weights(correction, torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     assert empty.tolist() == []
+
+
+TOKENS = st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3), st.floats(-3, 0)), min_size=1, max_size=20)
+
+
+@settings(deadline=None)
+@given(TOKENS, st.floats(1, 4), st.floats(0.1, 1), st.floats(1, 8))
+def test_bounds_hold_and_sequences_stay_together(tokens, cap: float, low: float, high: float) -> None:
+    sequence = torch.tensor([number for number, _, _ in tokens])
+    log_ratios = torch.tensor([ratio for _, ratio, _ in tokens])
+    behaviour = torch.tensor([logprob for _, _, logprob in tokens])
+
+    def weighed(correction: Correction) -> Tensor:
+        old = behaviour + log_ratios
+        return correction_weights(correction, old, behaviour, sequence, cap, (low, high))[0]
+
+    ratios = log_ratios.exp()
+    assert (weighed("tis") <= cap * (1 + 1e-6)).all()
+    torch.testing.assert_close(weighed("tis"), ratios.clamp(max=cap), rtol=1e-5, atol=0)
+    masked = weighed("mask")
+    inside = (ratios > low * (1 + 1e-5)) & (ratios < high * (1 - 1e-5))
+    torch.testing.assert_close(masked[inside], ratios[inside], rtol=1e-5, atol=0)
+    assert masked[(ratios < low * (1 - 1e-5)) | (ratios > high * (1 + 1e-5))].eq(0).all()
+    by_sequence = weighed("sequence_mask")
+    for number in sequence.unique():
+        mine = sequence == number
+        mean = log_ratios[mine].mean().exp().item()
+        if not (math.isclose(mean, low, rel_tol=1e-5) or math.isclose(mean, high, rel_tol=1e-5)):
+            expected = ratios[mine].clamp(max=cap) if low <= mean <= high else torch.zeros(int(mine.sum()))
+            torch.testing.assert_close(by_sequence[mine], expected, rtol=1e-5, atol=0)
