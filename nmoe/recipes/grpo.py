@@ -1,8 +1,8 @@
 """GRPO and its kin: sample groups, grade them, push up what beat its group. `nmoe rl train CONFIG`
 
 Shao et al. 2024 (arXiv:2402.03300), R1-Zero style: rewards come from verifiers alone. One loop for every policy gradient that
-[algorithm] can name: what is sampled is in policy_rollouts.py, how rewards become advantages in policy_rewards.py and
-policy_advantages.py, what is done with them in policy_update.py, and the critic that makes it PPO in ppo.py.
+[algorithm] can name: what is sampled is in policy_rollouts.py, what is learned from it in policy_experience.py
+(rewards: policy_rewards.py, advantages: policy_advantages.py), how in policy_update.py, and the critic that makes it PPO in ppo.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,6 +40,12 @@ def policy_batch(
         kept_TM=_kept(trajectories),
         prefixes=_prefixes(trajectories),
     )
+
+
+def selected(batch: Batch, sequences: Sequence[int], aggregation: Aggregation, constant_length: int) -> Batch:
+    """These sequences of a batch, with weights whose denominators count them alone."""
+    part, _ = batch.select(sequences)
+    return replace(part, weights_T=token_weights(aggregation, part.scored_T, part.lengths, constant_length))
 
 
 def _prefixes(trajectories: Sequence[Trajectory]) -> tuple[tuple[int, int], ...]:

@@ -1,19 +1,12 @@
-"""What updates the policy: graded groups become a batch with advantages, the batch one or several optimizer steps."""
-
-# Shapes: B samples, N scored tokens.
+"""What updates the policy: one or several optimizer steps on the groups of a step."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-
-from torch import Tensor
 
 from nmoe.config.run import AlgorithmSection, RLConfig
-from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
-from nmoe.learner.correction import correction_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import (
     Objective,
@@ -26,11 +19,10 @@ from nmoe.learner.objectives import (
     total,
 )
 from nmoe.recipes.distillation import Teacher
-from nmoe.recipes.policy_advantages import reward_divergence, with_advantages
-from nmoe.recipes.policy_batch import policy_batch
+from nmoe.recipes.policy_batch import selected
+from nmoe.recipes.policy_experience import Experience, Experiences
 from nmoe.recipes.policy_metrics import joined_passes, joined_steps, update_metrics
 from nmoe.recipes.policy_reference import Reference
-from nmoe.recipes.policy_rewards import group_ids
 from nmoe.recipes.ppo import Critic
 from nmoe.rl.pools.order import stable_hash
 from nmoe.rl.rollout.trajectory import Group
@@ -71,22 +63,19 @@ class PolicyUpdate:
         teacher: Teacher | None = None,
     ) -> None:
         """`token_limit` is the most tokens that a sample may have."""
-        self._config, self._learner, self._reference, self._critic = config, learner, reference, critic
-        self._token_limit, self._teacher = token_limit, teacher
+        self._config, self._learner, self._critic = config, learner, critic
+        self._experiences = Experiences(config, learner, reference, critic, token_limit, teacher)
         self._objective = policy_objective(config.algorithm, critic)
-        # After the first update the learner is no longer what the sampler was, and its ratio is to itself as it began.
-        self._keeps_old = config.batch.updates > 1 or config.algorithm.correction != "none"
 
     def update(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Takes the steps and returns their metrics; no step and no metrics where every sample was cut and those are masked."""
-        batch, group_ids_B, advantages, taught = self._experience(groups)
-        if not batch.lengths:
+        experience = self._experiences.of(groups)
+        if experience is None:
             return {}
-        batch, metrics = self._corrected(batch)
-        metrics |= taught
+        metrics = experience.metrics
         trains_policy = self._critic is None or not self._critic.warming_up(step)
         passes, steps = [], []
-        for minibatch in self._minibatches(step, batch, group_ids_B):
+        for minibatch in self._minibatches(step, experience):
             if self._critic is not None:
                 self._critic.update(minibatch)
             if trains_policy:
@@ -95,86 +84,26 @@ class PolicyUpdate:
                 if self._critic is not None:
                     self._critic.observe_policy(minibatch, passes[-1])
         if trains_policy:
-            metrics |= update_metrics(joined_passes(passes), joined_steps(steps), advantages, _mismatch(batch))
+            result, last = joined_passes(passes), joined_steps(steps)
+            metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
         if self._critic is not None:
-            metrics |= self._critic.metrics(batch)
-        if (divergence_T := reward_divergence(batch, self._config.algorithm)) is not None:
-            mean = divergence_T[batch.scored_T].double().mean()
-            metrics["reference_kl"] = float(mean) / -self._config.algorithm.kl_coef
+            metrics |= self._critic.metrics(experience.batch)
         return metrics
 
-    def _experience(self, groups: Sequence[Group]) -> tuple[Batch, Tensor, Tensor, dict[str, float]]:
-        """The judged samples as a batch with all columns, less those that were cut where they are masked; the group of each, `[B]`;
-        the advantages to take figures of; and what the teacher had to say."""
-        config = self._config
-        trajectories = [trajectory for group in groups for trajectory in group.trainable]
-        batch = policy_batch(trajectories, None, config.algorithm.aggregation, config.sampling.max_new_tokens)
-        if self._reference is not None:
-            batch = batch.with_reference(self._reference.logprobs(batch))
-        if self._keeps_old:
-            batch = replace(batch, old_logprobs_T=batch.column(self._learner.logprobs(batch).result()))
-        if self._critic is not None:
-            batch = self._critic.with_values(batch)
-        batch, advantages = with_advantages(batch, groups, config, self._token_limit)
-        taught: dict[str, float] = {}
-        if self._teacher is not None:
-            batch, advantages, taught = self._teacher.advise(batch)
-        group_ids_B = group_ids(groups)
-        if config.algorithm.mask_truncated:
-            ended = [i for i, t in enumerate(trajectories) if t.finish_reasons[-1] != "length"]
-            batch, group_ids_B = self._selected(batch, ended), group_ids_B[ended]
-        return batch, group_ids_B, advantages, taught
-
-    def _corrected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with the weights for a sampler that was not the learner in its advantages, and their figures."""
-        algorithm = self._config.algorithm
-        if algorithm.correction == "none":
-            return batch, {}
-        assert batch.old_logprobs_T is not None
-        assert batch.behaviour_logprobs_T is not None
-        assert batch.advantages_T is not None
-        window = algorithm.correction_window
-        weights_N, metrics = correction_weights(
-            algorithm.correction,
-            batch.old_logprobs_T[batch.scored_T],
-            batch.behaviour_logprobs_T[batch.scored_T],
-            batch.sequence_ids()[batch.scored_T],
-            algorithm.correction_cap,
-            None if window is None else (window[0], window[1]),
-        )
-        return replace(batch, advantages_T=batch.advantages_T * batch.column(weights_N)), metrics
-
-    def _minibatches(self, step: int, batch: Batch, group_ids_B: Tensor) -> Iterator[Batch]:
+    def _minibatches(self, step: int, experience: Experience) -> Iterator[Batch]:
         """What each optimizer step of this step is taken on: the whole batch or, by whole groups and in an order that is drawn anew
         for every pass, its parts."""
-        config = self._config.batch
+        config, reduction = self._config.batch, self._config.algorithm.aggregation
         if config.updates == 1:
-            yield batch
+            yield experience.batch
             return
         members: dict[int, list[int]] = {}
-        for sequence, group in enumerate(group_ids_B.tolist()):
+        for sequence, group in enumerate(experience.group_ids_B.tolist()):
             members.setdefault(group, []).append(sequence)
         parts = min(config.updates_per_step, len(members))
         for number in range(config.passes_per_step):
             order = list(members)
             random.Random(stable_hash("minibatches", self._config.run.seed, step, number)).shuffle(order)
             for part in range(parts):
-                yield self._selected(batch, sorted(i for group in order[part::parts] for i in members[group]))
-
-    def _selected(self, batch: Batch, sequences: Sequence[int]) -> Batch:
-        """These sequences, with weights whose denominators count them alone."""
-        if not sequences:
-            return replace(batch, lengths=())
-        config = self._config
-        part, _ = batch.select(sequences)
-        weights_T = token_weights(
-            config.algorithm.aggregation, part.scored_T, part.lengths, config.sampling.max_new_tokens
-        )
-        return replace(part, weights_T=weights_T)
-
-
-def _mismatch(batch: Batch) -> Tensor | None:
-    """The learner's log-probability less the sampler's at the same weights, `[N]`, where it was taken before the updates."""
-    if batch.old_logprobs_T is None or batch.behaviour_logprobs_T is None:
-        return None
-    return (batch.old_logprobs_T - batch.behaviour_logprobs_T)[batch.scored_T]
+                sequences = sorted(i for group in order[part::parts] for i in members[group])
+                yield selected(experience.batch, sequences, reduction, self._config.sampling.max_new_tokens)

@@ -14,7 +14,7 @@ from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.replay import ReplayDifferenceError, replay_command
 from nmoe.learner.batch import Batch
-from nmoe.recipes import grpo, policy_update
+from nmoe.recipes import grpo, policy_experience
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import GradingError
@@ -44,13 +44,13 @@ weights = { correctness = 1.0 }
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Trajectory]]:
     """The trajectories of every training batch, in order."""
     seen: list[list[Trajectory]] = []
-    policy_batch = policy_update.policy_batch
+    policy_batch = policy_experience.policy_batch
 
     def record(trajectories: Sequence[Trajectory], *rest: Any) -> Batch:
         seen.append(list(trajectories))
         return policy_batch(trajectories, *rest)
 
-    monkeypatch.setattr(policy_update, "policy_batch", record)
+    monkeypatch.setattr(policy_experience, "policy_batch", record)
     return seen
 
 
