@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from holding import hold
+
 BOUNDS = {
     "base_correctness": (0.05, 0.35),
     "trained_correctness": (0.90, 1.0),
@@ -20,10 +22,5 @@ BOUNDS = {
 }
 
 summary = json.loads(Path(sys.argv[1]).read_text())
-broken = 0
-for name, (low, high) in BOUNDS.items():
-    value = summary[name]
-    holds = low <= value <= high
-    broken += not holds
-    print(f"{'ok  ' if holds else 'FAIL'} {name} = {value:.6g}, wanted {low:g} to {high:g}")
-sys.exit(1 if broken else 0)
+out = Path(sys.argv[1]).parent
+hold({name: (summary[name], low, high) for name, (low, high) in BOUNDS.items()}, [out / "base", out / "rl"])
