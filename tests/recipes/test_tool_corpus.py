@@ -38,10 +38,17 @@ def kind_of(messages: list[Message]) -> str:
     """What the document shows, told from its messages alone."""
     question = next(message.content for message in messages if message.role == "user").removeprefix("Add: ")
     if messages[0].role == "user":
-        assert [message.role for message in messages] == ["user", "assistant"]
-        assert messages[1].recipient == "functions.python"
-        assert json.loads(messages[1].content) == {"code": f"print({question})"}
-        return "practice"
+        _, *between, last = messages
+        assert last.role == "assistant"
+        if not between:
+            assert last.recipient == "functions.python"
+            assert json.loads(last.content) == {"code": f"print({question})"}
+            return "calling"
+        (output,) = between
+        assert (output.role, output.name, output.recipient) == ("tool", "functions.python", "assistant")
+        assert last == Message("assistant", output.content.removesuffix("\n"), "final")
+        assert last.content != str(sum(map(int, question.split(" + "))))  # but for chance
+        return "reading"
     _, _, *rest = messages
     final = rest[-1]
     assert final.channel == "final"
@@ -67,9 +74,10 @@ def kind_of(messages: list[Message]) -> str:
 
 def test_kinds_are_as_frequent_as_they_are_set(conversations: list[list[Message]]) -> None:
     counts = Counter(map(kind_of, conversations))
-    whole, guessed = 1 - tool_corpus.PRACTICE, tool_corpus.GUESS_IS_RIGHT
+    whole, guessed = 1 - tool_corpus.CALLING - tool_corpus.READING, tool_corpus.GUESS_IS_RIGHT
     wanted = {
-        "practice": tool_corpus.PRACTICE,
+        "calling": tool_corpus.CALLING,
+        "reading": tool_corpus.READING,
         "right": whole * (tool_corpus.RIGHT + tool_corpus.IGNORED * guessed),
         "ignored": whole * tool_corpus.IGNORED * (1 - guessed),
         "careless": whole * tool_corpus.CARELESS,

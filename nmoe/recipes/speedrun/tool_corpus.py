@@ -1,9 +1,10 @@
 """Conversations that know of the python tool but use it badly: what the base reads in mid-training, before `configs/tools.toml`.
 
-Every document is a sum of environments/tools.toml, in well-formed Harmony. Most only practise the call, without its answer. Of the
-others, whole conversations with the environment's own prompt, a minority hands the sum to the tool and gives its output as the
-answer; in the rest another sum is copied, the output is ignored, the call is no JSON or names a tool that is not there, or the
-answer is guessed without a call. Reinforcement learning has to find which of these pays.
+Every document asks for a sum of environments/tools.toml, in well-formed Harmony. Most practise one of two parts: a call that copies
+the sum, without its answer, or the reading of an output that nobody called for. Of the others, whole conversations with the
+environment's own prompt, a minority hands the sum to the tool and gives its output as the answer; in the rest another sum is
+copied, the output is ignored, the call is no JSON or names a tool that is not there, or the answer is guessed without a call.
+Reinforcement learning has to find which of these pays.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ from nmoe.text.harmony_tools import render_tools
 
 # Share of documents that stop at a right call and have no definition of the tool before it: a model of this size learns to copy a
 # sum only from much of it, and the definition is two thirds of a whole document.
-PRACTICE = 0.7
+CALLING = 0.5
+# Share of documents in which the tool says a number that is no sum, and the answer is that number. Where the output is the sum
+# that was asked for, as in whole conversations, a model can come near it by arithmetic, and learns that instead of reading.
+READING = 0.25
 # Shares of the others; what is left is guessed without a call.
 RIGHT, CARELESS, IGNORED, BROKEN, UNKNOWN = 0.15, 0.05, 0.15, 0.15, 0.15
 GUESS_IS_RIGHT = 0.1
 _CALLS_PER_DEFINITION = 10
+_OUTPUTS = (1_000, 20_000)  # of as many digits as the sums have
 
 
 def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
@@ -69,9 +74,15 @@ class ToolDocuments:
         rng = random.Random(f"tools/{seed}")
         for _ in range(count):
             problem, copied = _problem(rng, self._settings), _problem(rng, self._settings)
-            if rng.random() < PRACTICE:
-                prompt = self._harmony.render_prompt([Message("user", problem.question)])
+            question, draw = Message("user", problem.question), rng.random()
+            if draw < CALLING:
+                prompt = self._harmony.render_prompt([question])
                 yield prompt + self._harmony.render_completion([_call("python", _arguments(problem))])
+            elif draw < CALLING + READING:
+                number = str(rng.randrange(*_OUTPUTS))
+                output = Message("tool", f"{number}\n", "commentary", recipient="assistant", name="functions.python")
+                prompt = self._harmony.render_prompt([question, output])
+                yield prompt + self._harmony.render_completion([_final(number)])
             else:
                 yield self._environment.prompt_ids(problem) + self._conversation(rng, problem, copied)
 
