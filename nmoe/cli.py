@@ -501,6 +501,9 @@ def export(
 def speedrun(
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="The directory to write to.")] = Path("runs/speedrun"),
+    full: Annotated[
+        bool, typer.Option("--full", help="Every kind of training: mid-training, SFT, a verifier and self-play, too.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the one in OUT: what is done is not done again.")
     ] = False,
@@ -513,7 +516,7 @@ def speedrun(
     """
     from nmoe.recipes.speedrun import speedrun
 
-    speedrun(out, seed, resume)
+    speedrun(out, seed, full, resume)
 
 
 def _configuration(arguments: list[str], schema: "type[C]") -> "C":

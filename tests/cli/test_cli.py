@@ -147,8 +147,9 @@ def test_the_other_verbs_hand_over_their_arguments(
     calls = stand_in("nmoe.recipes.speedrun", "speedrun")
     assert nmoe("speedrun") == 0
     assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
-    assert nmoe("speedrun", "--resume") == 0
-    assert calls == [(Path("runs/speedrun"), 0, False), (Path("x/y"), 1, False), (Path("runs/speedrun"), 0, True)]
+    assert nmoe("speedrun", "--full", "--resume") == 0
+    runs = Path("runs/speedrun")
+    assert calls == [(runs, 0, False, False), (Path("x/y"), 1, False, False), (runs, 0, True, True)]
 
     capsys.readouterr()
     calls = stand_in("nmoe.runs.report", "write_report", result=Path("runs/a/report.md"))

@@ -129,7 +129,16 @@ def write_corpus(path: Path, tokenizer: Tokenizer, seed: int, count: int) -> Non
             file.write(json.dumps({"token_ids": _document(rng, harmony, question, work, answer)}) + "\n")
 
 
-def _examples(seed: int, count: int) -> Iterator[tuple[random.Random, str, str, str]]:
+def write_conversations(path: Path, seed: int, count: int) -> None:
+    """Writes `count` conversations as chat messages, one JSON object a line, for supervised fine-tuning: the faults of skill are
+    those of the corpus, those of format and length are not there. Held-out questions never occur."""
+    with path.open("w") as file:
+        for _, question, work, answer in _examples(f"conversations/{seed}", count):
+            reply = {"role": "assistant", "reasoning": work, "content": answer}
+            file.write(json.dumps({"messages": [{"role": "user", "content": question}, reply]}) + "\n")
+
+
+def _examples(seed: int | str, count: int) -> Iterator[tuple[random.Random, str, str, str]]:
     rng = random.Random(f"corpus/{seed}")
     names = list(SKILLS)
     made = 0

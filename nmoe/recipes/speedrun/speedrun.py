@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from nmoe.config.run import PretrainConfig, RLConfig, RunConfig, load_run
+from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, load_run
 from nmoe.errors import UserError
 from nmoe.recipes.grpo import train
 from nmoe.recipes.pretrain import pretrain
-from nmoe.recipes.speedrun.corpus import corpus_texts, write_corpus
+from nmoe.recipes.sft import sft
+from nmoe.recipes.speedrun.corpus import corpus_texts, write_conversations, write_corpus
 from nmoe.recipes.speedrun.examination import Examination, examine
 from nmoe.recipes.speedrun.report import write_speedrun_report
 from nmoe.recipes.speedrun.stages import Stages
@@ -31,42 +32,71 @@ TOKENIZER_DOCUMENTS = 4_000
 TOKENIZER_JUDGEMENTS = 50
 CORPUS_DOCUMENTS = 100_000
 TOOL_DOCUMENTS = 20_000
+CONVERSATIONS = 10_000
 
 C = TypeVar("C", bound=RunConfig)
 Figures = Mapping[str, float | int]
 
 
-def speedrun(out: Path, seed: int, resume: bool = False) -> None:
+def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> None:
     """Runs every stage into `out` and prints where the report is: a new speedrun in place of an earlier one there or, with
-    `resume`, what the earlier one has not done yet.
+    `resume`, what the earlier one has not done yet. `full` is the whole pipeline (`Pipeline.stages`).
 
     Raises UserError where `out` holds anything else, and where there is nothing to resume.
     """
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
-    stages = Stages(out, {"seed": seed}, resume)
-    pipeline = Pipeline(out, seed, resume)
-    stages.run("tokenizer and corpus", pipeline.tokenizer_and_corpus)
-    stages.run("pretraining the base", pipeline.base)
-    stages.run("reinforcement learning", pipeline.reinforcement_learning)
-    stages.run("evaluation", pipeline.evaluation)
+    stages = Stages(out, {"seed": seed, "full": full}, resume)
+    pipeline = Pipeline(out, seed, full, resume)
+    for name, work in pipeline.stages():
+        stages.run(name, work)
     pipeline.report(stages)
 
 
 class Pipeline:
     """The work of the stages, all in the directory `out`; with `resume`, runs go on from their checkpoints."""
 
-    def __init__(self, out: Path, seed: int, resume: bool) -> None:
+    def __init__(self, out: Path, seed: int, full: bool, resume: bool) -> None:
         self._out = out
         self._seed = seed
+        self._full = full
         self._resume = resume
         # Before the first stage: a mistake in a configuration is told at once.
         self._base = self._load(
             "speedrun_base",
             PretrainConfig,
-            {"model.tokenizer": out / "tokenizer", "data.documents": out / "corpus.jsonl"},
+            {"model.tokenizer": str(out / "tokenizer"), "data.documents": str(out / "corpus.jsonl")},
         )
-        self._rl = self._load("speedrun", RLConfig, {"model.path": out / "base"})
+        self._rl = self._load("speedrun", RLConfig, {"model.path": str(out / ("sft" if full else "base"))})
+        if full:
+            self._load_full()
+
+    def stages(self) -> list[tuple[str, Callable[[], Figures]]]:
+        """In their order: what `nmoe speedrun` runs, and between its stages those that --full adds."""
+        stages = [
+            ("tokenizer and corpus", self.tokenizer_and_corpus, False),
+            ("pretraining the base", self.base, False),
+            ("mid-training on a mixture", self.midtraining, True),
+            ("supervised fine-tuning", self.fine_tuning, True),
+            ("reinforcement learning", self.reinforcement_learning, False),
+            ("evaluation", self.evaluation, False),
+        ]
+        return [(name, work) for name, work, added in stages if self._full or not added]
+
+    def _load_full(self) -> None:
+        mixture = self._load("speedrun_midtraining", PretrainConfig, {"model.path": str(self._out / "base")})
+        sources = [
+            {"name": source.name, "path": str(self._out / Path(source.path).name), "weight": source.weight}
+            for source in mixture.data.sources
+        ]
+        self._midtraining = mixture.model_copy(
+            update={"data": DataSection.model_validate(mixture.data.model_dump() | {"sources": sources})}
+        )
+        self._sft = self._load(
+            "speedrun_sft",
+            SFTConfig,
+            {"model.path": str(self._out / "midtraining"), "records.path": str(self._out / "conversations.jsonl")},
+        )
 
     def tokenizer_and_corpus(self) -> Figures:
         out, seed, tools = self._out, self._seed, ROOT / "environments/tools.toml"
@@ -80,11 +110,20 @@ class Pipeline:
             tokenizer.save(out / "tokenizer")
             write_corpus(out / "corpus.jsonl", tokenizer, seed, CORPUS_DOCUMENTS)
             ToolDocuments(tools, tokenizer).write(out / "tools.jsonl", seed, TOOL_DOCUMENTS)
+            if self._full:
+                write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)
         print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {out}/corpus.jsonl")
         return {"vocabulary": tokenizer.vocab_size, "documents": CORPUS_DOCUMENTS}
 
     def base(self) -> Figures:
         return {"held-out loss": read_metrics(pretrain(self._base))[-1]["held_out_loss"]}
+
+    def midtraining(self) -> Figures:
+        last = read_metrics(pretrain(self._midtraining))[-1]
+        return {f"held-out loss, {s.label}": last[f"held_out_loss/{s.label}"] for s in self._midtraining.data.sources}
+
+    def fine_tuning(self) -> Figures:
+        return {"held-out loss": read_metrics(sft(self._sft))[-1]["held_out_loss"]}
 
     def reinforcement_learning(self) -> Figures:
         last = read_metrics(train(self._rl))[-1]
@@ -132,10 +171,9 @@ class Pipeline:
     def _examinations(self) -> Path:
         return self._out / "examinations.json"
 
-    def _load(self, name: str, schema: type[C], paths: Mapping[str, Path]) -> C:
+    def _load(self, name: str, schema: type[C], paths: Mapping[str, str]) -> C:
         """`configs/NAME.toml` in this directory, with this seed."""
-        overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume}
-        overrides |= {key: str(path) for key, path in paths.items()}
+        overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **paths}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
         return load_run(ROOT / f"configs/{name}.toml", schema, arguments)
 
