@@ -94,7 +94,7 @@ def _message(value: object, where: str) -> ChatMessage:
         raise UserError(f'{where} is {shown(value)}, not a message such as {{"role": "user", "content": "..."}}')
     role, content = value.get("role"), value.get("content")
     if role is None and content is None and "from" in value:
-        role, content = _SHAREGPT_ROLES.get(value["from"], value["from"]), value.get("value")
+        role, content = _SHAREGPT_ROLES.get(str(value["from"]), value["from"]), value.get("value")
     if role not in ROLES:
         raise UserError(f"{where}: the role is {shown(role)}; the roles are {', '.join(ROLES)}")
     calls = tuple(
@@ -155,9 +155,28 @@ def _tool(value: object, where: str) -> ToolDefinition:
             f"{where} is {shown(value)}, not a tool with a name, a description and the schema of its parameters"
         )
     parameters = body.get("parameters")
-    if not isinstance(parameters, Mapping | None):
-        raise UserError(f"{where}: the parameters are {shown(parameters)}, not a JSON schema")
+    if parameters is not None:
+        _check_schema(parameters, f"{where}.parameters")
     return ToolDefinition(body["name"], _text(body.get("description") or "", f"{where}: the description"), parameters)
+
+
+def _check_schema(schema: object, where: str) -> None:
+    """Whether it has the form of a JSON schema as far as declarations of tools read it. Raises UserError."""
+    if not isinstance(schema, Mapping):
+        raise UserError(f"{where} is {shown(schema)}, not a JSON schema, which is an object")
+    kind, properties = schema.get("type"), schema.get("properties", {})
+    for key, fits in (
+        ("type", kind is None or isinstance(kind, str) or all(isinstance(one, str) for one in listed(kind, where))),
+        ("properties", isinstance(properties, Mapping)),
+        ("enum", isinstance(schema.get("enum", []), list | tuple)),
+        ("required", isinstance(schema.get("required", []), list | tuple)),
+    ):
+        if not fits:
+            raise UserError(f"{where}: its {key!r} is {shown(schema.get(key))}, which no JSON schema has")
+    for name, below in properties.items():
+        _check_schema(below, f"{where}.properties.{name}")
+    if schema.get("items"):
+        _check_schema(schema["items"], f"{where}.items")
 
 
 def _text(value: object, what: str) -> str:

@@ -234,10 +234,13 @@ class HarmonyRenderer:
                     f"the assistant's turn ends on the channel {said[-1].channel!r}, with neither answer nor call"
                 )
             ids = self._harmony.render_completion(said)
-            # Where in it each message starts: the first behind what the prompt gave already.
-            ends = [len(self._harmony.render(said[: number + 1])) - self._start for number in range(len(said))]
-            for start, end, (_, learned) in zip([0, *ends[:-1]], ends, sampled, strict=True):
-                sequence.learn(ids[start:end], learned)
+            if len({learned for _, learned in sampled}) == 1:
+                sequence.learn(ids, sampled[0][1])
+            else:
+                # Where in it each message ends: the first one's start is in the prompt already.
+                ends = [len(self._harmony.render(said[: number + 1])) - self._start for number in range(len(said))]
+                for start, end, (_, learned) in zip([0, *ends[:-1]], ends, sampled, strict=True):
+                    sequence.learn(ids[start:end], learned)
             sequence.read(self._harmony.render(answers))
 
 

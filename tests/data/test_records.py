@@ -202,6 +202,12 @@ def test_a_part_of_another_kinds_columns_is_no_ambiguity() -> None:
 PAIR = {"prompt": "?", "chosen": "a", "rejected": "b"}
 STEPS = {"prompt": "?", "completions": ["a", "b"], "labels": [True, False]}
 CONVERSATION = {"messages": ASKED + SAID}
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
 COMPLETION = {"prompt": "?", "completion": "a"}
 
 
@@ -241,6 +247,12 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"channel": "secret"}]}, "the channel is 'secret'; the channels are"),
         (CONVERSATION, {"messages": [ASKED[0] | {"thinking": "hm"}, *SAID]}, "by 'user' has tool calls or reasoning"),
         (CONVERSATION, CONVERSATION | {"tools": [{"description": "?"}]}, r"tools\[0\] is .*, not a tool with a name"),
+        (CONVERSATION, {"messages": [{"from": ["human"], "value": "?"}, *SAID]}, r"messages\[0\]: the role is \['human'\]"),
+        (CONVERSATION, CONVERSATION | tool(7), r"tools\[0\]\.parameters is 7, not a JSON schema"),
+        (CONVERSATION, CONVERSATION | tool({"properties": ["x"]}), r"its 'properties' is \['x'\], which no JSON schema"),
+        (CONVERSATION, CONVERSATION | tool({"properties": {"x": True}}), r"parameters\.properties\.x is True, not a JSON schema"),
+        (CONVERSATION, CONVERSATION | tool({"type": [1]}), r"its 'type' is \[1\]"),
+        (CONVERSATION, CONVERSATION | tool({"type": "array", "items": [{}]}), r"parameters\.items is \[\{\}\], not a JSON schema"),
         ({"text": "a"}, {"text": 3}, "'text' holds int 3, not text"),
     ],
 )  # fmt: skip

@@ -259,6 +259,12 @@ def test_in_harmonys_history_a_turn_ends_otherwise_than_it_is_sampled(harmony: T
     assert rendered_harmony(harmony, *messages, first=2) == [(text, runs[1:])]
 
 
+def test_of_messages_in_one_turn_those_of_weight_zero_are_not_learned(harmony: Tokenizer) -> None:
+    thought = ChatMessage("assistant", "hm", channel="analysis", trained=False)
+    ((_, runs),) = rendered_harmony(harmony, ChatMessage("user", "q"), thought, ChatMessage("assistant", "a"))
+    assert runs == ["<|start|>assistant<|channel|>final<|message|>a<|return|>"]
+
+
 def test_analysis_that_later_turns_do_not_see_is_learned_in_a_sequence_of_its_own(harmony: Tokenizer) -> None:
     messages = (
         *(ChatMessage("user", "q"), ChatMessage("assistant", "a", reasoning="hm")),

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import QWEN_CONTROLS, QWEN_TAGS, save
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nmoe.config import ConfigError
 from nmoe.config.dataset import DatasetSettings
@@ -63,6 +64,17 @@ warmup_steps = 2
 
 [checkpoint]
 every_steps = 3
+"""
+
+
+MARKED = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
 
@@ -129,6 +141,43 @@ def test_the_loss_of_every_step_is_that_of_a_loop_written_by_hand(
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
     assert losses[-1] < losses[0] - 0.5  # it learns, so that the steps were worth comparing
     assert [row["packing_utilisation"] for row in rows] == pytest.approx(utilisation)
+
+
+def test_by_a_chat_template_the_first_loss_is_that_of_transformers_ids_and_mask(
+    configure: Configure, tmp_path: Path
+) -> None:
+    directory = save(tmp_path / "chat", MARKED, QWEN_CONTROLS, QWEN_TAGS)
+    config = configure(f"--model.tokenizer={directory}", "--run.steps=1", "--optimizer.warmup_steps=0")
+    config = config.model_copy(update={"records": config.records.model_copy(update={"tokens_per_step": 100_000})})
+    run = sft(config)
+    assert "rendered as chat" in (run / "log.txt").read_text()
+    export_model(build_model(config.model, Tokenizer.load(directory), config.run.seed), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    template = AutoTokenizer.from_pretrained(directory).apply_chat_template
+    total, learned = torch.zeros(()), 0
+    for one in conversations(60):
+        rendered = template(record(*one)["messages"], return_assistant_tokens_mask=True, return_dict=True)
+        ids, mask = torch.tensor(rendered["input_ids"]), torch.tensor(rendered["assistant_masks"], dtype=torch.bool)
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0)).logits[0, :-1]
+        total += cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum")
+        learned += int(mask.sum())
+    (row,) = read_metrics(run)
+    assert row["learned_tokens"] == learned
+    assert row["loss"] == pytest.approx(float(total / learned), abs=1e-5)
+
+
+def test_an_adapter_is_trained_beside_a_base(configure: Configure, tmp_path: Path) -> None:
+    base = sft(configure("--run.name=base"))
+    shared = (f"--model.path={base}", "--lora.rank=4", "--run.steps=4", "--run.name=adapter")
+    text = (tmp_path / "sft.toml").read_text()
+    (tmp_path / "lora.toml").write_text(text[: text.index("[model]")] + text[text.index("[records]") :])
+    run = sft(load_run(tmp_path / "lora.toml", SFTConfig, shared))
+    checkpoint = run / "checkpoints" / "latest"
+    assert (checkpoint / "adapter_config.json").exists()
+    assert not (checkpoint / "model.safetensors").exists()
+    rows = read_metrics(run)
+    assert rows[-1]["loss"] < read_metrics(base)[0]["loss"]
 
 
 def test_what_is_held_out_is_never_trained_on_and_its_loss_decides_the_best(
