@@ -259,6 +259,39 @@ def show(
         typer.echo(line)
 
 
+@app.command(context_settings=WITH_OVERRIDES)
+@rl.command(context_settings=WITH_OVERRIDES)
+def verifier(
+    arguments: ConfigAndOverrides,
+    prm_source: Annotated[
+        str | None,
+        typer.Option("--prm_source", help="prm800k, math_shepherd, both, or a file, directory or Hugging Face name."),
+    ] = None,
+    prm_split: Annotated[
+        str | None, typer.Option("--prm_split", help="A split, slices such as train[:1024] included.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option("--mode", help="step: a label for every step; score: 0, 0.5 or 1 for solutions.")
+    ] = None,
+) -> None:
+    """Train a verifier on steps that are labelled right or wrong.
+
+    \b
+    Example:
+      nmoe verifier configs/verifier.toml --prm_source=prm800k --prm_split=train[:1024]
+    Example, scores of whole solutions, from a file:
+      nmoe verifier configs/verifier.toml --prm_source=labelled.jsonl --mode=score
+    """
+    from nmoe.config.run import VerifierConfig
+
+    named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
+    overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    config = _configuration([*arguments, *overrides], VerifierConfig)
+    from nmoe.recipes.verifier import verifier
+
+    verifier(config)
+
+
 @env.command()
 def check(
     environment: Annotated[

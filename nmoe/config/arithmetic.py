@@ -2,21 +2,26 @@
 
 import math
 
-from nmoe.config.run import PretrainConfig, RunConfig
+from nmoe.config.run import PretrainConfig, RunConfig, VerifierConfig
 
 
 def batch_arithmetic(config: RunConfig) -> list[str]:
     """The lines to print: samples and tokens of a step, micro-batches, the run's totals, evaluations, checkpoints."""
+    supervised = True
     if isinstance(config, PretrainConfig):
         lines = _packed(config, config.data.tokens_per_step)
         evaluated = f"{config.data.held_out_documents:,} documents"
+    elif isinstance(config, VerifierConfig):
+        lines = _packed(config, config.verifier.tokens_per_step)
+        evaluated = f"at most {config.eval.problems:,} solutions"
     elif config.records is not None:
         lines, evaluated = _packed(config, config.records.tokens_per_step), "the records held out"
     else:
+        supervised = False
         lines, evaluated = _reinforcement_learning(config), f"{config.eval.problems:,} problems"
     steps, every = config.run.steps, config.eval.every_steps
     if every:
-        before = 0 if isinstance(config, PretrainConfig) or config.records is not None else 1
+        before = 0 if supervised else 1
         times, first = before + math.ceil(steps / every), "before step 1, " if before else ""
         lines.append(f"evaluation: {first}every {every:,} steps, at the end = {times:,} times {evaluated}")
     else:

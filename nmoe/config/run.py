@@ -18,6 +18,7 @@ from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.config.slices import split_path
+from nmoe.config.verifier import VerifierSection
 
 NAME = r"\w[\w.+=-]*"
 
@@ -489,6 +490,7 @@ class RunConfig(Section):
     lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
     data: DataSection | None = Field(default=None, description="text to pretrain on")
     records: RecordsSection | None = Field(default=None, description="examples to learn from")
+    verifier: VerifierSection | None = Field(default=None, description="labelled steps that a verifier learns from")
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
@@ -614,6 +616,14 @@ class RLConfig(RunConfig):
             yield Conflict(
                 "algorithm.reference_every_steps", "with a [lora] the reference is the base, which does not change"
             )
+
+
+class VerifierConfig(RunConfig):
+    """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
+
+    verifier: VerifierSection = Field(
+        default=VerifierSection(), description="labelled steps that a verifier learns from"
+    )
 
 
 C = TypeVar("C", bound=RunConfig)

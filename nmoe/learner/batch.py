@@ -152,3 +152,8 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int
         tokens += unit_tokens
     if chosen:
         yield chosen
+
+
+def alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike, for `prefixes`."""
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

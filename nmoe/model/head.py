@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nmoe.errors import UserError
 
-HeadKind = Literal["value", "reward", "step"]
+HeadKind = Literal["value", "reward", "step", "score"]
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 

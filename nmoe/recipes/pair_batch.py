@@ -13,7 +13,7 @@ import torch
 from nmoe.data.pairs import Pair
 from nmoe.data.rendering import IGNORED
 from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, alike
 
 
 def completion_batch(pairs: Sequence[Pair]) -> Batch:
@@ -47,11 +47,11 @@ def _in_pairs(
     inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]
 ) -> Batch:
     """A batch whose sequences 2 p and 2 p + 1 are pair p, the preferred one first."""
-    alike = [_common(inputs[i], inputs[i + 1]) for i in range(0, len(inputs), 2)]
+    shared = [alike(inputs[i], inputs[i + 1]) for i in range(0, len(inputs), 2)]
     return replace(
         _batch(inputs, targets, scored),
-        prefixes=tuple((pair, rows) for pair, rows in enumerate(alike) for _ in range(2)),
-        pairs=tuple((pair, preferred) for pair in range(len(alike)) for preferred in (True, False)),
+        prefixes=tuple((pair, rows) for pair, rows in enumerate(shared) for _ in range(2)),
+        pairs=tuple((pair, preferred) for pair in range(len(shared)) for preferred in (True, False)),
     )
 
 
@@ -67,8 +67,3 @@ def _batch(
         scored_T=scored_T,
         weights_T=token_weights("sequence", scored_T, lengths),
     )
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

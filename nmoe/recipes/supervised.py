@@ -47,15 +47,20 @@ class Examples(Protocol):
 @dataclass(frozen=True)
 class Held:
     """What an evaluation found: its figures among the step's metrics, a line to show, and results for eval/
-    (`nmoe.runs.ledger.Ledger.evaluation`), the first of which decides which checkpoint is the best."""
+    (`nmoe.runs.ledger.Ledger.evaluation`), the first of which decides which checkpoint is the best, with what else stands there."""
 
     metrics: Mapping[str, float]
     note: str
     results: Sequence[Mapping[str, Any]] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _no_metrics(batch: Batch, result: PassResult) -> dict[str, float]:
     return {}
+
+
+def _save_nothing(directory: Path) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Supervised:
     notes: lines about the data, shown and logged before the first step.
     evaluate: called every `eval.every_steps` steps and at the end; None where there is nothing to evaluate on.
     metrics: figures of a step beside loss, speed, optimizer and routing.
+    save_more: writes into a checkpoint's directory what belongs there beside weights, optimizer and tokenizer.
     """
 
     learner: Learner
@@ -78,10 +84,12 @@ class Supervised:
     notes: Sequence[str]
     evaluate: Callable[[], Held] | None = None
     metrics: Callable[[Batch, PassResult], Mapping[str, float]] = field(default=_no_metrics)
+    save_more: Callable[[Path], None] = field(default=_save_nothing)
 
     def save(self, directory: Path) -> None:
         self.learner.save(directory)
         self.tokenizer.save(directory)
+        self.save_more(directory)
         state = {"position": self.examples.position, "documents": self.examples.fingerprint}
         (directory / "state.json").write_text(json.dumps(state) + "\n")
 
@@ -132,7 +140,7 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
                 held = recipe.evaluate()
                 metrics |= held.metrics
                 if held.results:
-                    run.ledger.evaluation(step, {"results": list(held.results)})
+                    run.ledger.evaluation(step, {"results": list(held.results), **held.record})
                 progress.note(f"step {step}: {held.note}")
             run.ledger.metrics(step, metrics)
             if (message := expert_watch.observe(metrics)) is not None:

@@ -46,6 +46,9 @@ _SUMMARY = (
     "grad_norm",
     "mismatch_abs_mean",
     "tokens_per_second",
+    "verifier_f1",
+    "verifier_accuracy",
+    "verifier_ece",
 )
 _LAST_ALERTS = 10
 
@@ -65,6 +68,7 @@ def write_report(run: Path) -> Path:
         _steps_line(metrics),
         _section("Start and end", _ends_table(metrics)),
         _section("Evaluations", _evaluations_table(run / "eval")),
+        _section("Calibration", _calibration_table(run / "eval")),
         _section("Curves", _curves(metrics, run)),
         _section("Time per stage", _time_table(metrics)),
         _section("Last alerts", _alerts_table(read_lines(run / "alerts.jsonl"))),
@@ -138,6 +142,18 @@ def _evaluations_table(directory: Path) -> str:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not an evaluation ({error!r}); remove the file or evaluate again") from error
     return markdown_table(["step", "mode", "dataset", "problems", "value", "95% interval"], rows) if rows else ""
+
+
+def _calibration_table(directory: Path) -> str:
+    """Of the last evaluation that has one: how often what was said with some probability was so."""
+    records = [json.loads(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
+    measured = [record for record in records if "calibration" in record]
+    if not measured:
+        return ""
+    last = measured[-1]
+    rows = [[part["count"], part["probability"], part["rate"]] for part in last["calibration"]]
+    figures = f"Step {last['step']}: expected calibration error {last['ece']:.4f}, Brier score {last['brier']:.4f}.\n\n"
+    return figures + markdown_table(["judgements", "mean probability", "rate"], rows)
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]], run: Path) -> str:

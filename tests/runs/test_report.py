@@ -1,5 +1,6 @@
 """The report: its tables hold the run's numbers, its pictures exist, and the metrics it draws are documented."""
 
+import json
 import re
 from pathlib import Path
 
@@ -25,6 +26,23 @@ def run(tmp_path: Path) -> Path:
         for step in range(15):
             run.ledger.alert({"step": step, "message": f"alert {step}"})
     return tmp_path / "demo"
+
+
+def test_the_report_holds_the_last_calibration(run: Path) -> None:
+    result = {"mode": "step_accuracy", "dataset": "steps", "problems": 9, "value": 0.5, "low": 0.4, "high": 0.6}
+    for step in (18, 19):
+        record = {
+            "step": step,
+            "results": [result],
+            "calibration": [{"count": 7, "probability": 0.25, "rate": step / 100}],
+            "ece": 0.07,
+            "brier": 0.125,
+        }
+        (run / "eval" / f"step_{step:06d}.json").write_text(json.dumps(record))
+    text = write_report(run).read_text()
+    assert "Step 19: expected calibration error 0.0700, Brier score 0.1250." in text
+    assert "| 7 | 0.25 | 0.19 |" in text
+    assert "0.18" not in text
 
 
 def test_the_report_holds_the_numbers_of_the_run(run: Path) -> None:

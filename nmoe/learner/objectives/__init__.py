@@ -2,6 +2,7 @@
 
 from nmoe.learner.objectives.base import Objective, Outputs, Scored
 from nmoe.learner.objectives.cispo import cispo
+from nmoe.learner.objectives.classification import classification
 from nmoe.learner.objectives.clip import clip
 from nmoe.learner.objectives.cross_entropy import cross_entropy
 from nmoe.learner.objectives.divergence import reference_divergence
@@ -16,6 +17,7 @@ __all__ = [
     "Outputs",
     "Scored",
     "cispo",
+    "classification",
     "clip",
     "cross_entropy",
     "dppo",

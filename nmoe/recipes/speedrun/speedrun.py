@@ -20,7 +20,7 @@ from nmoe.recipes.speedrun.corpus import corpus_texts, write_conversations, writ
 from nmoe.recipes.speedrun.examination import Examination, examine
 from nmoe.recipes.speedrun.report import write_speedrun_report
 from nmoe.recipes.speedrun.stages import Stages
-from nmoe.recipes.speedrun.steps import step_texts
+from nmoe.recipes.speedrun.steps import step_texts, write_domain
 from nmoe.recipes.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.storage import storage_errors, write_atomically
@@ -110,6 +110,7 @@ class Pipeline:
             tokenizer.save(out / "tokenizer")
             write_corpus(out / "corpus.jsonl", tokenizer, seed, CORPUS_DOCUMENTS)
             ToolDocuments(tools, tokenizer).write(out / "tools.jsonl", seed, TOOL_DOCUMENTS)
+            write_domain(out, seed)
             if self._full:
                 write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)
         print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {out}/corpus.jsonl")

@@ -32,6 +32,9 @@ SHORTEST, LONGEST = 3, 5
 # Shares of solutions; the others are right.
 WRONG, UNFINISHED = 0.5, 0.1
 
+# How many solutions `write_domain` labels, and how many problems it writes.
+LABELLED, PROBLEMS = 40_000, 2_000
+
 # What can be wrong in a step, given the sum so far and the number that is next: see `_wrong_step`.
 FAULTS = ("carry", "slip", "total", "number", "skip")
 
@@ -168,6 +171,15 @@ def evaluation_text(solution: Solution) -> str:
     else:
         found = "Every step is right."
     return f"{OPENING}\n{found}\n{CLOSING} {solution.score:g}"
+
+
+def write_domain(out: Path, seed: int) -> None:
+    """Writes what configs/verifier.toml and configs/selfplay.toml read: `prm800k/` with both phases, and `problems.json`."""
+    (out / "prm800k").mkdir(exist_ok=True)
+    write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 8, "train", phase=1)
+    write_prm800k(out / "prm800k/phase2_train.jsonl", seed, LABELLED, "train", phase=2)
+    write_prm800k(out / "prm800k/phase2_test.jsonl", seed, LABELLED // 40, "eval", phase=2)
+    write_problems(out / "problems.json", seed, PROBLEMS, "train")
 
 
 def write_prm800k(path: Path, seed: int, count: int, split: Split, phase: Literal[1, 2] = 2) -> None:

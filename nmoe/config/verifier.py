@@ -1,0 +1,62 @@
+"""The settings of [verifier]: which labelled steps a verifier is trained on, and what it is to say."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict, DataPath, Section
+
+
+class VerifierSection(Section):
+    """[verifier]: labelled steps, and the verifier that learns from them."""
+
+    prm_source: str = Field(
+        default="prm800k",
+        min_length=1,
+        description="`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise "
+        "ones; `--prm_source=` on the command",
+    )
+    prm_split: str = Field(
+        default="train",
+        min_length=1,
+        description="split, slices such as `train[:1024]` included; `--prm_split=` on the command",
+    )
+    mode: Literal["step", "score"] = Field(
+        default="step",
+        description="step: a label for every step; score: 0, 0.5 or 1 for whole solutions; `--mode=` on the command",
+    )
+    head: Literal["generative", "discriminative"] = Field(
+        default="generative",
+        description="generative: the label is what the model answers; discriminative: a head reads the ends of the steps",
+    )
+    neutral: Literal["positive", "negative", "own"] = Field(
+        default="positive",
+        description="what a neutral step counts as; own: a label of its own, for a generative verifier",
+    )
+    language_weight: float = Field(
+        default=0.0, ge=0, description="weight of predicting the tokens of right steps, beside judging them; 0: off"
+    )
+    prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="openai/prm800k",
+        description="where PRM800K lies: a directory with phase1_train.jsonl and the like, or in a copy of its repository",
+    )
+    math_shepherd: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="peiyi9979/Math-Shepherd",
+        description="where Math-Shepherd lies: a file, directory or Hugging Face name",
+    )
+    held_out_source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `prm_source`, to evaluate on; default: a share of the problems, which is kept from training",
+    )
+    held_out_split: str = Field(default="test", min_length=1, description="the split of `held_out_source`")
+    held_out_share: float = Field(
+        default=0.1, gt=0, lt=1, description="share of the problems to evaluate on, where there is no `held_out_source`"
+    )
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.neutral == "own" and (self.head, self.mode) != ("generative", "step"):
+            yield Conflict("neutral", 'own is a third label of steps, for head = "generative" and mode = "step" alone')

@@ -1,0 +1,25 @@
+"""Classes told apart by a head, and beside them what the tokens say: `loss = sum_n w_n * -log p(label_n)`."""
+
+# Shapes: N scored tokens, K classes.
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.learner.objectives.base import Outputs, Scored, need
+
+
+def classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted cross-entropy in nats. `labels_N` are class indices, of which the head's outputs are the logits; where one is -1
+    it is the token that is predicted, as in the joint objective of verifiers (Cobbe et al. 2021, arXiv:2110.14168, section 4.2).
+    Reports the probability of the label or token."""
+    logits_NK = need(outputs.head_NK, "head")
+    labels_N = need(scored.labels_N, "labels_T").long()
+    classes_N = -F.cross_entropy(logits_NK, labels_N.clamp(min=0), reduction="none")
+    # Not multiplied by a mask: without a vocabulary the log-probabilities are NaN.
+    logprobs_N = torch.where(labels_N >= 0, classes_N, outputs.logprobs_N.to(classes_N))
+    if outputs.logprobs_N.requires_grad is False and bool((labels_N < 0).any()):
+        raise ValueError("tokens are to be predicted by a learner that trains its head alone")
+    return -(scored.weights_N * logprobs_N).sum(), {"label_probability": logprobs_N.detach().exp()}
