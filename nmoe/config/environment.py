@@ -35,6 +35,7 @@ DatasetTask = Literal[
     "mbpp",
     "code_edit",
     "file_search",
+    "open",
 ]
 """Tasks that can grade the records of a dataset."""
 
@@ -385,6 +386,10 @@ class EnvironmentSettings(Section):
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
         yield from duplicates("rewards", (reward.name for reward in self.rewards))
+        if "open" in task_types(self.task_pool) and not self._rewards_open_problems():
+            yield Conflict(
+                "task_pool", "open problems have no right answer that correctness could reward; add [[rewards]]"
+            )
         if not any(reward.weight for reward in self.rewards):
             stages = () if self.curriculum is None else self.curriculum.stages
             weighed = {f"curriculum.stages.{index}.weights": stage.weights for index, stage in enumerate(stages)}
@@ -393,6 +398,13 @@ class EnvironmentSettings(Section):
             for key, weights in weighed.items():
                 if weights.all_zero:
                     yield Conflict(key, "all weights are 0, so that every reward would be 0")
+
+    def _rewards_open_problems(self) -> bool:
+        """Whether anything is rewarded beside the answers being right."""
+        stages = () if self.curriculum is None else self.curriculum.stages
+        weights = [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
+        beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in weights)
+        return beside or any(reward.weight for reward in self.rewards)
 
 
 def task_types(pool: TaskPool) -> set[str]:

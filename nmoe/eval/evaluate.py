@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.environment import task_types
 from nmoe.engine.api import Engine
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, wilson
@@ -14,6 +15,7 @@ from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.runtime import ToolRuntime
 
 
@@ -55,6 +57,7 @@ def evaluate(
     One sample per problem gives pass@1 with Wilson's interval; several give the mean over samples with an interval
     clustered by problem, and pass@k for k = samples: the share of problems that any sample solved.
     """
+    refuse_open_problems(environment)
     groups = sample_problems(
         engine,
         environment,
@@ -104,6 +107,15 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
         if len(found) == count:
             break
     return list(found.values())
+
+
+def refuse_open_problems(environment: Environment) -> None:
+    """Raises UserError for problems that have no right answer, of which a rate of right ones says nothing."""
+    if not all(TASKS[name].has_gold for name in task_types(environment.settings.task_pool)):
+        raise UserError(
+            f"environment {environment.settings.env_id!r} has open problems, without a right answer: there is no rate of right "
+            "ones to report; `reward/NAME` in a run's metrics are what its [[rewards]] say"
+        )
 
 
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
@@ -165,6 +177,7 @@ def evaluate_command(
         raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
     scorer = None if best_of is None else load_scorer(best_of)
     with open_subject(checkpoint, environment, problems, on_held_out=True) as subject:
+        refuse_open_problems(subject.environment)
         groups = subject.sample(problems, samples, temperature, seed)
         env_id = subject.environment.settings.env_id
         if scorer is None:

@@ -75,6 +75,10 @@ def report(environment: Environment, trajectories: Sequence[Trajectory]) -> Iter
     yield "           ended in " + ", ".join(f"{ended[name]} {name}" for name in FAILURES if ended[name])
     yield f"           {tokens:.0f} tokens in the mean"
     yield f"reasoning  {_rate([t.grade.extras['reasoning_ok'] == 1 for t in trajectories])} reason before they answer, in form"
+    if not all(TASKS[t.problem.task_type].has_gold for t in trajectories):
+        yield "           open problems: no answer is right or wrong"
+        yield _advice(sum(formed), count)
+        return
     yield f"           {_rate([t.grade.extras['correctness'] == 1 for t in trajectories])} are right, in form"
     if not any(TASKS[t.problem.task_type].needs_sandbox for t in trajectories):
         found = asyncio.run(_right_anywhere(environment, trajectories))

@@ -143,6 +143,9 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         if not shown:
             shown = True
             yield from _rendered(environment, tokenizer, problem, right)
+        if not TASKS[problem.task_type].has_gold:
+            yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
+            continue
         yield f"problem {problem.id}, gold {_short(problem.gold)}"
         yield f"  right answer {_short(right.answer)}: {right.said}"
         yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
@@ -210,6 +213,8 @@ def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
 def _stand_in(name: str, pool: TaskPool) -> Problem | None:
     """A problem in place of those of a dataset that is not here; None where its task can not pose it."""
     assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
+    if not TASKS[pool.task_type].has_gold:
+        return Problem(f"{name}/stand-in", pool.task_type, _STAND_IN[0], "", name)
     if TASKS[pool.task_type].own_records:
         record = _STAND_IN_RECORDS.get(pool.task_type)
         return None if record is None else record_order(name, pool, [("stand-in", record)], "stand-in").at(0)

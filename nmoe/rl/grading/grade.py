@@ -116,7 +116,7 @@ async def grade_reading(
     structure = sum(reading.structure) / len(reading.structure) if finished else 0.0
     tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
     verdict = None
-    if finished and reading.answer_counts and answer is not None:
+    if finished and reading.answer_counts and answer is not None and task.has_gold:
         opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
         verdict = await task.verify(problem, Attempt(answer, opened, tool_events, sandboxes))
         if verdict.outcome == "error":

@@ -27,22 +27,22 @@ GOLD_FIELDS = ("answer", "label", "reward_spec.ground_truth", "reward_model.grou
 
 @dataclass(frozen=True)
 class Fields:
-    """`Fields("prompt", "reward_spec.ground_truth")`."""
+    """`Fields("prompt", "reward_spec.ground_truth")`; without a gold answer `Fields("prompt", None)`."""
 
     question: str
-    gold: str
+    gold: str | None
 
     def __str__(self) -> str:
-        return f"question from {self.question!r}, gold from {self.gold!r}"
+        return f"question from {self.question!r}" + ("" if self.gold is None else f", gold from {self.gold!r}")
 
 
-def fields_of(settings: DatasetKeys, record: Mapping[str, Any]) -> Fields:
+def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) -> Fields:
     """What the settings name, and for the rest what the record has. Raises UserError where it has none of the known fields, or
     several."""
-    return Fields(
-        settings.problem_field or _found(record, QUESTION_FIELDS, "problem_field"),
-        settings.answer_field or _found(record, GOLD_FIELDS, "answer_field"),
-    )
+    question = settings.problem_field or _found(record, QUESTION_FIELDS, "problem_field")
+    if not has_gold:
+        return Fields(question, None)
+    return Fields(question, settings.answer_field or _found(record, GOLD_FIELDS, "answer_field"))
 
 
 def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, ...], str]:

@@ -32,12 +32,13 @@ def record_order(
 
     `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.
     """
+    task = TASKS[settings.task_type]
     problems: list[Problem] = []
     fields: Fields | None = None
     for where, record in islice(records, settings.max_examples):
         try:
-            if fields is None and not TASKS[settings.task_type].own_records:
-                fields = fields_of(settings, record)
+            if fields is None and not task.own_records:
+                fields = fields_of(settings, record, task.has_gold)
             problems.append(_problem(name, settings, fields, len(problems), record, columns))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
@@ -70,7 +71,9 @@ def _problem(
         question, gold, metadata = read
     else:
         history, asked = question_of(record, fields.question)
-        answer = extract_gold(settings.gold_extractor, gold_of(record, fields.gold, task.gold_types))
+        answer = ""
+        if fields.gold is not None:
+            answer = extract_gold(settings.gold_extractor, gold_of(record, fields.gold, task.gold_types))
         question, gold, metadata = task.pose(asked, answer, record)
     commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
     metadata = {"record": index, **commits, **metadata}
@@ -97,7 +100,7 @@ def _plain(value: Any) -> Any:
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """The fields of a record that have to be there, and those that are read where they are; None where only the records tell."""
     task = TASKS[settings.task_type]
-    needed = () if task.own_records else (settings.problem_field, settings.answer_field)
+    needed = () if task.own_records else (settings.problem_field, settings.answer_field)[: 1 + task.has_gold]
     if not all(field is not None and "." not in field for field in needed):
         return None
     return tuple(filter(None, needed)), (*task.record_fields, *COMMITS)

@@ -11,6 +11,7 @@ from nmoe.rl.tasks.gsm8k import Gsm8kTask
 from nmoe.rl.tasks.humaneval import HumanEvalTask
 from nmoe.rl.tasks.math import MathTask
 from nmoe.rl.tasks.mbpp import MbppTask
+from nmoe.rl.tasks.open import OpenTask
 from nmoe.rl.tasks.prm import PrmSolutionTask, PrmStepTask
 from nmoe.rl.tasks.proof import ProofGenerationTask
 from nmoe.rl.tasks.reasoning_gym import ReasoningGymTask
@@ -49,6 +50,7 @@ DATASET_TASKS: dict[str, Task] = {
     "prm_step": PrmStepTask(),
     "prm_solution": PrmSolutionTask(),
     **CODE_TASKS,
+    "open": OpenTask(),
 }
 
 TASKS: dict[str, Task] = {

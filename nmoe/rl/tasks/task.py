@@ -55,6 +55,10 @@ class Task(Protocol):
         `pose` has the rest. Raises UserError for a record that is none."""
 
     @property
+    def has_gold(self) -> bool:
+        """Whether there is a right answer, which `verify` compares with."""
+
+    @property
     def own_records(self) -> bool:
         """Whether `read_record` reads the task's records, by `record_fields` alone."""
 
@@ -97,6 +101,7 @@ class QuestionTask:
     """What most tasks share: the question is one user message, and a record is no more than its question and gold."""
 
     needs_sandbox = False
+    has_gold = True
     own_records = False
     record_fields: tuple[str, ...] = ()
     gold_types: tuple[type, ...] = (str,)
