@@ -27,13 +27,15 @@ _PLOTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 def write_speedrun_report(
     out: Path,
+    course: str,
     summary: Mapping[str, float | int],
     stages: Sequence[StageRecord],
     metrics: Sequence[Mapping[str, Any]],
     before: Examination,
     after: Examination,
 ) -> Path:
-    """Writes `out/report.md` and `out/plots/*.png`; returns the report's path."""
+    """Writes `out/report.md` and `out/plots/*.png`; returns the report's path. `course` says what made the trained model of the
+    base."""
     with storage_errors(out):
         (out / "plots").mkdir(exist_ok=True)
     pictures = []
@@ -48,8 +50,8 @@ def write_speedrun_report(
     sampled_tokens = sum(row["time_rollout_s"] * row["tokens_per_second"] for row in metrics)
     parts = [
         f"# Speedrun, seed {summary['seed']}\n",
-        "A small mixture-of-experts base, pretrained on a corpus that knows three skills badly, then post-trained by "
-        "reinforcement learning alone from verifiable rewards. Problems are held out: neither stage met any of them. "
+        f"A small mixture-of-experts base, pretrained on a corpus that knows three skills badly, then {course}. "
+        "Problems are held out: no stage met any of them. "
         "Longer ones have a digit more than any that reinforcement learning trained on; the base has met their length, not their "
         "questions. Brackets are 95% intervals.\n",
         "## What was learned\n",

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, load_run
+from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig, load_run
 from nmoe.errors import UserError
 from nmoe.recipes.grpo import train
 from nmoe.recipes.pretrain import pretrain
@@ -22,6 +22,7 @@ from nmoe.recipes.speedrun.report import write_speedrun_report
 from nmoe.recipes.speedrun.stages import Stages
 from nmoe.recipes.speedrun.steps import step_texts, write_domain
 from nmoe.recipes.speedrun.tool_corpus import ToolDocuments, tool_texts
+from nmoe.recipes.verifier import verifier
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.text.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ class Pipeline:
             ("mid-training on a mixture", self.midtraining, True),
             ("supervised fine-tuning", self.fine_tuning, True),
             ("reinforcement learning", self.reinforcement_learning, False),
+            ("training a verifier of steps", self.verifier, True),
             ("evaluation", self.evaluation, False),
         ]
         return [(name, work) for name, work, added in stages if self._full or not added]
@@ -96,6 +98,11 @@ class Pipeline:
             "speedrun_sft",
             SFTConfig,
             {"model.path": str(self._out / "midtraining"), "records.path": str(self._out / "conversations.jsonl")},
+        )
+        self._verifier = self._load(
+            "verifier",
+            VerifierConfig,
+            {"model.path": str(self._out / "base"), "verifier.prm800k": str(self._out / "prm800k")},
         )
 
     def tokenizer_and_corpus(self) -> Figures:
@@ -130,6 +137,10 @@ class Pipeline:
         last = read_metrics(train(self._rl))[-1]
         return {"correctness of the last step": last["correctness"]}
 
+    def verifier(self) -> Figures:
+        last = read_metrics(verifier(self._verifier))[-1]
+        return {"held-out F1": last["verifier_f1"], "accuracy of steps": last["verifier_accuracy"]}
+
     def evaluation(self) -> Figures:
         before, after = (
             examine(self._out / run, self._rl, ROOT / "environments/skills_longer.toml", self._seed)
@@ -160,7 +171,7 @@ class Pipeline:
             "seed": self._seed,
         }
         write_atomically(self._out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-        report = write_speedrun_report(self._out, summary, stages.done, metrics, before, after)
+        report = write_speedrun_report(self._out, _COURSE[self._full], summary, stages.done, metrics, before, after)
         print(
             f"\nheld-out correctness {summary['base_correctness']:.1%} -> {summary['trained_correctness']:.1%}, "
             f"format {summary['base_format_ok']:.1%} -> {summary['format_ok']:.1%}, "
@@ -179,4 +190,9 @@ class Pipeline:
         return load_run(ROOT / f"configs/{name}.toml", schema, arguments)
 
 
+_COURSE = {
+    False: "post-trained by reinforcement learning alone from verifiable rewards",
+    True: "mid-trained on a mixture, fine-tuned on conversations in good form whose answers are mostly wrong, and post-trained by "
+    "reinforcement learning from verifiable rewards",
+}
 _EXAMINATIONS = TypeAdapter(list[Examination])
