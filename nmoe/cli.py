@@ -89,7 +89,7 @@ def reinforcement_learning() -> None:
 
 @data.callback()
 def datasets() -> None:
-    """Look at datasets: what their records are taken for, and which of their tokens are learned.
+    """Look at datasets: what their records are taken for, and which of their tokens are learned; sample preference pairs.
 
     \b
     Example:
@@ -137,6 +137,38 @@ def sft(arguments: ConfigAndOverrides) -> None:
     from nmoe.recipes.sft import sft
 
     sft(config)
+
+
+@app.command(context_settings=WITH_OVERRIDES)
+def dpo(arguments: ConfigAndOverrides) -> None:
+    """Train a policy on preference pairs, by DPO or one of its kin.
+
+    \b
+    Example:
+      nmoe dpo configs/dpo.toml --preference.loss=ipo
+    """
+    from nmoe.config.run import PreferenceConfig
+
+    config = _configuration(arguments, PreferenceConfig)
+    from nmoe.recipes.dpo import dpo
+
+    dpo(config)
+
+
+@app.command(context_settings=WITH_OVERRIDES)
+def reward(arguments: ConfigAndOverrides) -> None:
+    """Train a reward model on preference pairs.
+
+    \b
+    Example:
+      nmoe reward configs/reward.toml --records.path=pairs.jsonl
+    """
+    from nmoe.config.run import PreferenceConfig
+
+    config = _configuration(arguments, PreferenceConfig)
+    from nmoe.recipes.reward_model import train_reward_model
+
+    train_reward_model(config)
 
 
 @rl.command(context_settings=WITH_OVERRIDES)
@@ -348,6 +380,32 @@ def gc(
 
     for line in collect(workspaces_root(), dry_run=dry_run):
         typer.echo(line)
+
+
+@data.command()
+def pairs(
+    checkpoint: Checkpoint,
+    environment: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ENVIRONMENT", help="The environment that grades: a TOML file, a directory, a packaged name."
+        ),
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write the pairs.")],
+    problems: Annotated[int, typer.Option(min=1, help="How many problems.")] = 1000,
+    samples: Annotated[int, typer.Option(min=2, help="Completions of each problem.")] = 8,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+) -> None:
+    """Sample preference pairs from a checkpoint: of each problem a completion that the environment finds right, and a wrong one.
+
+    \b
+    Example:
+      nmoe data pairs runs/speedrun/base environments/skills.toml pairs.jsonl --problems 2000 --samples 6
+    """
+    from nmoe.recipes.sampled_pairs import write_pairs
+
+    typer.echo(write_pairs(checkpoint, environment, file, problems, samples, temperature, seed))
 
 
 @app.command("eval")

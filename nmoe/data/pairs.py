@@ -93,14 +93,34 @@ def _pair(record: Preference, renderer: Renderer, chosen: Messages, rejected: Me
 
 
 @dataclass(frozen=True)
-class PairData:
+class Pairs:
     """What was read of a dataset: its pairs, and lines that say what it was read as and what was left out."""
 
     pairs: list[Pair]
     notes: list[str]
 
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all tokens and labels."""
+        digest = hashlib.sha256()
+        for pair in self.pairs:
+            for side in pair.sides:
+                digest.update(np.array([len(side.ids), *side.ids, *side.labels]).tobytes())
+        return digest.hexdigest()
 
-def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, context_tokens: int) -> PairData:
+    def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
+        """Most pairs, and a `share` of them, one at least, drawn by the seed. Raises UserError where none is left."""
+        count = max(1, round(share * len(self.pairs)))
+        drawn = set(random.Random(f"held out/{seed}").sample(range(len(self.pairs)), count))
+        parts: tuple[list[Pair], list[Pair]] = [], []
+        for number, pair in enumerate(self.pairs):
+            parts[number in drawn].append(pair)
+        if not parts[0]:
+            raise UserError(f"of {len(self.pairs)} pairs a share of {share:g} held out leaves none to train on")
+        return Pairs(parts[0], self.notes), Pairs(parts[1], [])
+
+
+def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, context_tokens: int) -> Pairs:
     """The pairs of a dataset's preference records. Those with a side longer than the context are left out and counted, as are those
     that `make` has no use for. Raises UserError, with file and line, for any record that is no preference, and where no pair is
     left."""
@@ -126,38 +146,4 @@ def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, co
             notes.append(f"left out: {len(places):,} pairs {why}, the first at {places[0]}")
     if not pairs:
         raise UserError(f"{settings.path}: no pair is left to train on; {'; '.join(notes[1:])}")
-    return PairData(pairs, notes)
-
-
-class PairStream:
-    """Pairs in an order that is a pure function of (seed, epoch), handed out by a token budget.
-
-    position: how many were handed out; whoever sets it goes on from there. fingerprint: a digest of all tokens and labels.
-    """
-
-    def __init__(self, pairs: list[Pair], seed: int) -> None:
-        self._pairs = pairs
-        self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
-        self.position = 0
-        digest = hashlib.sha256()
-        for pair in pairs:
-            for side in pair.sides:
-                digest.update(np.array([len(side.ids), *side.ids, *side.labels]).tobytes())
-        self.fingerprint = digest.hexdigest()
-
-    def take(self, tokens: int) -> list[int]:
-        """The numbers of the next pairs: as many as stay within `tokens`, at least one."""
-        taken: list[int] = []
-        while True:
-            epoch, place = divmod(self.position, len(self._pairs))
-            if self._order[0] != epoch:
-                order = list(range(len(self._pairs)))
-                random.Random(f"{self._seed}/{epoch}").shuffle(order)
-                self._order = (epoch, order)
-            number = self._order[1][place]
-            tokens -= self._pairs[number].tokens
-            if taken and tokens < 0:
-                return taken
-            taken.append(number)
-            self.position += 1
+    return Pairs(pairs, notes)

@@ -25,8 +25,6 @@ def write_pairs(
 ) -> str:
     """Writes one line of `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair, and says
     how many those are. Raises UserError where none does, and for a format that has no messages."""
-    if samples < 2:
-        raise UserError("a pair is made of two samples of a problem; ask for more with --samples N")
     with open_subject(checkpoint, environment, problems, on_held_out=False) as subject:
         if subject.environment.settings.format == "boxed":
             raise UserError(f'{environment}: format = "boxed" has no messages to write a pair as')

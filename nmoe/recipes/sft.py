@@ -23,7 +23,7 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
-from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.recipes.supervised import Held, Supervised, held_out_source, supervise
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -92,7 +92,9 @@ def sft(config: SFTConfig) -> Path:
         config.records.path,
         next_batch=next_batch,
         notes=notes,
-        evaluate=None if held_out is None else lambda: held_out_loss(learner, held_out, _held_out_source(config)),
+        evaluate=None
+        if held_out is None
+        else lambda: held_out_loss(learner, held_out, held_out_source(config.records)),
         metrics=lambda batch, result: {
             "learned_tokens": float(batch.scored_T.sum()),
             "packing_utilisation": batch.tokens / config.records.tokens_per_step,
@@ -115,7 +117,3 @@ def _read(config: SFTConfig, tokenizer: Tokenizer, context_tokens: int) -> tuple
         examples, held_out = examples.split(records.held_out, config.run.seed)
         return examples, held_out, [*notes, f"held out: {held_out.records:,} records = {len(held_out):,} sequences"]
     return examples, None, notes
-
-
-def _held_out_source(config: SFTConfig) -> str:
-    return config.records.held_out_path or f"{config.records.path}, {config.records.held_out:g} of it"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from nmoe.config import to_toml
 from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.dataset import RecordsSection
 from nmoe.config.run import RunConfig
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
@@ -157,3 +158,8 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
                 progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                 raise KeyboardInterrupt
     return run.path
+
+
+def held_out_source(records: RecordsSection) -> str:
+    """What the held-out records are called in results."""
+    return records.held_out_path or f"{records.path}, {records.held_out:g} of it"

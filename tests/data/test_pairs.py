@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nmoe.config.dataset import DatasetSettings
-from nmoe.data.pairs import PairData, PairStream, answer_pair, completion_pair, read_pairs
+from nmoe.data.pairs import Pairs, answer_pair, completion_pair, read_pairs
 from nmoe.data.rendering import make_renderer
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def turn(thought: str, answer: str) -> list[dict[str, str]]:
 
 def read(
     path: Path, tokenizer: Tokenizer, *records: dict[str, Any], make: Any = completion_pair, context: int = 64
-) -> PairData:
+) -> Pairs:
     path.write_text("\n".join(map(json.dumps, records)))
     return read_pairs(DatasetSettings(path=str(path)), make_renderer(tokenizer), make, context)
 
@@ -108,20 +108,17 @@ def test_a_side_of_reasoning_alone_has_nothing_to_judge(tmp_path: Path, tokenize
         read(tmp_path / "p.jsonl", tokenizer, PLAIN | {"chosen": "<think>12</think>"}, make=answer_pair)
 
 
-def test_pairs_are_handed_out_whole_epochs_in_an_order_of_their_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    records = [PLAIN | {"rejected": str(number)} for number in range(100, 110)]
-    pairs = read(tmp_path / "p.jsonl", tokenizer, *records).pairs
-    each = pairs[0].tokens
-    stream = PairStream(pairs, seed=1)
-    first = [stream.take(2 * each) for _ in range(5)]
-    assert all(len(taken) == 2 for taken in first)
-    assert sorted(number for taken in first for number in taken) == list(range(10))
-    second = [stream.take(2 * each) for _ in range(5)]
-    assert sorted(number for taken in second for number in taken) == list(range(10))
-    assert first != second
-    assert len(stream.take(1)) == 1  # however small the budget
-    assert stream.position == 21
-    again = PairStream(pairs, seed=1)
-    again.position = 10
-    assert [again.take(2 * each) for _ in range(5)] == second
-    assert again.fingerprint == stream.fingerprint != PairStream(pairs[::-1], seed=1).fingerprint
+def test_pairs_are_held_out_by_the_seed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    records = [PLAIN | {"rejected": str(number)} for number in range(100, 120)]
+    pairs = read(tmp_path / "p.jsonl", tokenizer, *records)
+    kept, held_out = pairs.split(0.25, seed=1)
+    assert len(held_out.pairs) == 5
+    assert sorted(pair.where for part in (kept, held_out) for pair in part.pairs) == sorted(
+        pair.where for pair in pairs.pairs
+    )
+    assert pairs.split(0.25, seed=1)[1].pairs == held_out.pairs != pairs.split(0.25, seed=2)[1].pairs
+    assert (
+        len({pairs.fingerprint, kept.fingerprint, held_out.fingerprint, pairs.split(0.25, seed=1)[0].fingerprint}) == 3
+    )
+    with pytest.raises(UserError, match=r"of 20 pairs a share of 0\.99 held out leaves none to train on"):
+        pairs.split(0.99, seed=1)

@@ -41,17 +41,32 @@ PreferenceLoss = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"]
 NORMALISED = ("sigmoid_norm", "ipo")
 
 
-def preference_loss(difference_P: Tensor, loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """The loss L of each pair, `[P]`, from the difference h of its log ratios in nats, normalised or not."""
-    scaled_P = beta * difference_P
+def preference_loss(margin_P: Tensor, loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """The loss L of each pair, `[P]`, from the difference b h of its implicit rewards."""
     if loss == "hinge":
-        return F.relu(1 - scaled_P)
+        return F.relu(1 - margin_P)
     if loss == "ipo":
-        return (difference_P - 1 / (2 * beta)).square()
-    right_P, flipped_P = -F.logsigmoid(scaled_P), -F.logsigmoid(-scaled_P)
+        return (margin_P / beta - 1 / (2 * beta)).square()
+    right_P, flipped_P = -F.logsigmoid(margin_P), -F.logsigmoid(-margin_P)
     if loss == "robust":
         return ((1 - label_smoothing) * right_P - label_smoothing * flipped_P) / (1 - 2 * label_smoothing)
     return (1 - label_smoothing) * right_P + label_smoothing * flipped_P
+
+
+def implicit_rewards(
+    logprobs_N: Tensor,
+    reference_logprobs_N: Tensor,
+    sequence_N: Tensor,
+    sequences: int,
+    loss: PreferenceLoss,
+    beta: float,
+) -> Tensor:
+    """b log pi(y) / pi_ref(y) of every sequence, `[B]`: the reward under which pi is optimal, up to a term of the prompt alone
+    (arXiv:2305.18290, eq. 5). Over its tokens where the loss is of means."""
+    ratio_B = sequence_sums(logprobs_N - reference_logprobs_N, sequence_N, sequences)
+    if loss in NORMALISED:
+        ratio_B = ratio_B / sequence_sums(torch.ones_like(logprobs_N), sequence_N, sequences)
+    return beta * ratio_B
 
 
 def dpo(loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0, sft_weight: float = 0.0) -> Objective:
@@ -64,15 +79,12 @@ def dpo(loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0, sft_wei
         preferred, other = pair_sides(scored.pairs)
         sequences = len(scored.pairs)
         logprobs_N = outputs.logprobs_N
-        ratio_B = sequence_sums(
-            logprobs_N - need(scored.reference_logprobs_N, "reference_logprobs"), sequence_N, sequences
-        )
-        tokens_B = sequence_sums(torch.ones_like(logprobs_N), sequence_N, sequences)
-        if loss in NORMALISED:
-            ratio_B = ratio_B / tokens_B
+        reference_N = need(scored.reference_logprobs_N, "reference_logprobs")
+        reward_B = implicit_rewards(logprobs_N, reference_N, sequence_N, sequences, loss, beta)
         weight_B = sequence_sums(scored.weights_N, sequence_N, sequences)
-        loss_P = preference_loss(ratio_B[preferred] - ratio_B[other], loss, beta, label_smoothing)
+        loss_P = preference_loss(reward_B[preferred] - reward_B[other], loss, beta, label_smoothing)
         if sft_weight > 0:
+            tokens_B = sequence_sums(torch.ones_like(logprobs_N), sequence_N, sequences)
             mean_B = sequence_sums(logprobs_N, sequence_N, sequences) / tokens_B
             loss_P = loss_P - sft_weight * mean_B[preferred]
         return ((weight_B[preferred] + weight_B[other]) * loss_P).sum(), {}

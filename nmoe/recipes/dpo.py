@@ -1,0 +1,107 @@
+"""Direct preference optimization: the policy itself becomes the reward model of preference pairs. `nmoe dpo CONFIG`
+
+Rafailov et al. 2023 (arXiv:2305.18290), with the losses of `nmoe.learner.objectives.dpo`. The reference is the policy that the run
+starts from, whether its weights are trained or an adapter beside them: it scores every pair once, before the first step.
+"""
+
+# Shapes: N scored tokens, B sequences, two of each pair.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nmoe.config.run import PreferenceConfig
+from nmoe.data.pairs import Pair, completion_pair
+from nmoe.learner.batch import Batch
+from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.objectives.dpo import dpo as dpo_objective
+from nmoe.learner.objectives.dpo import implicit_rewards
+from nmoe.recipes.pair_batch import completion_batch
+from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
+from nmoe.recipes.supervised import Held, Supervised, supervise
+
+# Of one batch of the reference, whose log-probabilities are then put away.
+REFERENCE_TOKENS = 2**20
+
+
+def dpo(config: PreferenceConfig) -> Path:
+    """Runs the configuration to its last step and returns the run directory."""
+    threads = set_threads(config)
+    tokenizer = load_tokenizer(config.model)
+    model = build_model(config.model, tokenizer, config.run.seed)
+    lora = add_adapter(config, model)
+    data = read_preferences(config, tokenizer, completion_pair, model.config.context_tokens)
+    config = with_steps(config, data.stream.packs_per_epoch)
+    learner = Learner(
+        model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
+    )
+    # Before a resumption loads what was trained: these are the weights that the run began with.
+    reference = [logprobs_N for part in _parts(data.pairs) for logprobs_N in _logprobs(learner, part)]
+    held_out = _with_logprobs(learner, data.held_out) if data.held_out else None
+    settings = config.preference
+
+    def next_batch() -> Batch:
+        taken = data.take()
+        batch = completion_batch([data.pairs[number] for number in taken])
+        return batch.with_reference(torch.cat([reference[number] for number in taken]))
+
+    def rewards(batch: Batch, logprobs_N: Tensor) -> Tensor:
+        assert batch.reference_logprobs_T is not None, "every batch has the reference's word on it"
+        return implicit_rewards(
+            logprobs_N,
+            batch.reference_logprobs_T[batch.scored_T],
+            batch.sequence_ids()[batch.scored_T],
+            len(batch.lengths),
+            settings.loss,
+            settings.beta,
+        )
+
+    def metrics(batch: Batch, result: PassResult) -> dict[str, float]:
+        return reward_metrics(rewards(batch, result.tokens["logprobs"]))
+
+    def evaluate() -> Held:
+        assert held_out is not None, "called where pairs are held out"
+        return held_out_pairs(rewards(held_out, learner.logprobs(held_out).result()), config)
+
+    recipe = Supervised(
+        learner,
+        tokenizer,
+        dpo_objective(settings.loss, settings.beta, settings.label_smoothing, settings.sft_weight),
+        data.stream,
+        config.records.path,
+        next_batch=next_batch,
+        notes=data.notes,
+        evaluate=None if held_out is None else evaluate,
+        metrics=metrics,
+    )
+    return supervise(config, threads, recipe)
+
+
+def _parts(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    part: list[Pair] = []
+    tokens = 0
+    for pair in pairs:
+        if part and tokens + pair.tokens > REFERENCE_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append(pair)
+        tokens += pair.tokens
+    yield part
+
+
+def _with_logprobs(learner: Learner, pairs: Sequence[Pair]) -> Batch:
+    batch = completion_batch(pairs)
+    return batch.with_reference(learner.logprobs(batch).result())
+
+
+def _logprobs(learner: Learner, pairs: Sequence[Pair]) -> Sequence[Tensor]:
+    """Of every pair the log-probabilities of the scored tokens of both sides, one behind the other, under the present weights."""
+    batch = completion_batch(pairs)
+    scored_B = [int(part.sum()) for part in batch.scored_T.split(list(batch.lengths))]
+    per_pair = [chosen + rejected for chosen, rejected in zip(scored_B[0::2], scored_B[1::2], strict=True)]
+    return learner.logprobs(batch).result().split(per_pair)

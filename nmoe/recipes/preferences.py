@@ -1,0 +1,88 @@
+"""What recipes over preference pairs share: reading the pairs, the figures of a step, and the accuracy on pairs held out."""
+
+# Shapes: B sequences, two of each of P pairs, the preferred one first.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nmoe.config.run import PreferenceConfig
+from nmoe.data.packing import PackedStream
+from nmoe.data.pairs import MakePair, Pair, read_pairs
+from nmoe.data.rendering import make_renderer
+from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.statistics import wilson
+from nmoe.recipes.supervised import Held, held_out_source
+from nmoe.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Pairs to train on, the stream that hands out their numbers, pairs to evaluate on (none where none are held out), and what
+    to say of them all."""
+
+    pairs: list[Pair]
+    stream: PackedStream
+    held_out: list[Pair]
+    notes: list[str]
+
+    def take(self) -> list[int]:
+        """The numbers of the next step's pairs."""
+        return self.stream.take()
+
+
+def read_preferences(
+    config: PreferenceConfig, tokenizer: Tokenizer, make: MakePair, context_tokens: int
+) -> Preferences:
+    """Raises UserError as `nmoe.data.pairs.read_pairs` does."""
+    records, seed = config.records, config.run.seed
+    renderer = make_renderer(tokenizer, records.format)
+    read = read_pairs(records, renderer, make, context_tokens)
+    notes, held_out = list(read.notes), []
+    if records.held_out_path is not None:
+        settings = records.model_copy(update={"path": records.held_out_path, "data_files": ()})
+        other = read_pairs(settings, renderer, make, context_tokens)
+        held_out = other.pairs
+        notes += [f"held out: {note}" for note in other.notes]
+    elif records.held_out > 0:
+        read, drawn = read.split(records.held_out, seed)
+        held_out = drawn.pairs
+        notes.append(f"held out: {len(held_out):,} of them")
+    lengths = [pair.tokens for pair in read.pairs]
+    stream = PackedStream(lengths, records.tokens_per_step, seed, read.fingerprint)
+    notes.append(
+        f"packing: {len(read.pairs):,} pairs in {stream.packs_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full"
+    )
+    return Preferences(read.pairs, stream, held_out, notes)
+
+
+def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
+    """Mean rewards of both sides of a step's pairs, how far they lie apart, and how often in the right order."""
+    chosen_P, rejected_P = rewards_B[0::2].double(), rewards_B[1::2].double()
+    return {
+        "rewards/chosen": float(chosen_P.mean()),
+        "rewards/rejected": float(rejected_P.mean()),
+        "rewards/margins": float((chosen_P - rejected_P).mean()),
+        "rewards/accuracies": float((chosen_P > rejected_P).double().mean()),
+        "pairs": float(len(chosen_P)),
+    }
+
+
+def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> Held:
+    """The share of pairs whose preferred side has the higher reward, with Wilson's interval; equal rewards are no preference."""
+    margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
+    right = sum(margin > 0 for margin in margins)
+    interval = wilson(right, len(margins))
+    accuracy = Evaluation(
+        "pair_accuracy",
+        held_out_source(config.records),
+        len(margins),
+        right / len(margins),
+        interval.low,
+        interval.high,
+    )
+    figures = {"held_out_accuracy": accuracy.value, "held_out_margin": sum(margins) / len(margins)}
+    return Held(figures, f"held-out {accuracy}", [accuracy.record()])

@@ -1,0 +1,63 @@
+"""A reward model: the trunk of a language model with one number at the last token, trained on preference pairs.
+`nmoe reward CONFIG`
+
+Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is that of the model with `head.safetensors`
+beside it; it scores answers as `nmoe.eval.scorers` does.
+"""
+
+# Shapes: N scored positions, the last of each of two sequences of a pair.
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nmoe.config.run import PreferenceConfig
+from nmoe.data.pairs import answer_pair
+from nmoe.learner.batch import Batch
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives.bradley_terry import bradley_terry
+from nmoe.model.head import Head
+from nmoe.recipes.pair_batch import reward_batch
+from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
+from nmoe.recipes.supervised import Held, Supervised, supervise
+
+
+def train_reward_model(config: PreferenceConfig) -> Path:
+    """Runs the configuration to its last step and returns the run directory."""
+    threads = set_threads(config)
+    tokenizer = load_tokenizer(config.model)
+    model = build_model(config.model, tokenizer, config.run.seed)
+    lora = add_adapter(config, model)
+    data = read_preferences(config, tokenizer, answer_pair, model.config.context_tokens)
+    config = with_steps(config, data.stream.packs_per_epoch)
+    learner = Learner(
+        model,
+        optimizer_settings(config),
+        config.run.steps,
+        config.batch.tokens_per_microbatch,
+        lora=lora,
+        head=Head(model.config.hidden_size, 1, "reward"),
+        head_only=True,
+    )
+    held_out = reward_batch(data.held_out) if data.held_out else None
+
+    def next_batch() -> Batch:
+        return reward_batch([data.pairs[number] for number in data.take()])
+
+    def evaluate() -> Held:
+        assert held_out is not None, "called where pairs are held out"
+        return held_out_pairs(learner.head_outputs(held_out).result()[:, 0], config)
+
+    recipe = Supervised(
+        learner,
+        tokenizer,
+        bradley_terry(config.reward_model.margin, config.reward_model.centering),
+        data.stream,
+        config.records.path,
+        next_batch=next_batch,
+        notes=data.notes,
+        evaluate=None if held_out is None else evaluate,
+        metrics=lambda batch, result: reward_metrics(result.tokens["reward"]),
+    )
+    return supervise(config, threads, recipe)
