@@ -45,6 +45,7 @@ _FORMS: dict[str, Form] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parq
 _BUILDERS: dict[str, Form] = {"json": "json", "parquet": "parquet", "csv": "csv"}  # as `load_dataset` calls them
 _SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what save_to_disk leaves beside a DatasetDict and a Dataset
 
+_PARQUET_ROWS = 1024  # at once: as Python objects, a row of a conversation is some kilobytes
 _LONGEST_FIELD = 2**31 - 1  # of a CSV; the csv module's own limit is 128 KB
 
 
@@ -213,7 +214,7 @@ def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str])
                     f"{path}: no column {', '.join(map(repr, absent))}; the columns are {', '.join(map(repr, there))}"
                 )
             wanted = None if columns is None else [*columns, *(name for name in optional if name in there)]
-            for batch in file.iter_batches(columns=wanted):
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", _own_keys(row)
