@@ -261,6 +261,8 @@ class BatchSection(Section):
         yield from super().conflicts()
         if len(self.solve_rate) != 2 or not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:
             yield Conflict("solve_rate", "is two rates between 0 and 1, the lower one first, such as [0.1, 0.9]")
+        elif self.group_size == 1 and self.solve_rate[0] > 0 and self.solve_rate[1] < 1:
+            yield Conflict("solve_rate", "that of a group of one is 0 or 1, so that none would be trained on")
         if self.updates_per_step > self.prompts_per_step:
             yield Conflict(
                 "updates_per_step",

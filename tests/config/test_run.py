@@ -239,6 +239,10 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
             ["--batch.solve_rate=[0.9, 0.1]: is two rates between 0 and 1, the lower one first, such as [0.1, 0.9]"],
         ),
         (
+            ["--batch.group_size=1", "--algorithm.advantage=reinforce_pp", "--batch.solve_rate=[0.1, 0.9]"],
+            ["--batch.solve_rate=[0.1, 0.9]: that of a group of one is 0 or 1, so that none would be trained on"],
+        ),
+        (
             ["--batch.updates_per_step=17"],
             ["--batch.updates_per_step=17: an update takes whole groups, and a step has prompts_per_step = 16 of them"],
         ),
