@@ -25,6 +25,9 @@ from nmoe.text.tokenizer import Tokenizer
 IGNORED = -100
 """The label of a token that is not learned, as in transformers."""
 
+Pieces = Sequence[tuple[list[int], int | None]]
+"""Ids, and the index of the message that samples them, None for what is read."""
+
 RenderFormat = Literal["auto", "harmony", "chat", "text"]
 
 
@@ -149,12 +152,19 @@ class ChatRenderer:
         pieces = self._template.conversation(taken, tools)
         alone: list[Rendered] = []
         for index in sorted(learned):
-            # What the template shows of a turn only while it is the last is learned while it is.
-            if self._hides_reasoning(messages[index], pieces, index) and index + 1 < len(messages):
-                until = self._template.conversation(taken[: index + 1], tools)
-                if not self._hides_reasoning(messages[index], until, index):
-                    alone.append(_joined(until, {index}))
-                    learned.remove(index)
+            if self._says(messages[index], pieces, index):
+                continue
+            # What the template writes like this only while the turn is the last is learned while it is.
+            until = self._template.conversation(taken[: index + 1], tools)
+            there = _is_piece(pieces, index)
+            if self._says(messages[index], until, index) or (not there and _is_piece(until, index)):
+                alone.append(_joined(until, {index}))
+                learned.remove(index)
+            elif not there:
+                raise UserError(
+                    f"messages[{index}] is the assistant's, and the chat template does not open its turn there as it does when the "
+                    "turn is asked for; leave the message out, or give it weight 0"
+                )
         whole = _joined(pieces, learned)
         return [*alone, whole] if whole.learned else alone
 
@@ -168,14 +178,11 @@ class ChatRenderer:
         ids = [token_id for piece, _ in self._template.conversation(probe) for token_id in piece]
         return "because" in self._tokenizer.decode(ids)
 
-    def _hides_reasoning(
-        self, message: ChatMessage, pieces: Sequence[tuple[list[int], int | None]], index: int
-    ) -> bool:
-        reasoning = split_reasoning(message)[0]
-        if reasoning is None or not reasoning.strip():
-            return False
+    def _says(self, message: ChatMessage, pieces: Pieces, index: int) -> bool:
+        """Whether the message is a turn among the pieces, with its reasoning where it has some."""
+        reasoning = (split_reasoning(message)[0] or "").strip()
         ids = [token_id for piece, of in pieces if of == index for token_id in piece]
-        return reasoning.strip() not in self._tokenizer.decode(ids)
+        return _is_piece(pieces, index) and (not reasoning or reasoning in self._tokenizer.decode(ids))
 
     def _as_template_takes(self, message: ChatMessage) -> dict[str, Any]:
         content, reasoning = message.content, message.reasoning
@@ -366,7 +373,11 @@ def split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
     return head.lstrip().removeprefix(THINK), rest.lstrip("\n")
 
 
-def _joined(pieces: Sequence[tuple[list[int], int | None]], learned: set[int]) -> Rendered:
+def _is_piece(pieces: Pieces, index: int) -> bool:
+    return any(of == index for _, of in pieces)
+
+
+def _joined(pieces: Pieces, learned: set[int]) -> Rendered:
     sequence = Rendered()
     for ids, index in pieces:
         sequence.learn(ids, index in learned)

@@ -32,10 +32,6 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 _ROLES = {"developer": "system"}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORD = re.compile(r"[\w.-]*")
-_REWRITES = (
-    "the chat template writes earlier messages in another way once more follow (it drops the reasoning of earlier turns, "
-    "perhaps)"
-)
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,9 @@ class ChatTemplate:
         prompt and sample are, so that no token lies across the two. In all of it, tools too, no text becomes a control token;
         only the assistant's own words may hold the tags of reasoning and calls.
 
-        Raises UserError where the template refuses the conversation or rewrites it, and where a turn has no end.
+        A turn before which the template writes something else than it did when the turn was asked for, because more follows or
+        nothing came before, is no piece of its own: nobody can sample it there. Raises UserError where the template refuses
+        the conversation, and where a turn has no end.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._unused(_strings([*messages, *declared]))
@@ -104,9 +102,11 @@ class ChatTemplate:
         text, marked = self._render_marked(guarded, functions)
         turns = self._turns(guarded, functions, text)
         if marked is not None:
+            asked_for = sum(message["role"] == "assistant" for message in messages)
+            regions = self._regions(turns, text) if len(turns) == asked_for else turns
             turns = [
                 (max(start, first), min(end, last), index)
-                for (start, end), (first, last, index) in product(marked, self._regions(turns, text))
+                for (start, end), (first, last, index) in product(marked, regions)
                 if max(start, first) < min(end, last)
             ]
             # Stop tokens are learned with the turns that they end, where the template's author forgot them too.
@@ -148,7 +148,8 @@ class ChatTemplate:
             _, found, after = whole.partition(said)
             if not whole.startswith(before) or thought not in whole[len(before) :] or not found:
                 raise UserError(
-                    f"{_REWRITES}: what the policy sampled would not stay in its history; use another template"
+                    "the chat template writes earlier messages in another way once more follow (it drops the reasoning "
+                    "of earlier turns, perhaps): what the policy sampled would not stay in its history; use another template"
                 )
             gap, found, after = after.partition(self._end)
             if gap.strip() or not found:
@@ -160,13 +161,12 @@ class ChatTemplate:
         return self._encode(after, breaker)
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
-        """Of each message of the assistant where in the text its turn starts, behind what opens it, and ends, and its index."""
+        """Of each message of the assistant where in the text its turn starts, behind what opens it, and ends, and its index. Left
+        out is one that is opened otherwise in this text than by itself."""
         turns: list[tuple[int, int, int]] = []
         for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or index == 0:
                 continue
-            if index == 0:
-                raise UserError("the conversation begins with the assistant, so that nothing opens its turn")
             opened = self._render(messages[:index], tools=tools, opens_turn=True)
             start = len(opened)
             if not text.startswith(opened):
@@ -174,7 +174,7 @@ class ChatTemplate:
                 start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
                 before = self._render(messages[:index], tools=tools)
                 if not text.startswith(before) or start <= len(before):
-                    raise UserError(_REWRITES)
+                    continue
             end = text.find(self._end, start)
             if end < 0:
                 raise UserError(

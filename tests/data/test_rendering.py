@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,45 @@ def test_reasoning_that_later_turns_do_not_see_is_learned_where_it_is_seen(plain
         assert "hm" not in whole(last, plain)
         # The tags are the tokens that a policy samples.
         assert plain.added_tokens["<think>"] in alone.labels
+
+
+MOVING = """
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set messages = messages[1:] %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}{{- message.content + '<|im_end|>' }}
+    {%- else %}
+        {{- '<|im_start|>' }}
+        {%- if loop.index0 >= messages|length - 2 and system and messages[loop.index0 + 1:]|length < 2 and message.role == 'user' %}
+            {{- system + '\\n' }}
+        {%- endif %}
+        {{- message.content + '<|im_start|>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def test_a_turn_that_a_longer_conversation_opens_otherwise_is_learned_by_itself(tmp_path: Path) -> None:
+    """In the style of Mistral, whose system prompt stands in the last question."""
+    tokenizer = loaded(tmp_path, MOVING, QWEN_CONTROLS, QWEN_TAGS)
+    texts = [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    messages = tuple(ChatMessage(role, text) for role, text in texts)
+    alone, last = ChatRenderer(tokenizer).conversation(messages)
+    assert whole(alone, tokenizer) == "<|im_start|>s\nq<|im_start|>a<|im_end|>"
+    assert learned(alone, tokenizer) == ["a<|im_end|>"]
+    assert whole(last, tokenizer) == "<|im_start|>q<|im_start|>a<|im_end|><|im_start|>s\nr<|im_start|>b<|im_end|>"
+    assert learned(last, tokenizer) == ["b<|im_end|>"]
+    assert ChatRenderer(tokenizer).conversation(messages, first=3) == [last]
+
+
+def test_nobody_asks_for_a_first_message_of_the_assistant(unmarked: Tokenizer) -> None:
+    renderer = ChatRenderer(unmarked)
+    messages = (ChatMessage("assistant", "hi"), ChatMessage("user", "q"), ChatMessage("assistant", "a"))
+    with pytest.raises(
+        UserError, match=r"messages\[0\] is the assistant's, and the chat template does not open its turn there"
+    ):
+        renderer.conversation(messages)
+    (sequence,) = renderer.conversation((replace(messages[0], trained=False), *messages[1:]))
+    assert learned(sequence, unmarked) == ["a<|im_end|>"]
 
 
 def test_calls_that_come_as_text_are_written_once(plain: Tokenizer) -> None:
