@@ -1,0 +1,45 @@
+"""Every configuration in configs/ is one of the verb that its first lines name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nmoe.config.run import (
+    PreferenceConfig,
+    PretrainConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+    VerifierConfig,
+    load_run,
+)
+from nmoe.config.selfplay import SelfplayConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SCHEMAS: dict[str, type[RunConfig]] = {
+    "pretrain": PretrainConfig,
+    "sft": SFTConfig,
+    "rl train": RLConfig,
+    "dpo": PreferenceConfig,
+    "reward": PreferenceConfig,
+    "verifier": VerifierConfig,
+    "selfplay": SelfplayConfig,
+}
+# What no command of its own runs.
+BY_NAME: dict[str, type[RunConfig]] = {
+    "speedrun_base": PretrainConfig,
+    "speedrun_midtraining": PretrainConfig,
+    "speedrun_sft": SFTConfig,
+    "selfplay_roles": SFTConfig,
+}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_it_loads_as_what_its_command_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    head = path.read_text().partition("[")[0]
+    commands = re.findall(rf"(?:nmoe|nmoe\.rl) ([a-z ]+?) configs/{path.stem}\.toml", head)
+    schema = BY_NAME.get(path.stem) or SCHEMAS[commands[-1]]
+    config = load_run(path, schema)
+    assert config.model.path or config.model.shape
