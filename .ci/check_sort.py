@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
+from holding import hold
+
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import evaluate
 from nmoe.model.checkpoint import load_model
@@ -36,9 +38,4 @@ for run in runs:
     if "explained_variance" in steps[-1]:
         explained = fmean(step["explained_variance"] for step in steps)
         figures[f"{run.name}: explained_variance, mean"] = (explained, 0.0, 1.0)
-broken = 0
-for name, (value, low, high) in figures.items():
-    holds = low <= value <= high
-    broken += not holds
-    print(f"{'ok  ' if holds else 'FAIL'} {name} = {value:.6g}, wanted {low:g} to {high:g}")
-sys.exit(1 if broken else 0)
+hold(figures, [base, *runs])
