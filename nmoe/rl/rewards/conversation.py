@@ -30,7 +30,6 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
         trajectories=trajectories,
         columns=columns_of(problem),
         state=state,
-        decode=environment.text,
     )
 
 
