@@ -138,9 +138,21 @@ class JudgeReward(ServiceKeys):
             yield Conflict("extra_body", f"must not have {', '.join(sorted(kept))}")
 
 
+class VerifierReward(RewardKeys):
+    """A verifier that `nmoe verifier` trained: the probability that every step of the answer is right, or the score it expects."""
+
+    type: Literal["verifier"]
+    path: str = Field(min_length=1, description="run or checkpoint of the verifier, from the working directory")
+    steps: bool = Field(
+        default=False,
+        description="reward every step, by the probability that it is right, beside the answer (algorithm.step_reward_coef); "
+        "`weight = 0` leaves the steps alone",
+    )
+
+
 def names_in(template: str) -> set[str]:
     """The names that a template has in double braces."""
     return set(PLACEHOLDER.findall(template))
 
 
-RewardSettings = Annotated[FunctionReward | HttpReward | JudgeReward, Field(discriminator="type")]
+RewardSettings = Annotated[FunctionReward | HttpReward | JudgeReward | VerifierReward, Field(discriminator="type")]

@@ -1,38 +1,49 @@
-"""Scorers that are models: a reward model's checkpoint behind the protocol that rewards and best-of-n ask (`nmoe.rl.scorer`)."""
+"""Scorers that are models: a reward model's or a verifier's checkpoint behind the protocol that rewards and best-of-n ask
+(`nmoe.rl.scorer`)."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import OrderedDict
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from nmoe.data.messages import ChatMessage
 from nmoe.data.pairs import render_answer
+from nmoe.data.prm import split_steps
 from nmoe.data.rendering import Renderer, make_renderer
 from nmoe.errors import UserError
+from nmoe.eval.together import Together
+from nmoe.eval.verifier.form import Mode
+from nmoe.eval.verifier.judge import DESCRIPTION, Judge
 from nmoe.learner.forward import batch_head_outputs
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.pair_batch import last_token_batch
-from nmoe.rl.scorer import Scorer
+from nmoe.rl.scorer import Scorer, StepScorer
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.harmony import Message
 from nmoe.text.tokenizer import Tokenizer
 
 # Of one pass. With exact numerics what is scored together changes no score.
 TOKENS_PER_PASS = 16384
-# Answers whose scores are remembered; an entry is a few hundred bytes.
-REMEMBERED = 2**16
 
 Ids = tuple[int, ...]
 
 
 def load_scorer(path: Path) -> Scorer:
     """What the run or checkpoint at `path` scores answers with. Raises UserError where it is no scorer."""
-    return RewardModel.load(path)
+    return Verifier.load(path) if (resolve_checkpoint(path) / DESCRIPTION).exists() else RewardModel.load(path)
+
+
+def load_step_scorer(path: Path) -> StepScorer:
+    """What the run or checkpoint at `path` scores steps with. Raises UserError where it is no verifier of steps."""
+    verifier = Verifier.load(path)
+    if verifier.mode != "step":
+        raise UserError(
+            f"{path}: this verifier scores whole solutions, and steps are to be judged; train one with --mode=step"
+        )
+    return verifier
 
 
 class RewardModel:
@@ -45,11 +56,7 @@ class RewardModel:
 
     def __init__(self, model: Transformer, head: Head, renderer: Renderer, origin: str) -> None:
         self._model, self._head, self._renderer, self._origin = model.set_numerics("exact"), head, renderer, origin
-        self._scores: OrderedDict[Ids, float] = OrderedDict()
-        self._pass = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: dict[Ids, asyncio.Future[float]] = {}
-        self._next: list[Ids] = []
+        self._together = Together[Ids, float](lambda taken: self._run(taken))
 
     @classmethod
     def load(cls, path: Path) -> RewardModel:
@@ -70,46 +77,54 @@ class RewardModel:
                 f"{self._origin}: prompt and answer are {len(ids)} tokens, and this reward model reads at most "
                 f"{self._model.config.context_tokens}"
             )
-        if ids in self._scores:
-            self._scores.move_to_end(ids)
-            return self._scores[ids]
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # whoever waited in another loop is gone with it
-            self._loop, self._asked, self._next = loop, {}, []
-        if ids not in self._asked:
-            self._asked[ids] = loop.create_future()
-            self._next.append(ids)
-            if len(self._next) == 1:
-                # Behind all that is ready to run now: whoever asks at the same time will be waiting then.
-                loop.call_soon(lambda: loop.create_task(self._answer()))
-        return await asyncio.shield(self._asked[ids])
-
-    async def _answer(self) -> None:
-        """One pass over everything that waits."""
-        taken, self._next = self._next, []
-        waiting = {ids: self._asked[ids] for ids in taken}
-        try:
-            scores = await asyncio.to_thread(self._run, taken)
-        except BaseException as error:
-            for future in waiting.values():
-                if isinstance(error, Exception):
-                    future.set_exception(error)
-                else:
-                    future.cancel()
-            if not isinstance(error, Exception):
-                raise
-        else:
-            for (ids, future), value in zip(waiting.items(), scores, strict=True):
-                self._scores[ids] = value
-                future.set_result(value)
-            while len(self._scores) > REMEMBERED:
-                self._scores.popitem(last=False)
-        finally:
-            for ids in taken:
-                self._asked.pop(ids, None)
+        return await self._together.ask(ids)
 
     def _run(self, sequences: Sequence[Ids]) -> list[float]:
-        with self._pass:
-            batch = last_token_batch(sequences)
-            rewards: list[float] = batch_head_outputs(self._model, self._head, batch, TOKENS_PER_PASS)[:, 0].tolist()
+        batch = last_token_batch(sequences)
+        rewards: list[float] = batch_head_outputs(self._model, self._head, batch, TOKENS_PER_PASS)[:, 0].tolist()
         return rewards
+
+
+Question = tuple[tuple[Message, ...], tuple[str, ...]]
+
+
+class Verifier:
+    """A verifier that `nmoe verifier` trained, for whole answers (`Scorer`) and, where it judges steps, for each of them
+    (`StepScorer`). An answer's steps are its lines.
+
+    Of an answer the score is the probability that every step is right, the product of those of its steps (Lightman et al. 2023,
+    arXiv:2305.20050, section 2.6), or where it scores solutions the mean of the scores it expects. The model runs with exact
+    numerics: what else is in a pass changes nothing.
+    """
+
+    def __init__(self, judge: Judge, mode: Mode) -> None:
+        self._judge, self.mode = judge, mode
+        judge.model.set_numerics("exact").requires_grad_(False)
+        self._together = Together[Question, tuple[tuple[float, ...], ...]](self._run)
+
+    @classmethod
+    def load(cls, path: Path) -> Verifier:
+        """Raises UserError where the checkpoint is no verifier's, or torn."""
+        judge, described = Judge.load(path)
+        return cls(judge, described.mode)
+
+    async def score(self, messages: Sequence[Message], answer: str) -> float:
+        """0 for an answer without a step, and for one that does not fit the model's context."""
+        steps = split_steps(answer)
+        if not steps:
+            return 0.0
+        if self.mode == "step":
+            return math.prod(await self.step_scores(messages, steps))
+        ((worst, half, best),) = await self._ask(messages, steps)
+        return 0 * worst + 0.5 * half + 1 * best
+
+    async def step_scores(self, messages: Sequence[Message], steps: Sequence[str]) -> list[float]:
+        """The probability that each step is right, neutral ones included."""
+        assert self.mode == "step", "load_step_scorer refuses a verifier of whole solutions"
+        return [1 - said[0] for said in await self._ask(messages, steps)]
+
+    async def _ask(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+        return await self._together.ask((tuple(messages), tuple(steps)))
+
+    def _run(self, questions: Sequence[Question]) -> list[tuple[tuple[float, ...], ...]]:
+        return [tuple(map(tuple, said_MK.tolist())) for said_MK in self._judge.probabilities(questions)]

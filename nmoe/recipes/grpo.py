@@ -19,6 +19,7 @@ from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, evaluate
+from nmoe.eval.scorers import load_scorer, load_step_scorer
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import rollout_metrics
 from nmoe.recipes.policy_models import Models, policy_learner
@@ -35,6 +36,7 @@ from nmoe.recipes.setup import (
     set_threads,
 )
 from nmoe.rl.environment import Environment
+from nmoe.rl.rewards.scored import attach_scorers
 from nmoe.rl.rollout.collector import Collector
 from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.tools.runtime import ToolRuntime
@@ -51,6 +53,7 @@ def train(config: RLConfig) -> Path:
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
+    attach_scorers(environment.rewards, load_scorer, load_step_scorer)
     probe = None
     if config.eval.every_steps:
         named = config.eval.environment

@@ -27,7 +27,7 @@ from nmoe.config.environment import (
     load_environment,
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
-from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings
+from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings, VerifierReward
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.config.slices import split_path
 from nmoe.data.rows import local_copy
@@ -312,6 +312,8 @@ def _describe_source(reward: RewardSettings) -> str:
         case JudgeReward():
             template_of(reward)
             return f"{reward.model} at {reward.url}, not asked"
+        case VerifierReward():
+            return f"the verifier {reward.path}, not loaded"
 
 
 def _describe_reward(settings: EnvironmentSettings) -> str:

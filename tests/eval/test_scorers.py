@@ -11,7 +11,7 @@ import torch
 from tiny_models import FAMILIES, peaked_model
 
 from nmoe.errors import UserError
-from nmoe.eval import scorers
+from nmoe.eval import together
 from nmoe.eval.scorers import RewardModel, load_scorer
 from nmoe.learner.forward import batch_head_outputs
 from nmoe.model.checkpoint import save_model
@@ -62,7 +62,7 @@ def test_the_score_is_the_heads_output_at_the_turns_last_token(model: RewardMode
 
 
 def test_calls_that_wait_together_share_a_pass(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    model._scores.clear()
+    model._together._known.clear()
     passes: list[int] = []
     run = model._run
     monkeypatch.setattr(model, "_run", lambda taken: passes.append(len(taken)) or run(taken))
@@ -71,7 +71,7 @@ def test_calls_that_wait_together_share_a_pass(model: RewardModel, monkeypatch: 
     assert together[0] == together[2]
     assert score(model, "12") == [together[1]]
     assert passes == [3]  # and remembered
-    model._scores.clear()
+    model._together._known.clear()
     # To the bit: what else is in the pass does not matter.
     assert [score(model, answer)[0] for answer in ("1", "12", "longer answers 12 12")] == [
         together[0],
@@ -80,16 +80,16 @@ def test_calls_that_wait_together_share_a_pass(model: RewardModel, monkeypatch: 
 
 
 def test_scores_are_remembered_up_to_a_bound(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorers, "REMEMBERED", 2)
-    model._scores.clear()
+    monkeypatch.setattr(together, "REMEMBERED", 2)
+    model._together._known.clear()
     score(model, "1", "2", "12")
-    assert len(model._scores) == 2
+    assert len(model._together._known) == 2
 
 
 def test_what_fails_fails_for_all_who_wait_and_is_not_remembered(
     model: RewardModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model._scores.clear()
+    model._together._known.clear()
     run = model._run
 
     def torn(taken: object) -> list[float]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nmoe.errors import UserError
+from nmoe.eval.scorers import Verifier, load_scorer, load_step_scorer
 from nmoe.eval.verifier.form import DiscriminativeForm, GenerativeForm, form_batch, make_form
-from nmoe.eval.verifier.judge import Judge
+from nmoe.eval.verifier.judge import Description, Judge
 from nmoe.eval.verifier.quality import calibration, processbench, rate
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.config import ModelConfig
@@ -196,3 +200,45 @@ def test_what_does_not_fit_is_not_right(model: Transformer, tokenizer: Tokenizer
     assert torch.equal(said[-1], torch.tensor([1.0, 0.0]))
     (nothing,) = judge.probabilities([([Message("user", "4+7 " * 300)], ["4+7=11"])])
     assert torch.equal(nothing, torch.tensor([[1.0, 0.0]]))
+
+
+def test_an_answer_is_as_good_as_all_its_steps(model: Transformer, tokenizer: Tokenizer) -> None:
+    head = Head(32, 2, "step")
+    torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    judge = Judge(copy.deepcopy(model), head, DiscriminativeForm(tokenizer, "step"))
+    scorer = Verifier(judge, "step")
+
+    async def ask() -> tuple[list[float], list[float], float]:
+        steps = await scorer.step_scores(MESSAGES, STEPS)
+        scores = await asyncio.gather(
+            scorer.score(MESSAGES, "4+7=11\n\n 11+3=14\nso 14\n"), scorer.score(MESSAGES, "4+7=11")
+        )
+        return steps, list(scores), await scorer.score(MESSAGES, " \n")
+
+    steps, (whole, first), nothing = asyncio.run(ask())
+    (said,) = judge.probabilities([(MESSAGES, STEPS)])
+    assert steps == pytest.approx(said[:, 1].tolist(), abs=1e-5)
+    assert whole == pytest.approx(steps[0] * steps[1] * steps[2])
+    assert first == pytest.approx(steps[0], abs=1e-5)
+    assert nothing == 0
+
+
+def test_a_score_is_the_one_expected(model: Transformer, tokenizer: Tokenizer) -> None:
+    judge = Judge(copy.deepcopy(model), None, GenerativeForm(tokenizer, "score"))
+    value = asyncio.run(Verifier(judge, "score").score(MESSAGES, "\n".join(STEPS)))
+    (said,) = judge.probabilities([(MESSAGES, STEPS)])
+    assert value == pytest.approx(float(said[0] @ torch.tensor([0.0, 0.5, 1.0])), abs=1e-5)
+
+
+def test_a_verifier_of_solutions_judges_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Transformer, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    Description("score", "generative", neutral=False).save(tmp_path)
+    judge = Judge(copy.deepcopy(model), None, GenerativeForm(tokenizer, "score"))
+    monkeypatch.setattr(Judge, "load", lambda path: (judge, Description.load(path)))
+    assert isinstance(load_scorer(tmp_path), Verifier)
+    with pytest.raises(
+        UserError, match="scores whole solutions, and steps are to be judged; train one with --mode=step"
+    ):
+        load_step_scorer(tmp_path)

@@ -142,3 +142,18 @@ def test_stepwise_records_stop_at_the_first_wrong_step(tmp_path: Path) -> None:
         record = json.loads(line)
         wrong = steps.first_wrong(record["prompt"], record["completions"])
         assert record["labels"] == [index != wrong for index in range(len(record["completions"]))]
+
+
+def test_a_misconception_is_systematic(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    steps.write_solutions(path, 0, 2000, "train", misconceived=0.6)
+    right = 0
+    for line in path.read_text().splitlines():
+        question, *said = json.loads(line)["text"].split("\n")
+        correct = said == steps.solve(question)
+        assert correct or said == steps._without_tens(question)
+        right += correct
+    # A few sums have no ten to forget.
+    assert right / 2000 == pytest.approx(0.4 + 0.6 * 0.02, abs=0.05)
+    assert steps._without_tens("Sum: 8+5+9+4") == ["8+5=3", "3+9=2", "2+4=6"]
+    assert steps._without_tens("Sum: 8+1+1+4") == ["8+1=9", "9+1=0", "0+4=4"]

@@ -73,6 +73,11 @@ def normal(text: str) -> str:
     return " ".join(text.split())
 
 
+def split_steps(text: str) -> list[str]:
+    """The steps of a solution's text: its lines that are not blank."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def settle(reading: Reading, neutral_is: str | None) -> Reading:
     """The solutions without labels that contradict one another, and with neutral steps labelled `neutral_is` where that is given.
 

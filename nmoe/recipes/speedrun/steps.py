@@ -32,8 +32,10 @@ SHORTEST, LONGEST = 3, 5
 # Shares of solutions; the others are right.
 WRONG, UNFINISHED = 0.5, 0.1
 
-# How many solutions `write_domain` labels, and how many problems it writes.
-LABELLED, PROBLEMS = 40_000, 2_000
+# How many solutions `write_domain` labels, and how many problems and solutions it writes.
+LABELLED, PROBLEMS, SOLUTIONS = 40_000, 2_000, 40_000
+# Share of the solutions to pretrain on that share a misconception.
+MISCONCEIVED = 0.55
 
 # What can be wrong in a step, given the sum so far and the number that is next: see `_wrong_step`.
 FAULTS = ("carry", "slip", "total", "number", "skip")
@@ -64,11 +66,6 @@ class Solution:
         judged = self.steps if self.first_wrong is None else self.steps[: self.first_wrong]
         right = tuple(0 if _RESTATEMENT.fullmatch(step) else 1 for step in judged)
         return right if self.first_wrong is None else (*right, -1)
-
-
-def split_steps(text: str) -> list[str]:
-    """The steps of a solution's text: its lines that are not blank."""
-    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def first_wrong(question: str, steps: Sequence[str]) -> int | None:
@@ -174,12 +171,14 @@ def evaluation_text(solution: Solution) -> str:
 
 
 def write_domain(out: Path, seed: int) -> None:
-    """Writes what configs/verifier.toml and configs/selfplay.toml read: `prm800k/` with both phases, and `problems.json`."""
+    """Writes what configs/verifier.toml, configs/sums.toml and configs/selfplay.toml read: `prm800k/` with both phases,
+    `sums.jsonl` and `problems.json`."""
     (out / "prm800k").mkdir(exist_ok=True)
-    write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 8, "train", phase=1)
+    write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 40, "train", phase=1)
     write_prm800k(out / "prm800k/phase2_train.jsonl", seed, LABELLED, "train", phase=2)
     write_prm800k(out / "prm800k/phase2_test.jsonl", seed, LABELLED // 40, "eval", phase=2)
     write_problems(out / "problems.json", seed, PROBLEMS, "train")
+    write_solutions(out / "sums.jsonl", seed, SOLUTIONS, "train")
 
 
 def write_prm800k(path: Path, seed: int, count: int, split: Split, phase: Literal[1, 2] = 2) -> None:
@@ -244,6 +243,29 @@ def write_stepwise(path: Path, seed: int, count: int, split: Split) -> None:
             labels = [rating >= 0 for rating in solution.ratings]
             record = {"prompt": solution.question, "completions": solution.steps[: len(labels)], "labels": labels}
             file.write(json.dumps(record) + "\n")
+
+
+def write_solutions(path: Path, seed: int, count: int, split: Split, misconceived: float = MISCONCEIVED) -> None:
+    """Writes `count` worked problems as plain text to pretrain a policy on, of which a share `misconceived` forgets every ten: a
+    policy that reads them has a systematic fault, which a majority of its samples may share."""
+    rng = random.Random(f"solutions/{split}/{seed}")
+    with path.open("w") as file:
+        for _ in range(count):
+            question, _ = sum_problem(rng, split)
+            steps = _without_tens(question) if rng.random() < misconceived else solve(question)
+            text = "\n".join([question, *steps])
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def _without_tens(question: str) -> list[str]:
+    """Every step keeps the tens that it has, and carries none: 8+5=3, 18+5=13."""
+    total, *numbers = _numbers(question)
+    steps = []
+    for number in numbers:
+        result = total - total % 10 + (total + number) % 10
+        steps.append(f"{total}+{number}={result}")
+        total = result
+    return steps
 
 
 def write_problems(path: Path, seed: int, count: int, split: Split) -> None:

@@ -77,14 +77,15 @@ def _problem(
         question, gold, metadata = task.pose(asked, answer, record)
     commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
     metadata = {"record": index, **commits, **metadata}
-    kept = {field: _plain(value) for field, value in record.items()} if columns else {}
+    # Bytes, such as pictures, have no JSON form, and would be long in any other.
+    kept = {name: _plain(value) for name, value in record.items() if columns and not isinstance(value, bytes)}
     problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept, history)
     task.check_gold(problem)
     return problem
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates and bytes as their text, no number
+    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates as their text, no number
     that is not finite, and no lone surrogate, which no request could carry."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}

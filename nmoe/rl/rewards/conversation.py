@@ -30,6 +30,7 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
         trajectories=trajectories,
         columns=columns_of(problem),
         state=state,
+        decode=environment.text,
     )
 
 

@@ -4,7 +4,7 @@
 
 It is called once for a group: every argument but `trainer_state` is a list with one entry for each completion, the columns of
 the problem's record among them (`answer=["18", "18", ...]`). A function without `**` gets the arguments that it names. An
-`async def` runs beside everything else; a plain one in a thread. (docs/rewards.md)
+`async def` runs beside everything else; a plain one in a thread, one call at a time. (docs/rewards.md)
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class FunctionOf:
         self._function = load_function("reward function", settings.call)
         self._who = f"reward {settings.name!r} ({_place(self._function)}{settings.call})"
         self._names = _names(self._function, self._who)
+        self._alone = asyncio.Lock()
 
     def opened(self) -> AbstractAsyncContextManager[Any]:
+        self._alone = asyncio.Lock()  # it belongs to one event loop, and every batch has its own
         return nullcontext()
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
@@ -64,7 +66,8 @@ class FunctionOf:
         if not self._takes_any:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
-            async with asyncio.timeout(self._timeout_s) as clock:
+            # Plain functions were written for one caller: what they load or count is theirs alone.
+            async with nullcontext() if self._is_async else self._alone, asyncio.timeout(self._timeout_s) as clock:
                 returned = await self._called(arguments)
         except UnavailableError as error:
             return [Rating(None, f"reward {self.name!r}: {error}")] * count

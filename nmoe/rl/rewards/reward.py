@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,17 +38,20 @@ class Samples:
     trajectories: Sequence[Trajectory]
     columns: Mapping[str, Any]
     state: TrainerState
+    decode: Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Rating:
     """What a reward says of one sample: a number, or None where it has nothing to say, which leaves its component out.
     `unavailable` is why it could not be asked: the infrastructure's failure, which masks the sample. `cached`: the answer to an
-    earlier request was used."""
+    earlier request was used. `steps` are what a verifier says of the steps: of each the place of its last token among the
+    trajectory's tokens after the prompt, and its score."""
 
     value: float | None
     unavailable: str = ""
     cached: bool = False
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 class Reward(Protocol):

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings
+from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings, VerifierReward
 from nmoe.rl.gather import all_or_none
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.rewards.function import FunctionOf
 from nmoe.rl.rewards.http import HttpOf
 from nmoe.rl.rewards.judge import JudgeOf
 from nmoe.rl.rewards.reward import Rating, Reward, Samples
+from nmoe.rl.rewards.scored import VerifierOf
 
 
 def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
@@ -28,6 +29,8 @@ def _load(settings: RewardSettings) -> Reward:
             return HttpOf(settings)
         case JudgeReward():
             return JudgeOf(settings)
+        case VerifierReward():
+            return VerifierOf(settings)
 
 
 @asynccontextmanager
@@ -79,4 +82,5 @@ def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> G
         failure="grader_error" if reason else grade.failure,
         reason=reason,
         cached=tuple(name for name, (_, rating) in ratings.items() if rating.cached),
+        step_rewards=tuple(step for _, rating in ratings.values() for step in rating.steps),
     )

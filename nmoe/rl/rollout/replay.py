@@ -218,7 +218,7 @@ def _without_rewards(grade: Grade) -> Grade:
     components = {name: value for name, value in grade.components.items() if name in COMPONENTS}
     weights = {name: value for name, value in grade.weights.items() if name in COMPONENTS}
     score = sum(weights[name] * value for name, value in components.items())
-    return replace(grade, components=components, weights=weights, score=score)
+    return replace(grade, components=components, weights=weights, score=score, step_rewards=())
 
 
 async def _rewards(settings: EnvironmentSettings, environment: Environment, trajectory: Trajectory) -> Check:
@@ -248,7 +248,7 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
 def _graded(grade: Grade) -> dict[str, Any]:
     """What of a grade has to come out the same. The reason of a verdict is for people and may be worded anew."""
     values = asdict(grade)
-    del values["cached"]
+    del values["cached"], values["step_rewards"]  # a verifier's, which no replay asks
     if values["verdict"] is not None:
         del values["verdict"]["reason"]
     return values

@@ -264,6 +264,24 @@ def test_evaluations_do_not_ask(environment: Make, module: Module, harmony: obje
     assert (group.trajectories[0].grade.score, group.trajectories[0].trainer_state) == (1.0, None)
 
 
+def test_a_plain_function_has_one_caller_at_a_time(environment: Make, module: Module) -> None:
+    name = module("""
+import threading, time
+inside, overlapped = threading.Lock(), []
+def f(completions, **_):
+    overlapped.append(not inside.acquire(blocking=False))
+    time.sleep(0.03)
+    inside.release()
+    return [0.0]
+""")
+    demo = environment(SORT + reward(f"{name}:f", timeout_s=0.3))
+    engine = ScriptedEngine(lambda *_: demo.answer_ids(PROBLEM, "123"))
+    collector = Collector(engine, demo, 400)  # type: ignore[arg-type]
+    for batch in range(2):  # each has an event loop of its own
+        assert len(collector.collect([PROBLEM] * 12, RolloutSettings(1, 60), (batch,)).groups) == 12
+    assert importlib.import_module(name).overlapped == [False] * 24
+
+
 def test_a_group_whose_rewards_are_cancelled_leaves_nothing_running(environment: Make, module: Module) -> None:
     name = module("""
 import asyncio
