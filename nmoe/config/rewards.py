@@ -150,9 +150,18 @@ class VerifierReward(RewardKeys):
     )
 
 
+class RewardModelReward(RewardKeys):
+    """A reward model that `nmoe reward` trained: the number that it gives the answer."""
+
+    type: Literal["reward_model"]
+    path: str = Field(min_length=1, description="run or checkpoint of the reward model, from the working directory")
+
+
 def names_in(template: str) -> set[str]:
     """The names that a template has in double braces."""
     return set(PLACEHOLDER.findall(template))
 
 
-RewardSettings = Annotated[FunctionReward | HttpReward | JudgeReward | VerifierReward, Field(discriminator="type")]
+RewardSettings = Annotated[
+    FunctionReward | HttpReward | JudgeReward | VerifierReward | RewardModelReward, Field(discriminator="type")
+]

@@ -19,7 +19,7 @@ from nmoe.config.environment import reseeded
 from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import Evaluation, evaluate
-from nmoe.eval.scorers import load_scorer, load_step_scorer
+from nmoe.eval.scorers import RewardModel, load_scorer, load_step_scorer
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import rollout_metrics
 from nmoe.recipes.policy_models import Models, policy_learner
@@ -53,7 +53,7 @@ def train(config: RLConfig) -> Path:
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
-    attach_scorers(environment.rewards, load_scorer, load_step_scorer)
+    attach_scorers(environment.rewards, load_scorer, load_step_scorer, RewardModel.load)
     probe = None
     if config.eval.every_steps:
         named = config.eval.environment

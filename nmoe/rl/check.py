@@ -27,7 +27,14 @@ from nmoe.config.environment import (
     load_environment,
 )
 from nmoe.config.packaged import Packaged, find_environment, packaged_environments
-from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings, VerifierReward
+from nmoe.config.rewards import (
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    RewardModelReward,
+    RewardSettings,
+    VerifierReward,
+)
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.config.slices import split_path
 from nmoe.data.rows import local_copy
@@ -314,6 +321,8 @@ def _describe_source(reward: RewardSettings) -> str:
             return f"{reward.model} at {reward.url}, not asked"
         case VerifierReward():
             return f"the verifier {reward.path}, not loaded"
+        case RewardModelReward():
+            return f"the reward model {reward.path}, not loaded"
 
 
 def _describe_reward(settings: EnvironmentSettings) -> str:

@@ -6,14 +6,21 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from nmoe.config.rewards import FunctionReward, HttpReward, JudgeReward, RewardSettings, VerifierReward
+from nmoe.config.rewards import (
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    RewardModelReward,
+    RewardSettings,
+    VerifierReward,
+)
 from nmoe.rl.gather import all_or_none
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.rewards.function import FunctionOf
 from nmoe.rl.rewards.http import HttpOf
 from nmoe.rl.rewards.judge import JudgeOf
 from nmoe.rl.rewards.reward import Rating, Reward, Samples
-from nmoe.rl.rewards.scored import VerifierOf
+from nmoe.rl.rewards.scored import RewardModelOf, VerifierOf
 
 
 def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
@@ -31,6 +38,8 @@ def _load(settings: RewardSettings) -> Reward:
             return JudgeOf(settings)
         case VerifierReward():
             return VerifierOf(settings)
+        case RewardModelReward():
+            return RewardModelOf(settings)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Rewards that a verifier gives: one for the answer and, where it is asked to, one for every step.
+"""Rewards that models give: a reward model one for the answer, a verifier one for it and, where it is asked to, for every step.
 
 A model is no matter of this room: who knows how to load one attaches it before a run.
 """
@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.rewards import VerifierReward
+from nmoe.config.rewards import RewardModelReward, VerifierReward
 from nmoe.data.prm import split_steps
 from nmoe.rl.gather import all_or_none
 from nmoe.rl.rewards.reward import Rating, Reward, Samples
@@ -60,13 +60,46 @@ class VerifierOf:
         return Rating(value, steps=tuple((before + end, score) for end, score in zip(places, scores, strict=True)))
 
 
+class RewardModelOf:
+    """The reward that a reward model gives. Its scale is its own, so that a sample which says nothing is no 0: it gets the lowest
+    reward that an answer of its group got, and none at all where nobody answers."""
+
+    replayable = False
+
+    def __init__(self, settings: RewardModelReward) -> None:
+        self.name, self.weight = settings.name, settings.weight
+        self._settings = settings
+        self._scorer: Scorer | None = None
+
+    def attach(self, reward_model: Callable[[Path], Scorer]) -> None:
+        """Loads the reward model. Raises UserError where there is none."""
+        self._scorer = reward_model(Path(self._settings.path))
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    async def rate(self, samples: Samples) -> Sequence[Rating]:
+        scorer = self._scorer
+        assert scorer is not None, "attach_scorers comes before a run"
+        answered = [place for place, answer in enumerate(samples.answers) if answer.strip()]
+        scores = await all_or_none([scorer.score(samples.messages, samples.answers[place]) for place in answered])
+        values = dict(zip(answered, scores, strict=True))
+        lowest = min(scores, default=None)
+        return [Rating(values.get(place, lowest)) for place in range(len(samples.answers))]
+
+
 def attach_scorers(
-    rewards: Sequence[Reward], scorer: Callable[[Path], Scorer], step_scorer: Callable[[Path], StepScorer]
+    rewards: Sequence[Reward],
+    scorer: Callable[[Path], Scorer],
+    step_scorer: Callable[[Path], StepScorer],
+    reward_model: Callable[[Path], Scorer],
 ) -> None:
-    """Gives the rewards that ask a verifier theirs. Raises UserError for one that can not be loaded."""
+    """Gives the rewards that ask a verifier or a reward model theirs. Raises UserError for one that can not be loaded."""
     for reward in rewards:
         if isinstance(reward, VerifierOf):
             reward.attach(scorer, step_scorer)
+        elif isinstance(reward, RewardModelOf):
+            reward.attach(reward_model)
 
 
 def step_places(decode: Decode, token_ids: Sequence[int], answer: str, steps: Sequence[str]) -> list[int]:

@@ -44,7 +44,7 @@ def test_answers_and_steps_are_rewarded(
         return checker
 
     demo = environment(SORT + REWARD.replace("STEPS", str(steps).lower()))
-    attach_scorers(demo.rewards, load, load)
+    attach_scorers(demo.rewards, load, load, load)
     group = play(demo, ["12\n\n 345 ", "1", None])
     assert loaded == [Path("runs/verifier")] * (1 + steps)
     assert checker.asked == [(["Sort: 312"], "12\n\n 345 "), (["Sort: 312"], "1")]
@@ -58,6 +58,31 @@ def test_answers_and_steps_are_rewarded(
     for trajectory, last in zip(group.trajectories, (["12", "345"], ["1"]), strict=False):
         texts = [demo.text(trajectory.token_ids[: place + 1]) for place, _ in trajectory.grade.step_rewards]
         assert [text.rpartition("\n")[2].rpartition(">")[2].strip() for text in texts] == last
+
+
+def test_a_reward_model_rewards_answers_and_silence_earns_the_least(
+    environment: Callable[..., Environment], play: Callable[..., Group]
+) -> None:
+    checker = Checker()
+
+    def load(path: Path) -> Checker:
+        assert path == Path("runs/reward")
+        return checker
+
+    def refuse(path: Path) -> Checker:
+        raise AssertionError("not a verifier")
+
+    text = '[[rewards]]\nname = "liked"\ntype = "reward_model"\npath = "runs/reward"\nweight = 0.5\n'
+    demo = environment(SORT + text)
+    attach_scorers(demo.rewards, refuse, refuse, load)
+    group = play(demo, ["12345", None, "123"])
+    assert checker.asked == [(["Sort: 312"], "12345"), (["Sort: 312"], "123")]
+    grades = [trajectory.grade for trajectory in group.trajectories]
+    assert [grade.components["liked"] for grade in grades] == pytest.approx([0.05, 0.03, 0.03])
+    # Correctness has its own weight of 1 beside it.
+    assert [grade.score - grade.components["correctness"] for grade in grades] == pytest.approx([0.025, 0.015, 0.015])
+    silent = play(demo, [None, None])
+    assert all("liked" not in trajectory.grade.components for trajectory in silent.trajectories)
 
 
 @given(st.lists(st.text("ab é😀1", min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=5))
