@@ -109,7 +109,7 @@ class Collector:
     async def _collect(
         self, problems: Sequence[Problem], settings: RolloutSettings, key: tuple[str | int, ...]
     ) -> list[Group]:
-        async with opened(self._environment.rewards):
+        async with opened([] if settings.state is None else self._environment.rewards):
             return await all_or_none(
                 [self._group(problem, settings, (*key, place)) for place, problem in enumerate(problems)]
             )

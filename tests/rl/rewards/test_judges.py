@@ -13,6 +13,7 @@ from reward_cases import PROBLEM, SORT
 
 from nmoe.errors import UserError
 from nmoe.recipes.policy_metrics import rollout_metrics
+from nmoe.rl.check import check_environment
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rewards import service
@@ -200,6 +201,24 @@ def test_settings_of_a_judge_that_can_not_work_are_refused(environment: Make, ke
     with pytest.raises(UserError) as caught:
         environment(judge("http://localhost/", **keys))
     assert said in str(caught.value)
+
+
+def test_the_check_of_an_environment_names_the_judge_and_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    file = tmp_path / "environment.toml"
+    with serving(lambda *_: says("Score: 1")) as asked:
+        file.write_text(
+            f'env_id = "demo"\n{judge(asked.url, None, template_file="judge.txt", token_env="JUDGE_TOKEN")}'
+        )
+        with pytest.raises(UserError, match=r"judge\.txt: can not be read"):
+            list(check_environment(file, None))
+        (tmp_path / "judge.txt").write_text("{{completion}}")
+        lines = list(check_environment(file, None))
+    assert f"reward       clear: judge-1 at {asked.url}, not asked" in lines
+    assert "reward       1 correctness + 1 clear" in lines
+    assert asked.contents == []
 
 
 def test_a_reply_that_quotes_the_sample_s_own_score_is_overruled_by_its_verdict(environment: Make, play: Play) -> None:
