@@ -57,12 +57,24 @@ class RecordsSection(DatasetSettings):
     held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(
         default=None, min_length=1, description="records of their own to evaluate on, read as those of `path` are"
     )
+    held_out_split: str | None = Field(
+        default=None, min_length=1, description="split to evaluate on, of `held_out_path` or else of `path`"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if self.held_out > 0 and self.held_out_path is not None:
-            yield Conflict("held_out_path", "and held_out: evaluate on one or the other")
+        for key in ("held_out_path", "held_out_split"):
+            if self.held_out > 0 and getattr(self, key) is not None:
+                yield Conflict(key, "and held_out: evaluate on one or the other")
 
     @property
     def holds_out(self) -> bool:
-        return self.held_out > 0 or self.held_out_path is not None
+        return self.held_out > 0 or self.held_out_dataset is not None
+
+    @property
+    def held_out_dataset(self) -> DatasetSettings | None:
+        """The records to evaluate on, where they are other ones than those of `path` and `split`."""
+        if self.held_out_path is None and self.held_out_split is None:
+            return None
+        where: dict[str, object] = {} if self.held_out_path is None else {"path": self.held_out_path, "data_files": ()}
+        return self.model_copy(update=where | {"split": self.held_out_split or "train"})

@@ -588,7 +588,9 @@ class RecordsConfig(RunConfig):
         if self.run.steps > 0 and epochs is not None:
             yield Conflict("run.steps", f"and records.epochs = {epochs:g}: give one or the other")
         if self.eval.every_steps > 0 and not self.records.holds_out:
-            yield Conflict("eval.every_steps", "nothing to evaluate on; set records.held_out or records.held_out_path")
+            yield Conflict(
+                "eval.every_steps", "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"
+            )
         if self.records.holds_out and self.eval.every_steps == 0:
             yield Conflict("eval.every_steps", "records are held out, and never evaluated on; say how often")
 

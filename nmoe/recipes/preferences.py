@@ -42,8 +42,7 @@ def read_preferences(
     renderer = make_renderer(tokenizer, records.format)
     read = read_pairs(records, renderer, make, context_tokens)
     notes, held_out = list(read.notes), []
-    if records.held_out_path is not None:
-        settings = records.model_copy(update={"path": records.held_out_path, "data_files": ()})
+    if (settings := records.held_out_dataset) is not None:
         other = read_pairs(settings, renderer, make, context_tokens)
         held_out = other.pairs
         notes += [f"held out: {note}" for note in other.notes]

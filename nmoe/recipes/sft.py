@@ -109,8 +109,7 @@ def _read(config: SFTConfig, tokenizer: Tokenizer, context_tokens: int) -> tuple
     renderer = make_renderer(tokenizer, records.format)
     examples = read_examples(records, renderer, tokenizer, context_tokens)
     notes = examples.notes()
-    if records.held_out_path is not None:
-        settings = records.model_copy(update={"path": records.held_out_path, "data_files": ()})
+    if (settings := records.held_out_dataset) is not None:
         held_out = read_examples(settings, renderer, tokenizer, context_tokens)
         return examples, held_out, [*notes, *(f"held out: {note}" for note in held_out.notes())]
     if records.held_out > 0:

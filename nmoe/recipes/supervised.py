@@ -162,4 +162,6 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
 
 def held_out_source(records: RecordsSection) -> str:
     """What the held-out records are called in results."""
-    return records.held_out_path or f"{records.path}, {records.held_out:g} of it"
+    if (other := records.held_out_dataset) is None:
+        return f"{records.path}, {records.held_out:g} of it"
+    return other.path if records.held_out_split is None else f"{other.path}, {other.split}"

@@ -6,19 +6,17 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interrupted_runs import figures, interrupted_at
 
 from nmoe.config.run import PretrainConfig, load_run
 from nmoe.data.documents import read_documents
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
-from nmoe.recipes import supervised
-from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.pretrain import document_batch, pretrain
 from nmoe.runs import watch
 from nmoe.runs.directory import recorded_threads
@@ -128,31 +126,14 @@ def test_a_mixture_trains_by_weight_and_is_evaluated_by_source(
 
 
 def test_a_mixture_that_was_interrupted_goes_on_number_for_number(
-    mixture: Callable[..., PretrainConfig], monkeypatch: pytest.MonkeyPatch
+    mixture: Callable[..., PretrainConfig],
 ) -> None:
     whole = read_metrics(pretrain(mixture("--run.name=whole")))
 
-    class Interrupted(Interruptible):
-        asked = 0
-
-        @property
-        def requested(self) -> bool:  # type: ignore[override]
-            Interrupted.asked += 1
-            return Interrupted.asked > 4  # from step 5 on
-
-        @requested.setter
-        def requested(self, value: bool) -> None: ...
-
-    with monkeypatch.context() as patch:
-        patch.setattr(supervised, "Interruptible", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pretrain(mixture("--run.name=broken"))
+    with interrupted_at(5):
+        pretrain(mixture("--run.name=broken"))
     broken = pretrain(mixture("--run.name=broken", "--run.resume=true"))
     assert (broken / "log.txt").read_text().count("resumed from step 5") == 1
-
-    def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in row if "time" not in name and "per_second" not in name} for row in rows]
-
     assert figures(read_metrics(broken)) == figures(whole)
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from chat_templates import QWEN_CONTROLS, QWEN_TAGS, save
+from interrupted_runs import figures, interrupted_at
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,8 +26,6 @@ from nmoe.data.rendering import IGNORED, make_renderer
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import export_model, load_model
-from nmoe.recipes import supervised
-from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft
 from nmoe.runs.ledger import read_metrics
@@ -214,6 +214,22 @@ def test_a_file_of_its_own_is_evaluated_on(configure: Configure, tmp_path: Path)
     assert "held out: 1 records = 1 sequences" in (run / "log.txt").read_text()
 
 
+def test_a_split_of_its_own_is_evaluated_on(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "both").mkdir()
+    (tmp_path / "train.jsonl").rename(tmp_path / "both" / "train.jsonl")
+    (tmp_path / "both" / "test.jsonl").write_text(json.dumps(record("Reverse: 01", "10")) + "\n")
+    data = ("--records.path=" + str(tmp_path / "both"), "--records.split=train[:50]", "--records.held_out_split=test")
+    run = sft(configure(*data, "--eval.every_steps=6"))
+    log = (run / "log.txt").read_text()
+    assert "50 records = 50 sequences" in log
+    assert "held out: 1 records = 1 sequences" in log
+    (result,) = json.loads((run / "eval" / "step_000006.json").read_text())["results"]
+    assert result["dataset"] == f"{tmp_path / 'both'}, test"
+
+
 def test_epochs_come_to_steps(configure: Configure, tmp_path: Path) -> None:
     run = sft(configure("--run.steps=0", "--records.epochs=1.5"))
     log = (run / "log.txt").read_text()
@@ -232,7 +248,7 @@ def test_epochs_come_to_steps(configure: Configure, tmp_path: Path) -> None:
     for overrides, message in (
         (["--records.epochs=2"], r"\[run\] steps = 6: and records\.epochs = 2: give one or the other"),
         (["--run.steps=0"], r"run\.steps=0: must be more than 0, or records\.epochs be given"),
-        (["--eval.every_steps=2"], "nothing to evaluate on; set records.held_out or records.held_out_path"),
+        (["--eval.every_steps=2"], "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"),
         (["--records.held_out=0.1"], "records are held out, and never evaluated on; say how often"),
         (
             ["--records.held_out=0.1", "--records.held_out_path=x", "--eval.every_steps=2"],
@@ -259,34 +275,15 @@ def test_overlong_records_are_left_out_counted_and_logged(configure: Configure, 
     assert not (tmp_path / "runs" / "none").exists()
 
 
-def test_a_run_that_was_interrupted_goes_on_number_for_number(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_interrupted_goes_on_number_for_number(configure: Configure, tmp_path: Path) -> None:
     """In its second epoch, whose packs are other ones."""
     options = ("--records.held_out=0.1", "--eval.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
     whole = read_metrics(sft(configure(*options, "--run.name=whole")))
 
-    class Interrupted(Interruptible):
-        asked = 0
-
-        @property
-        def requested(self) -> bool:  # type: ignore[override]
-            Interrupted.asked += 1
-            return Interrupted.asked > 4  # from step 5 on
-
-        @requested.setter
-        def requested(self, value: bool) -> None: ...
-
-    with monkeypatch.context() as patch:
-        patch.setattr(supervised, "Interruptible", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sft(configure(*options, "--run.name=part"))
+    with interrupted_at(5):
+        sft(configure(*options, "--run.name=part"))
     part = sft(configure(*options, "--run.name=part", "--run.resume=true"))
     assert "resumed from step 5" in (part / "log.txt").read_text()
-
-    def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in row if "time" not in name and "per_second" not in name} for row in rows]
-
     assert figures(read_metrics(part)) == figures(whole)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record(f"Reverse: {i}", str(i))) + "\n" for i in range(9)))
     with pytest.raises(UserError, match=r"train\.jsonl: not the documents that this run began with"):
