@@ -198,7 +198,7 @@ def selfplay(
         typer.Option(
             "--problem_source",
             metavar="SOURCE",
-            help="prm800k, math_shepherd, hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH.",
+            help="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH.",
         ),
     ] = None,
     output_dir: Annotated[

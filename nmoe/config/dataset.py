@@ -48,6 +48,11 @@ class RecordsSection(DatasetSettings):
         "auto: Harmony where the tokenizer has its control tokens, or else its template",
     )
     tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+    share_prefixes: bool = Field(
+        default=False,
+        description="in `nmoe sft`, run what sequences of a step begin with alike once for all of them, such as one long "
+        "instruction; a router's load then counts it once",
+    )
     epochs: float | None = Field(
         default=None, gt=0, description="passes over the records, in place of run.steps; 0.5 is half of them"
     )

@@ -145,7 +145,7 @@ class SelfplayPool(Section):
     type: Literal["selfplay"]
     source: str = Field(
         min_length=1,
-        description="prm800k, math_shepherd, hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
+        description="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
     )
     problem_field: str | None = Field(
         default=None,

@@ -22,13 +22,15 @@ from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
+from nmoe.learner.prefixes import common_prefixes
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
 from nmoe.recipes.supervised import Held, Supervised, held_out_source, supervise
 from nmoe.text.tokenizer import Tokenizer
 
 
-def example_batch(examples: Sequence[Example]) -> Batch:
-    """The learned tokens after a sequence's first are predicted; the loss is the mean over all of them."""
+def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) -> Batch:
+    """The learned tokens after a sequence's first are predicted; the loss is the mean over all of them. With `share_prefixes`
+    sequences that begin alike run their common part once."""
     lengths = tuple(len(example.ids) - 1 for example in examples)
     inputs_T = torch.from_numpy(np.concatenate([example.ids[:-1] for example in examples]).astype(np.int64))
     following_T = torch.from_numpy(np.concatenate([example.ids[1:] for example in examples]).astype(np.int64))
@@ -40,6 +42,7 @@ def example_batch(examples: Sequence[Example]) -> Batch:
         targets_T=torch.where(scored_T, labels_T, following_T),
         scored_T=scored_T,
         weights_T=token_weights("token", scored_T, lengths),
+        prefixes=common_prefixes([example.ids[:-1] for example in examples]) if share_prefixes else None,
     )
 
 
@@ -82,7 +85,8 @@ def sft(config: SFTConfig) -> Path:
     )
 
     def next_batch() -> Batch:
-        return example_batch([examples[index] for index in stream.take()])
+        chosen = [examples[index] for index in stream.take()]
+        return example_batch(chosen, share_prefixes=config.records.share_prefixes)
 
     recipe = Supervised(
         learner,

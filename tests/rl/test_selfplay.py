@@ -219,11 +219,44 @@ def test_sources(tmp_path: Path) -> None:
     assert (order.records, order.duplicates) == (3, 1)
 
 
+def test_problems_of_labelled_steps(tmp_path: Path) -> None:
+    """Many solutions of one problem are one problem, and its answer stays where it is."""
+    rows = [
+        {
+            "input": f"{question} Step 1: 4+{n}={4 + n} ки",
+            "label": f"{question} Step 1: 4+{n}={4 + n} +",
+            "task": "MATH",
+        }
+        for n in (7, 8)
+        for question in (f"Sum: 4+{n}",) * 2
+    ]
+    file = tmp_path / "shepherd.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [one.metadata["problem"] for one in read(f"math_shepherd:{file}")] == ["Sum: 4+7", "Sum: 4+8"]
+    step = {
+        "completions": [{"text": "4+7=11", "rating": 1, "flagged": False}],
+        "human_completion": None,
+        "chosen_completion": 0,
+    }
+    record = {
+        "is_quality_control_question": False,
+        "is_initial_screening_question": False,
+        "question": {"problem": "Sum: 4+7", "ground_truth_answer": "secret"},
+        "label": {"steps": [step], "finish_reason": "solution"},
+    }
+    file.write_text(json.dumps(record) + "\n")
+    (problem,) = read(f"prm800k:{file}")
+    assert problem.metadata["problem"] == "Sum: 4+7"
+    assert "secret" not in repr(problem)
+
+
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
-        ("prm900k", "", "'prm900k' is no source of problems; those are prm800k, math_shepherd, hf:NAME"),
+        ("prm900k", "", "'prm900k' is no source of problems; those are prm800k[:PATH], math_shepherd[:PATH], hf:NAME"),
         ("jsonl:", "", "is no source of problems"),
+        ("prm800k:", "", "is no source of problems"),
+        ("prm800k:FILE.absent", "", "can not be read"),
         ("hf:name", "", "is no source of problems"),
         ("hf::train", "", "is no source of problems"),
         ("jsonl:FILE.absent", "", "No such file"),

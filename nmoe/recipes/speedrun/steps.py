@@ -268,13 +268,15 @@ def _without_tens(question: str) -> list[str]:
     return steps
 
 
-def write_problems(path: Path, seed: int, count: int, split: Split) -> None:
+def write_problems(
+    path: Path, seed: int, count: int, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)
+) -> None:
     """Writes `count` different problems as DeepSeekMath-V2's inputs, a JSON list of
     {id, question, answer, contest, problem_idx}."""
     rng = random.Random(f"problems/{split}/{seed}")
     found: dict[str, str] = {}
     while len(found) < count:
-        question, gold = sum_problem(rng, split)
+        question, gold = sum_problem(rng, split, additions)
         found[question] = gold
     records = [
         {"id": f"sums-{index}", "question": question, "answer": gold, "contest": "sums", "problem_idx": str(index)}

@@ -1,7 +1,7 @@
 """Problems for self-play, which have no answer. Nobody is shown an answer: what a record says of one is not even read.
 
-    prm800k                         the problems of PRM800K                              (as `nmoe verifier` finds them)
-    math_shepherd                   those of Math-Shepherd
+    prm800k[:PATH]                  the problems of PRM800K: from the hub, a local copy, or the file or directory PATH
+    math_shepherd[:PATH]            those of Math-Shepherd, likewise
     hf:NAME[:SUBSET]:SPLIT          a dataset of the hub, or a local copy of one
     deepseek_math_v2_inputs:PATH    DeepSeek-Math-V2's inputs: a JSON list of {id, question, answer, contest, problem_idx}
     jsonl:PATH                      one object per line
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nmoe.config.environment import SelfplayPool
+from nmoe.data.prm import read_labelled
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError
 from nmoe.rl.pools.order import Shuffled, fingerprint_of
@@ -25,7 +26,15 @@ from nmoe.rl.tasks.score import UNKNOWN
 
 TASK = "proof_generation"
 QUESTION_FIELDS = ("problem", "question", "prompt", "input")
-SOURCES = ("prm800k", "math_shepherd", "hf:NAME[:SUBSET]:SPLIT", "deepseek_math_v2_inputs:PATH", "jsonl:PATH")
+# Where the datasets of labelled steps lie, on the hub or below $NMOE_DATASETS.
+LABELLED = {"prm800k": "openai/prm800k", "math_shepherd": "peiyi9979/Math-Shepherd"}
+SOURCES = (
+    "prm800k[:PATH]",
+    "math_shepherd[:PATH]",
+    "hf:NAME[:SUBSET]:SPLIT",
+    "deepseek_math_v2_inputs:PATH",
+    "jsonl:PATH",
+)
 
 
 class OpenProblems(Shuffled):
@@ -60,6 +69,9 @@ def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
 def _rows(source: str) -> Iterator[Row]:
     kind, _, rest = source.partition(":")
     parts = rest.split(":")
+    if kind in LABELLED and (rest or ":" not in source):
+        reading = read_labelled(rest or LABELLED[kind], "train")
+        return ((solution.where, {"problem": solution.problem}) for solution in reading.solutions)
     if kind == "deepseek_math_v2_inputs" and rest:
         return _inputs(rest)
     if kind == "jsonl" and rest:

@@ -1,0 +1,194 @@
+"""What two rounds of self-play do to a verifier, measured on held-out solutions whose errors an oracle knows and self-play never
+meets.
+
+    python benchmarks/selfplay.py runs/speedrun/base --out runs/selfplay_benchmark
+
+From a base of the speedrun: it learns to add, then the form of the three roles with reviewers that overlook most errors
+(`nmoe.recipes.speedrun.roles`), once; then, for each seed, two rounds of `configs/selfplay.toml` with --train. A verifier agrees
+where it gives a solution the score that the oracle gives; a reply without a score disagrees. Paired by solution, before the first
+round against after the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmoe.config.run import SFTConfig, load_run
+from nmoe.config.selfplay import SelfplayConfig
+from nmoe.data.prm import split_steps
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.evaluate import sample_problems
+from nmoe.eval.statistics import paired_difference
+from nmoe.model.policy import load_policy
+from nmoe.recipes.selfplay import selfplay
+from nmoe.recipes.sft import sft
+from nmoe.recipes.speedrun.roles import (
+    LONGEST,
+    SHORTEST,
+    claim_is_true,
+    write_roles,
+    write_sums,
+    write_verifications,
+)
+from nmoe.recipes.speedrun.steps import score, write_problems
+from nmoe.rl.environment import Environment
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.tokenizer import Tokenizer
+
+HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8
+TOKENS_PER_STEP = {"sums": 6144, "roles": 12288}
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = """env_id = "verifications"
+version = "1"
+format = "harmony"
+
+[task_pool]
+type = "jsonl"
+path = "held_out.jsonl"
+task_type = "proof_verification"
+"""
+
+
+def prepare(out: Path, sums: int, conversations: int) -> None:
+    """Writes what the models are warmed up on, the problems in DeepSeek-Math-V2's form, and the held-out verifications."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_sums(out / "sums.jsonl", 0, sums)
+    write_roles(out / "roles.jsonl", 0, conversations)
+    write_problems(out / "inputs.json", 0, PROBLEMS, "train", (SHORTEST, LONGEST))
+    write_verifications(out / "held_out.jsonl", 1, HELD_OUT, "eval")
+    (out / "held_out.toml").write_text(ENVIRONMENT)
+
+
+def warm_up(base: Path, out: Path) -> Path:
+    """The roles' first checkpoint: the base, after sums and after the roles' conversations."""
+    start = base
+    for name in ("sums", "roles"):
+        overrides = {
+            "run.name": name,
+            "run.directory": str(out),
+            "run.resume": True,
+            "model.path": str(start),
+            "records.path": str(out / f"{name}.jsonl"),
+            "records.tokens_per_step": TOKENS_PER_STEP[name],
+        }
+        config = load_run(ROOT / "configs/selfplay_roles.toml", SFTConfig, options(overrides))
+        start = sft(config)
+    return start
+
+
+def options(values: dict[str, Any]) -> list[str]:
+    return [f"--{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def play(roles: Path, out: Path, seed: int) -> tuple[Path, float]:
+    """A run of self-play and the seconds it took."""
+    overrides = {
+        "run.name": f"seed_{seed}",
+        "run.directory": str(out),
+        "run.seed": seed,
+        "run.resume": True,
+        "model.path": str(roles),
+        "selfplay.train": True,
+        "selfplay.rounds": 2,
+        "selfplay.problem_source": f"deepseek_math_v2_inputs:{out / 'inputs.json'}",
+    }
+    began = time.perf_counter()
+    run = selfplay(load_run(ROOT / "configs/selfplay.toml", SelfplayConfig, options(overrides)))
+    return run, time.perf_counter() - began
+
+
+def agreement(checkpoint: Path, out: Path, samples: int) -> list[float]:
+    """For each held-out solution the share of the verifier's replies that agree with the oracle; greedy where one is taken."""
+    directory = resolve_checkpoint(checkpoint)
+    environment = Environment.from_toml(out / "held_out.toml", Tokenizer.load(directory))
+    model = load_policy(directory)[0]
+    groups = sample_problems(
+        NativeEngine(model, 256),
+        environment,
+        model.config.context_tokens,
+        problems=HELD_OUT,
+        samples=samples,
+        temperature=1.0 if samples > 1 else 0.0,
+        max_new_tokens=170,
+        seed=0,
+    )
+    right = [[t.grade.verdict is not None and t.grade.verdict.score == 1 for t in g.trajectories] for g in groups]
+    return [sum(replies) / len(replies) for replies in right]
+
+
+def labels(run: Path) -> dict[str, Any]:
+    """How good the labels were that the run trained on, by round; and the claims, true and confirmed."""
+    found: dict[str, Counter[str]] = {}
+    for line in map(json.loads, (run / "proof_verifier_train.jsonl").open()):
+        right = line["score"] == score(line["problem"], split_steps(line["proof"]))
+        found.setdefault(f"round_{line['round']}", Counter())["right" if right else "wrong"] += 1
+    for line in map(json.loads, (run / "proof_meta_verifier_train.jsonl").open()):
+        true = claim_is_true(split_steps(line["proof"]), line["evaluation"])
+        verdict = "confirmed" if line["score"] == 1 else "refuted"
+        found.setdefault(f"round_{line['round']}", Counter())[f"{'true' if true else 'false'}_claims_{verdict}"] += 1
+    return {name: dict(counts) for name, counts in found.items()} | {
+        "counts": json.loads((run / "counts.json").read_text())
+    }
+
+
+def compared(before: list[float], after: list[float]) -> dict[str, float]:
+    """Means with the paired interval of their difference."""
+    difference = paired_difference(before, after)
+    return {
+        "before": sum(before) / len(before),
+        "after": sum(after) / len(after),
+        "difference": difference.value,
+        "low": difference.interval.low,
+        "high": difference.interval.high,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", type=Path, help="a base of the speedrun")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory to write to; runs in it that are done are kept"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sums", type=int, default=24_000, help="conversations that teach adding")
+    parser.add_argument("--conversations", type=int, default=8_000, help="conversations that teach the roles")
+    parser.add_argument("--roles", type=Path, help="checkpoint of the roles, in place of warming up the base")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    out = arguments.out.absolute()
+    prepare(out, arguments.sums, arguments.conversations)
+    roles = arguments.roles or warm_up(arguments.base, out)
+    before = {samples: agreement(roles, out, samples) for samples in (1, SAMPLES)}
+    results = []
+    for seed in arguments.seeds:
+        run, seconds = play(roles, out, seed)
+        last = (run / "checkpoints" / "latest").resolve() / "verifier"
+        result = {
+            "seed": seed,
+            "seconds": seconds,
+            "greedy": compared(before[1], agreement(last, out, 1)),
+            "sampled": compared(before[SAMPLES], agreement(last, out, SAMPLES)),
+            "labels": labels(run),
+        }
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print("| seed | mode | before | after | difference, 95% |\n|---|---|---|---|---|")
+    for result in results:
+        for mode in ("greedy", "sampled"):
+            one = result[mode]
+            print(
+                f"| {result['seed']} | {mode} | {one['before']:.1%} | {one['after']:.1%} | "
+                f"{100 * one['difference']:+.1f} [{100 * one['low']:+.1f}, {100 * one['high']:+.1f}] |"
+            )
+
+
+if __name__ == "__main__":
+    main()
