@@ -52,6 +52,10 @@ class ChatMessage:
 
 def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
     """The messages of a list, which may be written as JSON text (as CSV has to). Raises UserError, without the record's place."""
+    if not isinstance(value, list | tuple | str):
+        raise UserError(
+            f"{column!r} holds {type(value).__name__} {shown(value)}, neither a text nor a list of messages"
+        )
     messages = listed(value, column)
     if not messages:
         raise UserError(f"{column!r} is an empty list; a conversation has messages")
@@ -107,7 +111,10 @@ def _message(value: object, where: str) -> ChatMessage:
     weight = value.get("weight", 1)
     if weight not in (0, 1, None):
         raise UserError(f"{where}: the weight is {shown(weight)}; a message is trained, 1, or not, 0")
-    reasoning = next((value[key] for key in _REASONING if value.get(key) is not None), None)
+    thoughts = [value[key] for key in _REASONING if value.get(key) is not None]
+    reasoning = next(filter(None, thoughts), thoughts[0] if thoughts else None)
+    if role != "assistant" and not reasoning:
+        reasoning = None  # of a column that all messages have
     message = ChatMessage(
         role,
         _content(content, where, needed=not calls and reasoning is None),
@@ -120,6 +127,8 @@ def _message(value: object, where: str) -> ChatMessage:
     )
     if role != "assistant" and (calls or reasoning is not None):
         raise UserError(f"{where}: a message by {role!r} has tool calls or reasoning, which are the assistant's")
+    if role == "assistant" and message.is_empty:
+        raise UserError(f"{where}: the assistant says nothing; fill it in or remove the record")
     return message
 
 

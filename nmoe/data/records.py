@@ -134,6 +134,9 @@ def read_records(settings: DatasetSettings, accepted: Sequence[Kind] = get_args(
     read_as = ", ".join(
         f"{name} from {settings.columns[name]!r}" if name in settings.columns else name for name in columns
     )
+    ignored = [repr(name) for name, value in row[1].items() if value is not None and name not in columns]
+    if ignored:  # a second half of the question, perhaps, as Alpaca's `input` is
+        read_as += f"; not read: {', '.join(ignored)}"
     records = _records(chain([first], rows), kind, settings)
     return Records(kind, f"{settings.path}: records of kind {kind} ({read_as})", records)
 
@@ -240,9 +243,6 @@ def _text(where: str, fields: Mapping[str, Any]) -> Text:
 
 def _conversation(where: str, fields: Mapping[str, Any]) -> Conversation:
     messages = read_messages(fields["messages"], "messages")
-    for number, message in enumerate(messages):
-        if message.role == "assistant" and message.is_empty:
-            raise UserError(f"messages[{number}]: the assistant says nothing; fill it in or remove the record")
     if not any(message.role == "assistant" and message.trained for message in messages):
         raise UserError("no message is by the assistant (or each has weight 0), so that there is nothing to train on")
     return Conversation(where, messages, _tools(fields))
@@ -359,22 +359,20 @@ def _side(value: object, column: str) -> Messages:
 
 
 def _checked_completion(messages: Messages, column: str) -> Messages:
-    """A completion begins and ends with the assistant, and none of its messages is empty."""
-    if not messages or all(message.is_empty for message in messages):
+    """A completion begins and ends with the assistant."""
+    if not messages:
         raise UserError(f"{column!r} is empty; fill it in or remove the record")
     for end in (messages[0], messages[-1]):
         if end.role != "assistant":
             raise UserError(
                 f"{column!r} has a message by {end.role!r} where the assistant's should be, at its start or end"
             )
-    for number, message in enumerate(messages):
-        if message.role == "assistant" and message.is_empty:
-            raise UserError(f"{column}[{number}]: the assistant says nothing; fill it in or remove the record")
     return messages
 
 
 def _tools(fields: Mapping[str, Any]) -> Tools:
-    return () if fields["tools"] is None else read_tools(fields["tools"])
+    # A CSV has an empty text where there are none.
+    return () if fields["tools"] in (None, "") else read_tools(fields["tools"])
 
 
 FORMATS: dict[Kind, _Format] = {

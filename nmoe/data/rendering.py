@@ -350,6 +350,8 @@ def _in_sequence(messages: Messages) -> Iterator[tuple[int, ChatMessage]]:
 def _spoken(message: ChatMessage) -> Iterator[Message]:
     reasoning, content = split_reasoning(message)
     if message.channel is not None and not message.calls:
+        if message.reasoning and message.reasoning.strip():
+            yield Message("assistant", message.reasoning.strip("\n"), "analysis")
         yield Message("assistant", message.content, message.channel)
         return
     if reasoning is not None and reasoning.strip():

@@ -192,6 +192,8 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Row]:
         for fields in reader:
             if header is None:
                 header = fields
+                if repeated := [name for name in dict.fromkeys(header) if name and header.count(name) > 1]:
+                    raise UserError(f"{path}:1: the column {repeated[0]!r} is there twice; rename one of the two")
             elif fields:
                 where = f"{path}:{reader.line_num}"
                 if len(fields) != len(header):

@@ -155,6 +155,18 @@ def test_messages_with_tools_reasoning_and_parts(tmp_path: Path) -> None:
     )
 
 
+def test_fields_that_all_messages_have_are_empty_in_most(tmp_path: Path) -> None:
+    asked = ASKED[0] | {"thinking": "", "tool_calls": []}
+    said = {"role": "assistant", "content": "42", "reasoning_content": "", "thinking": "6 * 7 is 42."}
+    (record,) = read(write(tmp_path / "x.jsonl", {"messages": [asked, said]}))
+    assert record == Conversation(
+        f"{tmp_path}/x.jsonl:1", (USER, ChatMessage("assistant", "42", reasoning="6 * 7 is 42."))
+    )
+    csv = tmp_path / "x.csv"
+    csv.write_text("prompt,completion,tools\n6 * 7?,42,\n")
+    assert read(str(csv)) == [PromptCompletion(f"{csv}:2", (USER,), (ANSWER,))]
+
+
 def test_columns_can_be_mapped(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"question": "6 * 7?", "prompt": "template 3", "answer": "42", "text": "?"})
     (record,) = read(path, columns={"prompt": "question", "completion": "answer"})
@@ -162,7 +174,7 @@ def test_columns_can_be_mapped(tmp_path: Path) -> None:
     described = read_records(
         DatasetSettings(path=path, columns={"prompt": "question", "completion": "answer"})
     ).described
-    assert described.endswith("prompt_completion (prompt from 'question', completion from 'answer')")
+    assert described.endswith("prompt_completion (prompt from 'question', completion from 'answer'; not read: 'text')")
     with pytest.raises(
         UserError, match=r"x\.jsonl:1: columns\.prompt = 'ask': there is no such column; the columns are"
     ):
@@ -202,6 +214,7 @@ def test_a_part_of_another_kinds_columns_is_no_ambiguity() -> None:
 PAIR = {"prompt": "?", "chosen": "a", "rejected": "b"}
 STEPS = {"prompt": "?", "completions": ["a", "b"], "labels": [True, False]}
 CONVERSATION = {"messages": ASKED + SAID}
+SILENT = {"role": "assistant", "content": ""}
 
 
 def tool(parameters: Any) -> dict[str, Any]:
@@ -217,10 +230,11 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (COMPLETION, {"prompt": "?"}, "a record of kind prompt_completion has 'completion', and this one's columns are 'prompt'"),
         (COMPLETION, COMPLETION | {"completion": " "}, "'completion' is empty; fill it in or remove the record"),
         (COMPLETION, COMPLETION | {"completion": []}, "'completion' is an empty list"),
-        (COMPLETION, COMPLETION | {"completion": [{"role": "assistant", "content": ""}]}, "'completion' is empty"),
+        (COMPLETION, COMPLETION | {"completion": [SILENT]}, r"completion\[0\]: the assistant says nothing"),
+        (COMPLETION, COMPLETION | {"prompt": [*ASKED, SILENT, *ASKED]}, r"prompt\[1\]: the assistant says nothing"),
         (COMPLETION, COMPLETION | {"completion": ASKED}, "'completion' has a message by 'user' where the assistant's"),
         (COMPLETION, COMPLETION | {"completion": SAID + ASKED}, "'completion' has a message by 'user' where the assistant's"),
-        (COMPLETION, COMPLETION | {"completion": 7}, "'completion' holds int 7, not a list"),
+        (COMPLETION, COMPLETION | {"completion": 7}, "'completion' holds int 7, neither a text nor a list of messages"),
         (COMPLETION, COMPLETION | {"prompt": ""}, "'prompt' is empty"),
         (COMPLETION, COMPLETION | {"prompt": SAID}, "'prompt' ends in a message of the assistant"),
         (PAIR, PAIR | {"chosen": "b"}, "'chosen' and 'rejected' are equal, so that neither is preferred; remove the record"),

@@ -286,6 +286,12 @@ def test_harmony_learns_a_turn_from_behind_its_opening_to_its_stop_token(harmony
         assert sequences == rendered_harmony(harmony, ChatMessage("system", "s"), ChatMessage("user", "q"), said)
 
 
+def test_a_channel_in_the_data_hides_no_reasoning(harmony: Tokenizer) -> None:
+    said = ChatMessage("assistant", "a", reasoning="hm", channel="final")
+    ((_, runs),) = rendered_harmony(harmony, ChatMessage("user", "q"), said)
+    assert runs == ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"]
+
+
 def test_in_harmonys_history_a_turn_ends_otherwise_than_it_is_sampled(harmony: Tokenizer) -> None:
     messages = [
         ChatMessage(role, text) for role, text in zip(["user", "assistant"] * 2, ["q", "a", "r", "b"], strict=True)

@@ -148,6 +148,7 @@ Break = Callable[[Path], str]
         ("x.json", b'[{"a": 1}', r"x\.json: not JSON: "),
         ("x.json", b"[\xff]", r"x\.json: not UTF-8"),
         ("x.csv", b"a,b\n1,2\n1\n", r"x\.csv:3: 1 fields, and the first line names 2 columns"),
+        ("x.csv", b"a,b,a\n1,2,3\n", r"x\.csv:1: the column 'a' is there twice"),
         ("x.csv", b'a,b\n1,2\n"1,2\n', r"x\.csv:\d: not CSV in UTF-8: unexpected end of data"),
         ("x.csv", b"a,b\n1,\xff\n", r"x\.csv:\d: not CSV in UTF-8: "),
         ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-9], r"x\.jsonl\.gz: can not be read: "),
