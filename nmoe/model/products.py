@@ -10,6 +10,7 @@ are, from two rows on; MKL asks for eight rows to each thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,13 +37,12 @@ class PackedWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Products without gradient use packed weights here."""
-        global _packed_weights
-        outer, _packed_weights = _packed_weights, self
+        """Products without gradient use packed weights here, in this thread: a scorer may run its own model beside the engine."""
+        outer, _here.packed = _here.packed, self
         try:
             yield
         finally:
-            _packed_weights = outer
+            _here.packed = outer
 
     def clear(self) -> None:
         self._packed.clear()
@@ -92,14 +92,20 @@ def _each_down(weight_EFD: Tensor) -> list[Tensor]:
     return [operations.packed_down(weight_EFD)]
 
 
-_packed_weights: PackedWeights | None = None
+class _Here(threading.local):
+    """What is in force in this thread."""
+
+    packed: PackedWeights | None = None
+
+
+_here = _Here()
 
 
 def _can_pack(x: Tensor, weight: Tensor) -> bool:
     """Whether the weight is a parameter whose changes show: one made under `inference_mode` does not count them."""
     return (
         _AVAILABLE
-        and _packed_weights is not None
+        and _here.packed is not None
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.bfloat16)
         and not torch.is_grad_enabled()
@@ -151,7 +157,7 @@ def _by_panels(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor
 
 def _panels_of(weight: Tensor, packing: Packing) -> Tensor:
     """Packed before where that is kept, otherwise now: a copy of the weight, little beside products of many rows."""
-    kept = _packed_weights is not None and _can_pack(weight, weight)
+    kept = _here.packed is not None and _can_pack(weight, weight)
     return _packed(weight, packing) if kept else packing(weight.detach())[0]
 
 
@@ -193,8 +199,8 @@ def experts(
 
 
 def _packed(weight: Tensor, packing: Packing) -> Tensor:
-    assert _packed_weights is not None, "the caller looked"
-    return _packed_weights.of(weight, packing)[0]
+    assert _here.packed is not None, "the caller looked"
+    return _here.packed.of(weight, packing)[0]
 
 
 def input_gradient(grad_NF: Tensor, weight_FD: Tensor) -> Tensor:
@@ -220,8 +226,8 @@ def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int], exa
         differentiable_RF: Tensor = _LinearByGroup.apply(x_RD, weight_EDF, tuple(counts), True)
         return differentiable_RF
     if _can_pack(x_RD, weight_EDF):
-        assert _packed_weights is not None, "looked at"
-        packed = _packed_weights.of(weight_EDF, _each_for_onednn)
+        assert _here.packed is not None, "looked at"
+        packed = _here.packed.of(weight_EDF, _each_for_onednn)
         outputs = weight_EDF.shape[2]
         return torch.cat([_product(part, packed[e], None, outputs) for e, part in enumerate(x_RD.split(list(counts)))])
     if by_onednn(x_RD):

@@ -159,6 +159,10 @@ def test_both_phases_are_one_split_and_a_slice_counts_their_rows(tmp_path: Path)
     assert read_source("prm800k", "train", str(tmp_path), "", "+").records == 80
     assert read_source("prm800k", "train[:40]", str(tmp_path), "", "+").records == 40
     assert read_source("prm800k", "test", str(tmp_path), "", "+").records == 20
+    with pytest.raises(
+        UserError, match=r"split 'valid': no file of either phase for that split; there are prm800k/data/phase1"
+    ):
+        read_source("prm800k", "valid", str(tmp_path), "", "+")
     with pytest.raises(UserError, match=r"absent\.jsonl: can not be read: No such file"):
         read_source("prm800k", "train", str(tmp_path / "absent.jsonl"), "", "+")
 

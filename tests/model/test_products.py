@@ -1,11 +1,14 @@
 """Products by oneDNN against torch's own, in values and gradients."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model import products
+from nmoe.model.kernels.cpu import library
 from nmoe.model.kernels.cpu.library import serves_exact
 
 pytestmark = pytest.mark.skipif(not products.by_onednn(torch.zeros(1)), reason="this torch has no oneDNN")
@@ -112,3 +115,21 @@ def test_a_weight_whose_changes_do_not_show_is_not_packed() -> None:
         with packs.active():
             torch.testing.assert_close(products.linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
         assert not packs._packed
+
+
+def test_what_the_engine_uses_is_in_force_in_its_thread_alone() -> None:
+    """A scorer's model may run while the engine's step begins or ends."""
+    weight, x_ND = nn.Parameter(torch.randn(64, 32)), torch.randn(8, 32)
+    seen = []
+    with torch.no_grad(), products.PackedWeights().active(), library.in_use():
+        here = (products._can_pack(x_ND, weight), library.usable(x_ND))
+
+        def look() -> None:
+            with torch.no_grad():
+                seen.append((products._can_pack(x_ND, weight), library.usable(x_ND)))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert seen == [(False, False)]
+    assert here == (products._AVAILABLE, library.library() is not None)

@@ -89,6 +89,9 @@ def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
     """Both phases, one after the other, where they lie as in the dataset's repository; otherwise what the path names."""
     local = local_copy(path)
     files = _phase_files(local, split) if local is not None and local.is_dir() else []
+    if local is not None and not files and (others := sorted(local.rglob("phase[12]_*.jsonl"))):
+        there = ", ".join(str(file.relative_to(local)) for file in others)
+        raise UserError(f"{local}, split {split!r}: no file of either phase for that split; there are {there}")
     return read_rows(path, split=split, data_files=files)
 
 

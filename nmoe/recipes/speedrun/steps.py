@@ -35,7 +35,7 @@ WRONG, UNFINISHED = 0.5, 0.1
 # How many solutions `write_domain` labels, and how many problems and solutions it writes.
 LABELLED, PROBLEMS, SOLUTIONS = 40_000, 2_000, 40_000
 # Share of the solutions to pretrain on that share a misconception.
-MISCONCEIVED = 0.55
+MISCONCEIVED = 0.45
 
 # What can be wrong in a step, given the sum so far and the number that is next: see `_wrong_step`.
 FAULTS = ("carry", "slip", "total", "number", "skip")

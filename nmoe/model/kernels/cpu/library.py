@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,23 +87,28 @@ def _cache_directory() -> Path:
         return Path(tempfile.mkdtemp(prefix="nmoe-kernels-"))
 
 
-_in_use = False
+class _Here(threading.local):
+    """What is in force in this thread."""
+
+    in_use = False
+
+
+_here = _Here()
 
 
 @contextmanager
 def in_use() -> Iterator[None]:
-    """Operations without gradient take the kernels here, where there are any."""
-    global _in_use
-    outer, _in_use = _in_use, library() is not None
+    """Operations without gradient take the kernels here, in this thread, where there are any."""
+    outer, _here.in_use = _here.in_use, library() is not None
     try:
         yield
     finally:
-        _in_use = outer
+        _here.in_use = outer
 
 
 def usable(x: Tensor) -> bool:
     """Whether an operation on `x` is to be a kernel's."""
-    return _in_use and x.dtype in DTYPES and x.device.type == "cpu" and not torch.is_grad_enabled()
+    return _here.in_use and x.dtype in DTYPES and x.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def serves_exact(x: Tensor) -> bool:
