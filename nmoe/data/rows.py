@@ -25,6 +25,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -154,7 +155,7 @@ def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, opt
                 yield from _json(path, file)
             else:
                 yield from _csv(path, file)
-    except (OSError, EOFError) as error:  # an EOFError where a compressed file is cut
+    except (OSError, EOFError, zlib.error) as error:  # an EOFError where a compressed file is cut
         raise UserError(f"{path}: can not be read: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -220,7 +221,7 @@ def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str])
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}: row {number}", _own_keys(row)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # a ValueError where a text is not UTF-8
         raise UserError(f"{path}: can not be read as Parquet after row {number}: {error}") from error
 
 

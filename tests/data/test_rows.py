@@ -151,7 +151,8 @@ Break = Callable[[Path], str]
         ("x.csv", b"a,b,a\n1,2,3\n", r"x\.csv:1: the column 'a' is there twice"),
         ("x.csv", b'a,b\n1,2\n"1,2\n', r"x\.csv:\d: not CSV in UTF-8: unexpected end of data"),
         ("x.csv", b"a,b\n1,\xff\n", r"x\.csv:\d: not CSV in UTF-8: "),
-        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-9], r"x\.jsonl\.gz: can not be read: "),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-9], r"x\.jsonl\.gz: can not be read: "),
+        ("x.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, r"x\.jsonl\.gz: can not be read: Error -3"),
         ("x.jsonl.gz", b'{"a": 1}\n', r"x\.jsonl\.gz: can not be read: Not a gzipped file"),
         ("x.txt", b"", r"x\.txt: files of type '\.txt' are not read; \.jsonl, \.json, \.parquet, \.csv are"),
     ],
@@ -160,6 +161,14 @@ def test_what_is_broken_is_named(name: str, content: bytes, message: str, tmp_pa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(read_rows(str(tmp_path / name)))
+
+
+def test_a_parquet_file_whose_text_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist([{"a": "a text"}]), path, compression="none", use_dictionary=False)
+    path.write_bytes(path.read_bytes().replace(b"a text", b"a \xffext"))
+    with pytest.raises(UserError, match=r"x\.parquet: can not be read as Parquet after row 0: 'utf-8' codec"):
+        list(read_rows(str(path)))
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
