@@ -33,6 +33,7 @@ from nmoe.recipes.speedrun.roles import (
     LONGEST,
     SHORTEST,
     claim_is_true,
+    write_checks,
     write_roles,
     write_sums,
     write_verifications,
@@ -43,7 +44,12 @@ from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8
-TOKENS_PER_STEP = {"sums": 6144, "roles": 12288}
+# What the roles are warmed up on, one after the other: conversations, tokens of a step, learning rate.
+WARM_UP = {
+    "sums": (write_sums, 20_000, 4096, 4e-3),
+    "checks": (write_checks, 30_000, 8192, 3e-3),
+    "roles": (write_roles, 8_000, 12288, 3e-3),
+}
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = """env_id = "verifications"
 version = "1"
@@ -56,27 +62,28 @@ task_type = "proof_verification"
 """
 
 
-def prepare(out: Path, sums: int, conversations: int) -> None:
+def prepare(out: Path) -> None:
     """Writes what the models are warmed up on, the problems in DeepSeek-Math-V2's form, and the held-out verifications."""
     out.mkdir(parents=True, exist_ok=True)
-    write_sums(out / "sums.jsonl", 0, sums)
-    write_roles(out / "roles.jsonl", 0, conversations)
+    for name, (write, count, _, _) in WARM_UP.items():
+        write(out / f"{name}.jsonl", 0, count)
     write_problems(out / "inputs.json", 0, PROBLEMS, "train", (SHORTEST, LONGEST))
     write_verifications(out / "held_out.jsonl", 1, HELD_OUT, "eval")
     (out / "held_out.toml").write_text(ENVIRONMENT)
 
 
 def warm_up(base: Path, out: Path) -> Path:
-    """The roles' first checkpoint: the base, after sums and after the roles' conversations."""
+    """The roles' first checkpoint: the base, after sums, after checks of sums, and after the roles' conversations."""
     start = base
-    for name in ("sums", "roles"):
+    for name, (_, _, tokens, rate) in WARM_UP.items():
         overrides = {
             "run.name": name,
             "run.directory": str(out),
             "run.resume": True,
             "model.path": str(start),
             "records.path": str(out / f"{name}.jsonl"),
-            "records.tokens_per_step": TOKENS_PER_STEP[name],
+            "records.tokens_per_step": tokens,
+            "optimizer.learning_rate": rate,
         }
         config = load_run(ROOT / "configs/selfplay_roles.toml", SFTConfig, options(overrides))
         start = sft(config)
@@ -129,6 +136,9 @@ def labels(run: Path) -> dict[str, Any]:
     for line in map(json.loads, (run / "proof_verifier_train.jsonl").open()):
         right = line["score"] == score(line["problem"], split_steps(line["proof"]))
         found.setdefault(f"round_{line['round']}", Counter())["right" if right else "wrong"] += 1
+    for line in map(json.loads, (run / "proof_generator_train.jsonl").open()):
+        right = line["proof"] is not None and score(line["problem"], split_steps(line["proof"])) == 1
+        found.setdefault(f"round_{line['round']}", Counter())["right_proofs" if right else "other_proofs"] += 1
     for line in map(json.loads, (run / "proof_meta_verifier_train.jsonl").open()):
         true = claim_is_true(split_steps(line["proof"]), line["evaluation"])
         verdict = "confirmed" if line["score"] == 1 else "refuted"
@@ -157,13 +167,11 @@ def main() -> None:
         "--out", type=Path, required=True, help="directory to write to; runs in it that are done are kept"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sums", type=int, default=24_000, help="conversations that teach adding")
-    parser.add_argument("--conversations", type=int, default=8_000, help="conversations that teach the roles")
     parser.add_argument("--roles", type=Path, help="checkpoint of the roles, in place of warming up the base")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     out = arguments.out.absolute()
-    prepare(out, arguments.sums, arguments.conversations)
+    prepare(out)
     roles = arguments.roles or warm_up(arguments.base, out)
     before = {samples: agreement(roles, out, samples) for samples in (1, SAMPLES)}
     results = []

@@ -14,7 +14,7 @@ class SelfplayRunSection(RunSection):
     steps: int = Field(
         default=1,
         gt=0,
-        description="optimizer steps that each trained role takes, over all rounds; without training, none",
+        description="optimizer steps of the verifier over all rounds; without training, none",
     )
 
 
@@ -43,6 +43,12 @@ class SelfplaySection(Section):
     )
     train: bool = Field(default=False, description="train verifier and generator at the end of each round")
     rounds: int = Field(default=1, gt=0, description="rounds of generation, each with its training")
+    generator_steps: int = Field(
+        default=2,
+        gt=0,
+        description="optimizer steps of a round that the generator takes, each on its part of the problems, beside the verifier's "
+        "first ones",
+    )
     verifier_epochs: int = Field(default=1, gt=0, description="passes over a round's accepted verifications")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -84,6 +90,11 @@ class SelfplayConfig(RunConfig):
         if self.run.steps % self.selfplay.rounds:
             yield Conflict(
                 "run.steps", f"are dealt out evenly over selfplay.rounds = {self.selfplay.rounds}; take a multiple"
+            )
+        elif self.selfplay.generator_steps > self.run.steps // self.selfplay.rounds:
+            yield Conflict(
+                "selfplay.generator_steps",
+                f"are more than the steps of a round, run.steps / selfplay.rounds = {self.run.steps // self.selfplay.rounds}",
             )
         if self.batch.group_size < 2:
             yield Conflict("batch.group_size", "must be at least 2: a proof's reward is compared with that of others")

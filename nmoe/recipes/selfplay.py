@@ -2,8 +2,8 @@
 training data and, with `train`, trains verifier and generator, round by round. `nmoe selfplay CONFIG --problem_source=...`
 
 DeepSeekMath-V2 (arXiv:2511.22570), sections 2.1 to 2.3. A round is a number of steps that play, a batch of problems each, and with
-training a number of steps that train: one optimizer step of each role. Any step can be the last before a kill; the run goes on from
-the checkpoint before it, and what it leaves is the same.
+training a number of steps that train: one optimizer step of the verifier each and, in the first of them, one of the generator. Any
+step can be the last before a kill; the run goes on from the checkpoint before it, and what it leaves is the same.
 
 The meta-verifier is the verifier as the run began, and stays it: who confirms the labels must not learn from them.
 """
@@ -187,11 +187,15 @@ class _Selfplay:
         )
         self.learners: dict[str, Learner] = {}
         if section.train:
-            for role, model in ((GENERATOR, roles.generator), (VERIFIER, roles.verifier)):
+            steps = section.rounds * section.generator_steps
+            for role, model, total in (
+                (GENERATOR, roles.generator, steps),
+                (VERIFIER, roles.verifier, config.run.steps),
+            ):
                 self.learners[role] = Learner(
                     model,
                     optimizer_settings(config),
-                    config.run.steps,
+                    total,
                     batch.tokens_per_microbatch,
                     config.sampling.temperature,
                 )

@@ -106,7 +106,7 @@ class RoundTraining:
             accepted,
             rewarded,
             dealt(len(accepted), epochs, updates, seed, "verifier", round_),
-            dealt(len(rewarded), 1, updates, seed, "generator", round_),
+            dealt(len(rewarded), 1, config.selfplay.generator_steps, seed, "generator", round_),
         )
 
     def verifier_update(self, learner: Learner, update: int) -> dict[str, float]:
@@ -121,6 +121,7 @@ class RoundTraining:
         return {f"verifier_{name}": value for name, value in values.items()}
 
     def generator_update(self, policy: PolicyUpdate, step: int, update: int) -> dict[str, float]:
-        """One step of the policy gradient on this update's share of the problems; no metrics where there is none."""
-        chosen = [self.groups[place] for place in self.problems[update]]
+        """One step of the policy gradient on this update's share of the problems; no metrics where there is none, as after the
+        generator's last step of the round."""
+        chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
         return policy.update(step, chosen) if chosen else {}

@@ -9,7 +9,15 @@ from itertools import islice
 from pathlib import Path
 
 from nmoe.data.prm import split_steps
-from nmoe.recipes.speedrun.roles import claim_is_true, review, slips, write_roles, write_sums, write_verifications
+from nmoe.recipes.speedrun.roles import (
+    claim_is_true,
+    review,
+    slips,
+    write_checks,
+    write_roles,
+    write_sums,
+    write_verifications,
+)
 from nmoe.recipes.speedrun.steps import Solution, score
 from nmoe.rl.tasks.proof import read_proof
 from nmoe.rl.tasks.score import read_evaluation
@@ -70,8 +78,9 @@ def test_what_the_roles_are_taught(tmp_path: Path) -> None:
 
 
 def test_sums_and_verifications(tmp_path: Path) -> None:
-    write_sums(tmp_path / "sums.jsonl", 0, 60)
-    for record in lines(tmp_path / "sums.jsonl"):
+    write_sums(tmp_path / "sums.jsonl", 0, 30)
+    write_checks(tmp_path / "checks.jsonl", 0, 30)
+    for record in [*lines(tmp_path / "sums.jsonl"), *lines(tmp_path / "checks.jsonl")]:
         for step in record["messages"][1]["content"].replace("## Solution\n", "").splitlines():
             left, right, said, tens, units, called = re.fullmatch(
                 r"(\d+)\+(\d+)=(\d+)(?: (\d\d[=!]) (\d\d[=!]))?( is wrong)?", step

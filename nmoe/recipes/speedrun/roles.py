@@ -66,19 +66,20 @@ def claim_is_true(steps: Sequence[str], evaluation: str) -> bool:
 
 
 def write_sums(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations without instructions, all of them right: where a model learns to add, and to tell whether a sum
-    is right."""
+    """Writes `count` conversations that solve sums rightly, without instructions: where a model learns to add."""
     rng = random.Random(f"sums/{seed}")
     with path.open("w") as file:
+        for _ in range(count):
+            _write(file, *_solved(rng))
+
+
+def write_checks(path: Path, seed: int, count: int) -> None:
+    """Writes `count` conversations of which every other tells right sums from wrong ones, rightly and without instructions; the
+    others are those of `write_sums`, so that adding is not forgotten."""
+    rng = random.Random(f"checks/{seed}")
+    with path.open("w") as file:
         for number in range(count):
-            if number % 2:
-                question, _ = sum_problem(rng, "train", (SHORTEST, LONGEST + 1))
-                steps = "\n".join(solve(question))
-                _write(file, question, None, f"{SOLUTION}\n{steps}")
-            else:
-                said = [_sum(rng) for _ in range(6)]
-                marks = [_checked(step) + (" is wrong" if _is_wrong(step) else "") for step in said]
-                _write(file, "Check: " + " ".join(said), None, "\n".join(marks))
+            _write(file, *(_checks if number % 2 else _solved)(rng))
 
 
 def write_roles(path: Path, seed: int, count: int) -> None:
@@ -105,6 +106,18 @@ def write_verifications(path: Path, seed: int, count: int, split: Split) -> None
 
 
 Conversation = tuple[str, str | None, str]
+
+
+def _solved(rng: random.Random) -> Conversation:
+    question, _ = sum_problem(rng, "train", (SHORTEST, LONGEST + 1))
+    steps = "\n".join(solve(question))
+    return question, None, f"{SOLUTION}\n{steps}"
+
+
+def _checks(rng: random.Random) -> Conversation:
+    said = [_sum(rng) for _ in range(6)]
+    marks = [_checked(step) + (" is wrong" if _is_wrong(step) else "") for step in said]
+    return "Check: " + " ".join(said), None, "\n".join(marks)
 
 
 def _generator(rng: random.Random, solution: Solution, source: Iterator[Solution]) -> Conversation:
