@@ -12,18 +12,22 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig, load_run
+from nmoe.config.selfplay import SelfplayConfig
+from nmoe.data.prm.labelled import split_steps
 from nmoe.errors import UserError
 from nmoe.recipes.grpo import train
 from nmoe.recipes.pretrain import pretrain
+from nmoe.recipes.selfplay import selfplay
 from nmoe.recipes.sft import sft
 from nmoe.recipes.speedrun.corpus import corpus_texts, write_conversations, write_corpus
 from nmoe.recipes.speedrun.examination import Examination, examine
 from nmoe.recipes.speedrun.report import write_speedrun_report
+from nmoe.recipes.speedrun.roles import LONGEST, SHORTEST, write_roles, write_sums
 from nmoe.recipes.speedrun.stages import Stages
-from nmoe.recipes.speedrun.steps import step_texts, write_domain
+from nmoe.recipes.speedrun.steps import score, step_texts, write_domain, write_problems
 from nmoe.recipes.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.recipes.verifier import verifier
-from nmoe.runs.ledger import read_metrics
+from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.text.tokenizer import Tokenizer
 
@@ -34,6 +38,10 @@ TOKENIZER_JUDGEMENTS = 50
 CORPUS_DOCUMENTS = 100_000
 TOOL_DOCUMENTS = 20_000
 CONVERSATIONS = 10_000
+# Conversations that teach the small model to add, and the roles of self-play.
+SUMS, SUMS_TOKENS_PER_STEP = 24_000, 6144
+ROLES, ROLES_TOKENS_PER_STEP = 8_000, 12288
+SELFPLAY_PROBLEMS = 1_000
 
 C = TypeVar("C", bound=RunConfig)
 Figures = Mapping[str, float | int]
@@ -81,6 +89,8 @@ class Pipeline:
             ("supervised fine-tuning", self.fine_tuning, True),
             ("reinforcement learning", self.reinforcement_learning, False),
             ("training a verifier of steps", self.verifier, True),
+            ("teaching the roles of self-play", self.roles, True),
+            ("a round of self-play", self.round, True),
             ("evaluation", self.evaluation, False),
         ]
         return [(name, work) for name, work, added in stages if self._full or not added]
@@ -104,6 +114,32 @@ class Pipeline:
             VerifierConfig,
             {"model.path": str(self._out / "base"), "verifier.prm800k": str(self._out / "prm800k")},
         )
+        warm_up = (
+            ("selfplay_sums", "base", SUMS_TOKENS_PER_STEP),
+            ("selfplay_roles", "selfplay_sums", ROLES_TOKENS_PER_STEP),
+        )
+        self._roles = [
+            self._load(
+                "selfplay_roles",
+                SFTConfig,
+                {
+                    "run.name": name,
+                    "model.path": str(self._out / start),
+                    "records.path": str(self._out / f"{name}.jsonl"),
+                    "records.tokens_per_step": tokens,
+                },
+            )
+            for name, start, tokens in warm_up
+        ]
+        self._selfplay = self._load(
+            "selfplay",
+            SelfplayConfig,
+            {
+                "run.name": "selfplay",
+                "model.path": str(self._out / "selfplay_roles"),
+                "selfplay.problem_source": f"deepseek_math_v2_inputs:{self._out / 'selfplay_problems.json'}",
+            },
+        )
 
     def tokenizer_and_corpus(self) -> Figures:
         out, seed, tools = self._out, self._seed, ROOT / "environments/tools.toml"
@@ -120,6 +156,9 @@ class Pipeline:
             write_domain(out, seed)
             if self._full:
                 write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)
+                write_sums(out / "selfplay_sums.jsonl", seed, SUMS)
+                write_roles(out / "selfplay_roles.jsonl", seed, ROLES)
+                write_problems(out / "selfplay_problems.json", seed, SELFPLAY_PROBLEMS, "train", (SHORTEST, LONGEST))
         print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {out}/corpus.jsonl")
         return {"vocabulary": tokenizer.vocab_size, "documents": CORPUS_DOCUMENTS}
 
@@ -140,6 +179,16 @@ class Pipeline:
     def verifier(self) -> Figures:
         last = read_metrics(verifier(self._verifier))[-1]
         return {"held-out F1": last["verifier_f1"], "accuracy of steps": last["verifier_accuracy"]}
+
+    def roles(self) -> Figures:
+        sums, roles = (read_metrics(sft(config))[-1]["loss"] for config in self._roles)
+        return {"last loss on sums": sums, "on the roles": roles}
+
+    def round(self) -> Figures:
+        accepted = read_lines(selfplay(self._selfplay) / "proof_verifier_train.jsonl")
+        agreed = [line["score"] == score(line["problem"], split_steps(line["proof"])) for line in accepted]
+        figures: dict[str, float | int] = {"proofs accepted": len(accepted)}
+        return figures | ({"scores that an oracle agrees with": sum(agreed) / len(agreed)} if agreed else {})
 
     def evaluation(self) -> Figures:
         before, after = (
@@ -183,9 +232,9 @@ class Pipeline:
     def _examinations(self) -> Path:
         return self._out / "examinations.json"
 
-    def _load(self, name: str, schema: type[C], paths: Mapping[str, str]) -> C:
+    def _load(self, name: str, schema: type[C], values: Mapping[str, str | int]) -> C:
         """`configs/NAME.toml` in this directory, with this seed."""
-        overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **paths}
+        overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
         return load_run(ROOT / f"configs/{name}.toml", schema, arguments)
 
