@@ -77,6 +77,27 @@ def test_records_are_read_as_they_are(
     assert pool.order.read_as.endswith(f": {read_as}")
 
 
+@pytest.mark.parametrize(
+    ("label", "gold"), [(42, "42"), (-3, "-3"), (42.5, "42.5"), (1e-07, "0.0000001"), (1e21, "1000000000000000000000")]
+)
+@pytest.mark.parametrize("task_type", ["math", "gsm8k"])
+def test_labels_that_are_numbers_are_taken_as_they_are(
+    make_pool: MakePool, tmp_path: Path, task_type: str, label: float, gold: str
+) -> None:
+    path = write(tmp_path / "data.jsonl", [{"input": "What is 6 * 7?", "label": label}])
+    assert make_pool({"type": "jsonl", "path": path, "task_type": task_type}).take(1)[0].gold == gold
+
+
+@pytest.mark.parametrize(("task_type", "label"), [("sort", 135), ("math", True), ("gsm8k", float("nan"))])
+def test_numbers_that_are_no_answers_are_refused(
+    make_pool: MakePool, tmp_path: Path, task_type: str, label: object
+) -> None:
+    # The digits 0135 of a sorting problem would be read as the number 135.
+    path = write(tmp_path / "data.jsonl", [{"input": "Sort: 3150", "label": label}])
+    with pytest.raises(UserError, match=rf"field 'label' holds {type(label).__name__} {label}, not text"):
+        make_pool({"type": "jsonl", "path": path, "task_type": task_type})
+
+
 def test_a_conversation_reaches_the_prompt_turn_by_turn(
     environment: Make, harmony: Harmony, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

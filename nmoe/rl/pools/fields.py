@@ -12,8 +12,10 @@ A question is a text, or a list of messages that ends with the user's: those bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from nmoe.config.environment import DatasetKeys
@@ -62,9 +64,14 @@ def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, .
 def gold_of(record: Mapping[str, Any], field: str, types: tuple[type, ...] = (str,)) -> str:
     """The gold's text; `types` are those that it may have."""
     value = _value(record, field, "answer_field")
-    # True is an int to Python, and seldom a gold answer.
-    if not isinstance(value, str) and isinstance(value, types) and (not isinstance(value, bool) or bool in types):
-        value = str(value)
+    # True is an int to Python, and seldom a gold answer; nan is a float, and never one.
+    if isinstance(value, bool):
+        fits = bool in types
+    else:
+        fits = isinstance(value, types) and (not isinstance(value, float) or math.isfinite(value))
+    if fits:
+        # In full: 1e-07 is how Python, not a dataset, would write it.
+        value = format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
     return checked_text(field, value)
 
 

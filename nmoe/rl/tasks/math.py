@@ -35,6 +35,7 @@ class MathTask(QuestionTask):
 
     bare_final = False
     record_fields = ("level", "subject", "type")
+    gold_types = (str, int, float)
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
         """Keeps level and subject, by which evaluations and metrics are told apart."""

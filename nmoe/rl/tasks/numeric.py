@@ -14,6 +14,8 @@ from nmoe.rl.tasks.task import Attempt, QuestionTask
 class NumericTask(QuestionTask):
     """The base of gsm8k, add and arithmetic. An answer that is still to be worked out, "47 + 85", is no number."""
 
+    gold_types: tuple[type, ...] = (str, int, float)
+
     def check_gold(self, problem: Problem) -> None:
         if read_number(normalize(problem.gold)) is None:
             shown = problem.gold if len(problem.gold) <= 80 else problem.gold[:77] + "..."
