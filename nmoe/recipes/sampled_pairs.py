@@ -40,14 +40,16 @@ def write_pairs(
 
 
 def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:
-    sides: dict[bool, Trajectory] = {}
+    sides: dict[bool, list[dict[str, str]]] = {}
     for trajectory in group.trajectories:
         if trajectory.grade.extras["format_ok"] == 1 and len(trajectory.turns) == 1:
-            sides.setdefault(is_correct(trajectory), trajectory)
+            messages = _messages(environment, trajectory)
+            # A message that says nothing is in form, and a record with one would be refused.
+            if all(message["content"].strip() for message in messages):
+                sides.setdefault(is_correct(trajectory), messages)
     if len(sides) == 2:
         prompt = [{"role": m.role, "content": m.content} for m in environment.messages(group.problem)]
-        chosen, rejected = (_messages(environment, sides[right]) for right in (True, False))
-        yield {"problem": group.problem.id, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+        yield {"problem": group.problem.id, "prompt": prompt, "chosen": sides[True], "rejected": sides[False]}
 
 
 def _messages(environment: Environment, trajectory: Trajectory) -> list[dict[str, str]]:

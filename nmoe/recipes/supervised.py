@@ -117,6 +117,9 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
         if run.resumed_from is not None:
             recipe.load(run.resumed_from)
             progress.note(f"resumed from step {run.start_step}")
+            # The kill may have come between the checkpoint and its mark.
+            if run.ledger.is_best(run.start_step):
+                mark_best(run.resumed_from)
         for line in [*batch_arithmetic(config), *describe(learner.lora), *recipe.notes]:
             progress.note(line)
         expert_watch = ExpertWatch(learner.model.config.experts)

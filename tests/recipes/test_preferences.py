@@ -183,6 +183,7 @@ def test_a_resumed_run_goes_on_number_for_number(recipe: Any, configure: Configu
     again = tmp_path / "again"
     shutil.copytree(whole, again, symlinks=True)
     shutil.rmtree(again / "checkpoints" / "step_000008")
+    (again / "checkpoints" / "best").unlink()  # as where the kill came before the best checkpoint was marked
     config = (again / "config.toml").read_text()
     (again / "config.toml").write_text(config.replace('name = "whole"', 'name = "again"'))
     recipe(configure("--run.name=again", "--run.steps=8", "--run.resume=true"))
@@ -195,6 +196,7 @@ def test_a_resumed_run_goes_on_number_for_number(recipe: Any, configure: Configu
 
     assert kept(again) == kept(whole)
     assert len(kept(whole)) == 8
+    assert (again / "checkpoints" / "best").readlink() == (whole / "checkpoints" / "best").readlink()
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         files = [run / "checkpoints" / "step_000008" / name for run in (whole, again)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
