@@ -85,13 +85,14 @@ def reward_divergence(batch: Batch, algorithm: AlgorithmSection) -> Tensor | Non
 
 
 def _step_rewards(batch: Batch, trajectories: Sequence[Trajectory]) -> Tensor:
-    """What a verifier gave to steps, at the position that decides on a step's last token, `[T]`; NaN elsewhere."""
+    """What verifiers gave to steps, at the position that decides on a step's last token, `[T]`; NaN elsewhere. Several rewards of
+    one place, as of several verifiers, add up."""
     rewards_T = torch.full((batch.tokens,), torch.nan)
     start = 0
     for length, trajectory in zip(batch.lengths, trajectories, strict=True):
         for place, reward in trajectory.grade.step_rewards:
             position = start + len(trajectory.prompt_ids) - 1 + place
             assert batch.scored_T[position], "a step ends at a token that the policy sampled"
-            rewards_T[position] = reward
+            rewards_T[position] = rewards_T[position].nan_to_num(0.0) + reward
         start += length
     return rewards_T

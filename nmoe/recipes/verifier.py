@@ -148,7 +148,7 @@ def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSectio
     for one in solutions:
         keys = prefix_keys(one.problem, one.steps)
         labels = tuple(None if key in seen else label for key, label in zip(keys, one.labels, strict=True))
-        seen.update(keys)
+        seen.update(key for key, label in zip(keys, one.labels, strict=True) if label is not None)
         if any(label is not None for label in labels):
             found.append(Judged(one.problem, one.steps, labels))
     return found

@@ -109,6 +109,17 @@ def test_steps_of_an_answer_are_rewards_of_its_tokens_under_gae() -> None:
     assert scored(batch, "returns_T") == pytest.approx([1.5, 1.5, 0.25])
 
 
+def test_rewards_of_one_step_by_several_verifiers_add_up() -> None:
+    both = answer(1.0, steps=((0, 0.5), (1, 1.0), (0, 0.25), (1, 0.75)))
+    batch, _ = advantages(
+        [group(both, answer(0.0, [7]))],
+        {"old_values_T": [0.0, 0.0, 0.0]},
+        algorithm={"advantage": "gae"},
+        critic={"trace_decay": 1.0},
+    )
+    assert scored(batch, "returns_T") == pytest.approx([1 + 0.75 + 1.75, 1 + 1.75, 0.0])
+
+
 def test_a_step_that_ends_where_nothing_was_sampled_is_an_error() -> None:
     with pytest.raises((AssertionError, IndexError)):
         advantages([group(answer(1.0, steps=((5, 1.0),)), answer(0.0))])

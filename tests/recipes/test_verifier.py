@@ -187,6 +187,10 @@ def test_a_prefix_is_labelled_once() -> None:
     found = judged_solutions(solutions, VerifierSection(), 0)
     assert [(one.problem, one.labels) for one in found] == [("p", ("+", "+")), ("p", (None, "-")), ("q", ("+",))]
     assert [one.first_wrong for one in whole_solutions(solutions, VerifierSection(), 0)] == [None, None, None]
+    # One that nobody labelled takes no label away from the next.
+    unlabelled = LabelledSteps("p", ("a", "b"), (None, "+"), True, "here")
+    found = judged_solutions([unlabelled, *solutions[1:2]], VerifierSection(), 0)
+    assert [one.labels for one in found] == [(None, "+"), ("+", "-")]
 
 
 def test_a_part_of_a_right_solution_is_worth_half() -> None:
