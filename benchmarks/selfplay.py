@@ -32,10 +32,8 @@ from nmoe.recipes.sft import sft
 from nmoe.recipes.speedrun.roles import (
     LONGEST,
     SHORTEST,
+    WARM_UP,
     claim_is_true,
-    write_checks,
-    write_roles,
-    write_sums,
     write_verifications,
 )
 from nmoe.recipes.speedrun.steps import score, write_problems
@@ -44,12 +42,6 @@ from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8
-# What the roles are warmed up on, one after the other: conversations, tokens of a step, learning rate.
-WARM_UP = {
-    "sums": (write_sums, 20_000, 4096, 4e-3),
-    "checks": (write_checks, 30_000, 8192, 3e-3),
-    "roles": (write_roles, 8_000, 12288, 3e-3),
-}
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = """env_id = "verifications"
 version = "1"

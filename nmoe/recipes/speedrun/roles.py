@@ -196,3 +196,11 @@ def _write(file: Any, prompt: str, reasoning: str | None, answer: str) -> None:
     if reasoning is not None:
         reply["thinking"] = reasoning
     file.write(json.dumps({"messages": [{"role": "user", "content": prompt}, reply]}) + "\n")
+
+
+# What the roles are warmed up on, one after the other: conversations, tokens of a step, learning rate.
+WARM_UP = {
+    "sums": (write_sums, 20_000, 4096, 4e-3),
+    "checks": (write_checks, 30_000, 8192, 3e-3),
+    "roles": (write_roles, 8_000, 12288, 3e-3),
+}

@@ -22,7 +22,7 @@ from nmoe.recipes.sft import sft
 from nmoe.recipes.speedrun.corpus import corpus_texts, write_conversations, write_corpus
 from nmoe.recipes.speedrun.examination import Examination, examine
 from nmoe.recipes.speedrun.report import write_speedrun_report
-from nmoe.recipes.speedrun.roles import LONGEST, SHORTEST, write_roles, write_sums
+from nmoe.recipes.speedrun.roles import LONGEST, SHORTEST, WARM_UP
 from nmoe.recipes.speedrun.stages import Stages
 from nmoe.recipes.speedrun.steps import score, step_texts, write_domain, write_problems
 from nmoe.recipes.speedrun.tool_corpus import ToolDocuments, tool_texts
@@ -38,9 +38,6 @@ TOKENIZER_JUDGEMENTS = 50
 CORPUS_DOCUMENTS = 100_000
 TOOL_DOCUMENTS = 20_000
 CONVERSATIONS = 10_000
-# Conversations that teach the small model to add, and the roles of self-play.
-SUMS, SUMS_TOKENS_PER_STEP = 24_000, 6144
-ROLES, ROLES_TOKENS_PER_STEP = 8_000, 12288
 SELFPLAY_PROBLEMS = 1_000
 
 C = TypeVar("C", bound=RunConfig)
@@ -114,23 +111,17 @@ class Pipeline:
             VerifierConfig,
             {"model.path": str(self._out / "base"), "verifier.prm800k": str(self._out / "prm800k")},
         )
-        warm_up = (
-            ("selfplay_sums", "base", SUMS_TOKENS_PER_STEP),
-            ("selfplay_roles", "selfplay_sums", ROLES_TOKENS_PER_STEP),
-        )
-        self._roles = [
-            self._load(
-                "selfplay_roles",
-                SFTConfig,
-                {
-                    "run.name": name,
-                    "model.path": str(self._out / start),
-                    "records.path": str(self._out / f"{name}.jsonl"),
-                    "records.tokens_per_step": tokens,
-                },
-            )
-            for name, start, tokens in warm_up
-        ]
+        self._roles, start = [], "base"
+        for name, (_, _, tokens, rate) in WARM_UP.items():
+            values: dict[str, str | int | float] = {
+                "run.name": f"selfplay_{name}",
+                "model.path": str(self._out / start),
+                "records.path": str(self._out / f"selfplay_{name}.jsonl"),
+                "records.tokens_per_step": tokens,
+                "optimizer.learning_rate": rate,
+            }
+            self._roles.append(self._load("selfplay_roles", SFTConfig, values))
+            start = f"selfplay_{name}"
         self._selfplay = self._load(
             "selfplay",
             SelfplayConfig,
@@ -156,8 +147,8 @@ class Pipeline:
             write_domain(out, seed)
             if self._full:
                 write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)
-                write_sums(out / "selfplay_sums.jsonl", seed, SUMS)
-                write_roles(out / "selfplay_roles.jsonl", seed, ROLES)
+                for name, (write, count, _, _) in WARM_UP.items():
+                    write(out / f"selfplay_{name}.jsonl", seed, count)
                 write_problems(out / "selfplay_problems.json", seed, SELFPLAY_PROBLEMS, "train", (SHORTEST, LONGEST))
         print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {out}/corpus.jsonl")
         return {"vocabulary": tokenizer.vocab_size, "documents": CORPUS_DOCUMENTS}
@@ -181,8 +172,7 @@ class Pipeline:
         return {"held-out F1": last["verifier_f1"], "accuracy of steps": last["verifier_accuracy"]}
 
     def roles(self) -> Figures:
-        sums, roles = (read_metrics(sft(config))[-1]["loss"] for config in self._roles)
-        return {"last loss on sums": sums, "on the roles": roles}
+        return {f"last loss, {config.run.name}": read_metrics(sft(config))[-1]["loss"] for config in self._roles}
 
     def round(self) -> Figures:
         accepted = read_lines(selfplay(self._selfplay) / "proof_verifier_train.jsonl")
@@ -232,7 +222,7 @@ class Pipeline:
     def _examinations(self) -> Path:
         return self._out / "examinations.json"
 
-    def _load(self, name: str, schema: type[C], values: Mapping[str, str | int]) -> C:
+    def _load(self, name: str, schema: type[C], values: Mapping[str, str | int | float]) -> C:
         """`configs/NAME.toml` in this directory, with this seed."""
         overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
