@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from nmoe.text.tool_definition import ToolDefinition
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_CHARS = 80
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ def listed(value: object, column: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise UserError(f"{column!r} holds {type(value).__name__} {shown(value)}, not a list")
     return value
+
+
+def text_or_messages(value: object, column: str) -> object:
+    """The value, or the list of messages that it is the JSON text of. Raises UserError for such a list that is written in another
+    way, as pandas writes one into a CSV: nobody means to train on that."""
+    return listed(value, column) if isinstance(value, str) and _MESSAGES_AS_TEXT.fullmatch(value) else value
 
 
 def text_of(value: object, column: str) -> str:

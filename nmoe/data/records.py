@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, get_args
 
 from nmoe.config.dataset import DatasetSettings, Kind
-from nmoe.data.messages import ChatMessage, listed, read_messages, read_tools, shown, text_of
+from nmoe.data.messages import ChatMessage, listed, read_messages, read_tools, shown, text_of, text_or_messages
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError
 from nmoe.text.tool_definition import ToolDefinition
@@ -338,6 +338,7 @@ def _spelling(label: object) -> str:
 
 def _asked(value: object, column: str) -> Messages:
     """A prompt: a text of the user's, or messages that the assistant is to answer."""
+    value = text_or_messages(value, column)
     if isinstance(value, str):
         return (ChatMessage("user", text_of(value, column)),)
     messages = read_messages(value, column)
@@ -351,6 +352,7 @@ def _said(value: object, column: str) -> Messages:
 
 
 def _side(value: object, column: str) -> Messages:
+    value = text_or_messages(value, column)
     if isinstance(value, str):
         return (ChatMessage("assistant", text_of(value, column)),)
     if isinstance(value, Mapping):  # one message, as some datasets have it

@@ -167,6 +167,18 @@ def test_fields_that_all_messages_have_are_empty_in_most(tmp_path: Path) -> None
     assert read(str(csv)) == [PromptCompletion(f"{csv}:2", (USER,), (ANSWER,))]
 
 
+def test_messages_may_be_written_as_json_wherever_a_text_may_stand(tmp_path: Path) -> None:
+    row = {"prompt": json.dumps(ASKED), "chosen": json.dumps(ASKED + SAID), "rejected": json.dumps(ASKED + MISSAID)}
+    assert read(write(tmp_path / "x.jsonl", row)) == [Preference(f"{tmp_path}/x.jsonl:1", (USER,), (ANSWER,), (WRONG,))]
+    # As pandas writes a list into a CSV, and a text that only begins like one.
+    with pytest.raises(UserError, match=r":1: 'prompt' is the text .*, not a list nor the JSON of one"):
+        read(write(tmp_path / "x.jsonl", {"prompt": str(ASKED), "completion": "42"}))
+    text = json.dumps(ASKED) + " How many messages are there?"
+    (record,) = read(write(tmp_path / "x.jsonl", {"prompt": text, "completion": "1"}))
+    assert isinstance(record, PromptCompletion)
+    assert record.prompt == (ChatMessage("user", text),)
+
+
 def test_columns_can_be_mapped(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"question": "6 * 7?", "prompt": "template 3", "answer": "42", "text": "?"})
     (record,) = read(path, columns={"prompt": "question", "completion": "answer"})

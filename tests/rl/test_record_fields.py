@@ -61,6 +61,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> str:
             {"prompt": "What is 6 * 7?", "ability": "math", "reward_model": {"style": "rule", "ground_truth": "42"}},
             "question from 'prompt', gold from 'reward_model.ground_truth'",
         ),
+        ({"prompt": json.dumps(ASKED), "label": "42"}, "question from 'prompt', gold from 'label'"),
         ({"prompt": ASKED, "label": "42"}, "question from 'prompt', gold from 'label'"),
         ({"question": "What is 6 * 7?", "answer": "42"}, "question from 'question', gold from 'answer'"),
         ({"problem": "What is 6 * 7?", "answer": "42", "solution": "?"}, "question from 'problem', gold from 'answer'"),

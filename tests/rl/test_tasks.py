@@ -130,6 +130,8 @@ def test_correct(task_type: str, gold: str, right: list[str], wrong: list[str]) 
         ("gsm8k", "nan", "is a number"),
         ("gsm8k", "1" * 5000, r"is a number, not '1+\.\.\.'"),
         ("math", "$.$", "nothing is left of the gold answer"),
+        ("math", "6 * 3 = <<6*3=18>>18\n#### 18", "is a solution; choose a gold_extractor"),
+        ("math", r"So it is $\boxed{18}$.", "is a solution; choose a gold_extractor"),
         ("math", "x" * 1001, "1001 characters, more than 1000.*choose a gold_extractor"),
     ],
 )

@@ -19,7 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from nmoe.config.environment import DatasetKeys
-from nmoe.data.messages import ChatMessage, read_messages
+from nmoe.data.messages import ChatMessage, read_messages, text_or_messages
 from nmoe.errors import UserError
 from nmoe.text.harmony_format import Message
 
@@ -49,7 +49,7 @@ def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) 
 
 def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, ...], str]:
     """The messages before the question, and the question."""
-    value = _value(record, field, "problem_field")
+    value = text_or_messages(_value(record, field, "problem_field"), field)
     if not isinstance(value, list | tuple):
         return (), checked_text(field, value)
     *history, last = read_messages(value, field)

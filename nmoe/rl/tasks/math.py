@@ -9,6 +9,7 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.rl.grading.answers import grade_answer
 from nmoe.rl.grading.equivalence import settle
+from nmoe.rl.grading.extraction import last_boxed
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.rl.grading.numbers import read_number
 from nmoe.rl.grading.verdict import Verdict
@@ -47,6 +48,9 @@ class MathTask(QuestionTask):
                 f"the gold answer has {len(problem.gold)} characters, more than {MAX_ANSWER_CHARS}: "
                 "is it a whole solution? choose a gold_extractor"
             )
+        # No answer would ever be equal to it.
+        if "####" in problem.gold or last_boxed(problem.gold) is not None:
+            raise UserError(f"the gold answer {problem.gold!r:.80} is a solution; choose a gold_extractor")
         if not normalize(problem.gold):
             raise UserError(f"nothing is left of the gold answer {problem.gold!r} without its typesetting")
 
