@@ -44,7 +44,7 @@ def main() -> None:
 
     # Each step takes as many whole sequences as its token budget holds.
     packs = PackedStream(examples.lengths, arguments.tokens_per_step, seed=0, fingerprint=examples.fingerprint)
-    print(f"{packs.packs_per_epoch} steps an epoch, {packs.utilisation:.1%} full")
+    print(f"{packs.steps_per_epoch} steps an epoch, {packs.utilisation:.1%} full")
 
     optimizer = OptimizerSettings(learning_rate=arguments.learning_rate, warmup_steps=arguments.steps // 10)
     learner = Learner(model, optimizer, total_steps=arguments.steps, tokens_per_microbatch=arguments.tokens_per_step)

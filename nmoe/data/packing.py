@@ -6,6 +6,8 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+_PACKS_PER_STEP = 16
+
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """The indices of `lengths` in packs whose lengths sum to `capacity` at most: best-fit decreasing (Johnson 1974), which needs at
@@ -37,35 +39,43 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedStream:
-    """Packs without end: every epoch holds each sequence once, in packs and in an order that are pure functions of (seed, epoch).
+    """Steps without end: every epoch holds each sequence once, in steps and in an order that are pure functions of (seed, epoch).
 
-    `position` counts the packs handed out; `packs_per_epoch` is the same for all epochs, because it depends on the lengths alone.
+    A step is several packs, drawn at random. Best fit puts sequences of one length together, and steps that were one pack each
+    learned slowly, every one pulling its own way: sums of two to six terms had a loss of 0.33 after 115 of them, and of 0.01 after
+    100 steps of sequences drawn at random.
+
+    `position` counts the steps handed out; `steps_per_epoch` is the same for all epochs, because it depends on the lengths alone.
     """
 
     def __init__(self, lengths: Sequence[int], capacity: int, seed: int, fingerprint: str) -> None:
-        self._lengths, self._capacity, self._seed = lengths, capacity, seed
+        """`capacity` is the token budget of a step, which only a longer sequence exceeds."""
+        self._lengths, self._seed = lengths, seed
         self.fingerprint = fingerprint
         self.position = 0
-        self._epoch, self._packs = 0, self._packed(0)
-        self.packs_per_epoch = len(self._packs)
+        self._capacity = capacity
+        self._packs_per_step = max(1, min(_PACKS_PER_STEP, capacity // max(lengths)))
+        self._epoch, self._steps = 0, self._made(0)
+        self.steps_per_epoch = len(self._steps)
 
     @property
     def utilisation(self) -> float:
         """The share of an epoch's budget that its tokens fill."""
-        return sum(self._lengths) / (self.packs_per_epoch * self._capacity)
+        return sum(self._lengths) / (self.steps_per_epoch * self._capacity)
 
     def take(self) -> list[int]:
-        """The indices of the next pack."""
-        epoch, place = divmod(self.position, self.packs_per_epoch)
+        """The indices of the next step's sequences."""
+        epoch, place = divmod(self.position, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._packs = epoch, self._packed(epoch)
+            self._epoch, self._steps = epoch, self._made(epoch)
         self.position += 1
-        return self._packs[place]
+        return self._steps[place]
 
-    def _packed(self, epoch: int) -> list[list[int]]:
+    def _made(self, epoch: int) -> list[list[int]]:
         shuffle = random.Random(f"{self._seed}/{epoch}").shuffle
         order = list(range(len(self._lengths)))
         shuffle(order)  # which of the sequences of one length go together
-        packs = best_fit([self._lengths[index] for index in order], self._capacity)
+        packs = best_fit([self._lengths[index] for index in order], self._capacity // self._packs_per_step)
         shuffle(packs)
-        return [[order[place] for place in pack] for pack in packs]
+        steps = -(-len(packs) // self._packs_per_step)
+        return [[order[place] for pack in packs[step::steps] for place in pack] for step in range(steps)]

@@ -36,7 +36,7 @@ def dpo(config: PreferenceConfig) -> Path:
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)
     data = read_preferences(config, tokenizer, completion_pair, model.config.context_tokens)
-    config = with_steps(config, data.stream.packs_per_epoch)
+    config = with_steps(config, data.stream.steps_per_epoch)
     learner = Learner(
         model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
     )

@@ -53,7 +53,7 @@ def read_preferences(
     lengths = [pair.tokens for pair in read.pairs]
     stream = PackedStream(lengths, records.tokens_per_step, seed, read.fingerprint)
     notes.append(
-        f"packing: {len(read.pairs):,} pairs in {stream.packs_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full"
+        f"packing: {len(read.pairs):,} pairs in {stream.steps_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full"
     )
     return Preferences(read.pairs, stream, held_out, notes)
 

@@ -30,7 +30,7 @@ def train_reward_model(config: PreferenceConfig) -> Path:
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)
     data = read_preferences(config, tokenizer, answer_pair, model.config.context_tokens)
-    config = with_steps(config, data.stream.packs_per_epoch)
+    config = with_steps(config, data.stream.steps_per_epoch)
     learner = Learner(
         model,
         optimizer_settings(config),

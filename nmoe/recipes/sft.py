@@ -75,13 +75,13 @@ def sft(config: SFTConfig) -> Path:
     lora = add_adapter(config, model)
     examples, held_out, notes = _read(config, tokenizer, model.config.context_tokens)
     stream = PackedStream(examples.lengths, config.records.tokens_per_step, config.run.seed, examples.fingerprint)
-    config = with_steps(config, stream.packs_per_epoch)
+    config = with_steps(config, stream.steps_per_epoch)
     learner = Learner(
         model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
     )
     notes.append(
-        f"packing: {len(examples):,} sequences in {stream.packs_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full; "
-        f"{config.run.steps:,} steps = {config.run.steps / stream.packs_per_epoch:.2f} epochs"
+        f"packing: {len(examples):,} sequences in {stream.steps_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full; "
+        f"{config.run.steps:,} steps = {config.run.steps / stream.steps_per_epoch:.2f} epochs"
     )
 
     def next_batch() -> Batch:

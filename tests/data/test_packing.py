@@ -48,13 +48,13 @@ def stream(seed: int = 0, lengths: tuple[int, ...] = tuple(range(1, 40))) -> Pac
 
 def test_each_epoch_has_every_sequence_once_in_packs_of_its_own() -> None:
     packs = stream()
-    epochs = [[packs.take() for _ in range(packs.packs_per_epoch)] for _ in range(3)]
+    epochs = [[packs.take() for _ in range(packs.steps_per_epoch)] for _ in range(3)]
     for epoch in epochs:
         assert sorted(index for pack in epoch for index in pack) == list(range(39))
     assert len({str(epoch) for epoch in epochs}) == 3
-    assert packs.position == 3 * packs.packs_per_epoch
+    assert packs.position == 3 * packs.steps_per_epoch
     assert packs.utilisation == pytest.approx(sum(range(1, 40)) / (13 * 64))
-    assert packs.packs_per_epoch == 13
+    assert packs.steps_per_epoch == 13
     assert stream(seed=1).take() != stream().take()
 
 
@@ -65,3 +65,15 @@ def test_a_position_goes_on_where_it_was(position: int) -> None:
     resumed = stream()
     resumed.position = position
     assert [resumed.take() for _ in range(30 - position)] == packs[position:]
+
+
+def test_a_step_mixes_lengths_that_best_fit_puts_apart() -> None:
+    lengths = [20] * 3000 + [60] * 1000  # a pack of 80 tokens is one of each, or four short ones
+    packs = PackedStream(lengths, 1280, 0, "print")
+    steps = [packs.take() for _ in range(packs.steps_per_epoch)]
+    assert packs.utilisation == pytest.approx(1.0, abs=0.01)
+    assert all(sum(lengths[index] for index in step) <= 1280 for step in steps)
+    assert sorted(index for step in steps for index in step) == list(range(4000))
+    long_ones = [sum(lengths[index] == 60 for index in step) for step in steps]
+    assert len(steps) == 94
+    assert min(long_ones) >= 4  # of 10.6 in the mean; one pack a step would have had steps without any

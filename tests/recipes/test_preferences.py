@@ -159,7 +159,7 @@ def test_an_adapters_reference_is_its_base(configure: Configure, base: Path) -> 
 
 def test_a_reward_model_scores_what_it_was_not_trained_on(configure: Configure, large_answers: Path) -> None:
     run = train_reward_model(
-        configure(f"--records.path={large_answers}", "--run.steps=28", "--reward_model.centering=0.01")
+        configure(f"--records.path={large_answers}", "--run.steps=48", "--reward_model.centering=0.01")
     )
     rows = read_metrics(run)
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the head begins at zero
