@@ -83,7 +83,7 @@ def reinforcement_learning() -> None:
 
     \b
     Example:
-      nmoe rl train configs/grpo.toml
+      nmoe rl train configs/sort_grpo.toml
     """
 
 
@@ -113,7 +113,7 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe pretrain configs/pretrain.toml --run.steps=200 --optimizer.learning_rate=3e-4
+      nmoe pretrain configs/tools_base.toml --run.steps=200 --optimizer.learning_rate=3e-4
     """
     from nmoe.config.run import PretrainConfig
 
@@ -177,9 +177,9 @@ def train(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe rl train configs/grpo.toml --run.name=wide --batch.group_size=16
+      nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16
     Going on after an interruption:
-      nmoe rl train configs/grpo.toml --run.name=wide --batch.group_size=16 --run.resume=true
+      nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16 --run.resume=true
     """
     from nmoe.config.run import RLConfig
 
@@ -445,11 +445,11 @@ def evaluate(
 
     \b
     Example, greedy:
-      nmoe eval runs/grpo environments/sort.toml
+      nmoe eval runs/speedrun/sort_grpo environments/sort.toml
     Example, eight samples of each problem:
-      nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6
+      nmoe eval runs/speedrun/sort_grpo environments/sort.toml --samples 8 --temperature 0.6
     Example, the one of eight that a reward model scores highest, beside majority vote:
-      nmoe eval runs/grpo environments/sort.toml --samples 8 --temperature 0.6 --best-of runs/reward
+      nmoe eval runs/speedrun/sort_grpo environments/sort.toml --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
     Example, whether a model is ready for reinforcement learning:
       nmoe eval runs/base environments/math.toml --format-check
     """
@@ -508,7 +508,7 @@ def chat(
 
     \b
     Example:
-      nmoe chat runs/grpo --temperature 0
+      nmoe chat runs/speedrun/sort_grpo --temperature 0
     """
     from nmoe.serve.chat import chat
 
@@ -533,9 +533,9 @@ def replay(
 
     \b
     Example:
-      nmoe replay runs/grpo/replay/step_000010-parse_error-sort_3-2-81f0
+      nmoe replay runs/mine/replay/step_000010-parse_error-sort_3-2-81f0
     Example, with the weights that sampled it:
-      nmoe replay runs/grpo/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/grpo/checkpoints/step_000010
+      nmoe replay runs/mine/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/mine/checkpoints/step_000010
     """
     from nmoe.eval.replay import replay_command
 
@@ -549,7 +549,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's dire
 
     \b
     Example:
-      nmoe report runs/grpo
+      nmoe report runs/speedrun/sort_grpo
     """
     from nmoe.runs.report import write_report
 
@@ -576,11 +576,11 @@ def export(
 
     \b
     Example:
-      nmoe export runs/grpo exported
+      nmoe export runs/speedrun/sort_grpo exported
     Example, one of a run's checkpoints, in half the bytes:
-      nmoe export runs/grpo/checkpoints/best exported --format hf --dtype bfloat16
+      nmoe export runs/speedrun/sort_grpo/checkpoints/best exported --format hf --dtype bfloat16
     Example, the adapter that a run trained:
-      nmoe export runs/grpo adapter --format peft
+      nmoe export runs/speedrun/sort_grpo adapter --format peft
     """
     from nmoe.runs.export import export_checkpoint
 

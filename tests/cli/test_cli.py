@@ -1,6 +1,7 @@
 """The `nmoe` command: what each verb hands over, and how bad input, Ctrl-C and closed pipes end it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -276,3 +277,10 @@ sys.argv = ["nmoe", "report", "x"]
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, b"")
     assert time.monotonic() - begun < 10
+
+
+def test_every_configuration_that_help_names_is_there() -> None:
+    root = Path(__file__).parents[2]
+    named = set(re.findall(r"(?:configs|environments)/\w+\.toml", (root / "nmoe/cli.py").read_text()))
+    assert {"configs/sort_grpo.toml", "configs/verifier.toml"} <= named
+    assert sorted(name for name in named if not (root / name).is_file()) == []
