@@ -15,7 +15,8 @@ from nmoe.text.tool_definition import ToolDefinition
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_CHARS = 80
-_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
+_OBJECTS = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
+_PRINTED_ROLE = re.compile(r"'(?:role|from)': '(?:system|user|human|assistant|gpt)'")
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,24 @@ def listed(value: object, column: str) -> Sequence[Any]:
 
 
 def text_or_messages(value: object, column: str) -> object:
-    """The value, or the list of messages that it is the JSON text of. Raises UserError for such a list that is written in another
-    way, as pandas writes one into a CSV: nobody means to train on that."""
-    return listed(value, column) if isinstance(value, str) and _MESSAGES_AS_TEXT.fullmatch(value) else value
+    """The value, or the list of messages that it is the JSON text of. Raises UserError for such a list as Python prints it, which
+    pandas writes into a CSV: nobody means to train on that."""
+    if not isinstance(value, str) or not _OBJECTS.fullmatch(value):
+        return value
+    try:
+        objects = json.loads(value)
+    except (ValueError, RecursionError):
+        if _PRINTED_ROLE.search(value):
+            raise UserError(
+                f"{column!r} is {shown(value)}, messages as Python prints them; write them as JSON"
+            ) from None
+        return value
+    # Other lists of objects are what a model is to read or write.
+    are_messages = all(
+        isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
+        for one in objects
+    )
+    return objects if are_messages else value
 
 
 def text_of(value: object, column: str) -> str:

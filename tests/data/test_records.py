@@ -171,12 +171,16 @@ def test_messages_may_be_written_as_json_wherever_a_text_may_stand(tmp_path: Pat
     row = {"prompt": json.dumps(ASKED), "chosen": json.dumps(ASKED + SAID), "rejected": json.dumps(ASKED + MISSAID)}
     assert read(write(tmp_path / "x.jsonl", row)) == [Preference(f"{tmp_path}/x.jsonl:1", (USER,), (ANSWER,), (WRONG,))]
     # As pandas writes a list into a CSV, and a text that only begins like one.
-    with pytest.raises(UserError, match=r":1: 'prompt' is the text .*, not a list nor the JSON of one"):
+    with pytest.raises(UserError, match=r":1: 'prompt' is .*, messages as Python prints them; write them as JSON"):
         read(write(tmp_path / "x.jsonl", {"prompt": str(ASKED), "completion": "42"}))
     text = json.dumps(ASKED) + " How many messages are there?"
     (record,) = read(write(tmp_path / "x.jsonl", {"prompt": text, "completion": "1"}))
     assert isinstance(record, PromptCompletion)
     assert record.prompt == (ChatMessage("user", text),)
+    table = json.dumps([{"role": "user", "content": ""}, 7, {"content": "{}", "role": None}])
+    (record,) = read(write(tmp_path / "x.jsonl", {"prompt": "As JSON?", "completion": table}))
+    assert isinstance(record, PromptCompletion)
+    assert record.completion == (ChatMessage("assistant", table),)
 
 
 def test_columns_can_be_mapped(tmp_path: Path) -> None:
