@@ -150,6 +150,13 @@ class ChatRenderer:
             if message.role == "assistant" and message.trained and index >= first
         }
         pieces = self._template.conversation(taken, tools)
+        for index, message in enumerate(messages):
+            # Without the call, what is learned is to say nothing.
+            if _is_piece(pieces, index) and any(call.name not in self._text(pieces, index) for call in message.calls):
+                raise UserError(
+                    f"messages[{index}] calls tools, and the chat template does not write it; use a template that does, or "
+                    "leave the record out"
+                )
         alone: list[Rendered] = []
         for index in sorted(learned):
             if self._says(messages[index], pieces, index):
@@ -181,8 +188,11 @@ class ChatRenderer:
     def _says(self, message: ChatMessage, pieces: Pieces, index: int) -> bool:
         """Whether the message is a turn among the pieces, with its reasoning where it has some."""
         reasoning = (split_reasoning(message)[0] or "").strip()
-        ids = [token_id for piece, of in pieces if of == index for token_id in piece]
-        return _is_piece(pieces, index) and (not reasoning or reasoning in self._tokenizer.decode(ids))
+        return _is_piece(pieces, index) and (not reasoning or reasoning in self._text(pieces, index))
+
+    def _text(self, pieces: Pieces, index: int) -> str:
+        """What a message's turn says among the pieces."""
+        return self._tokenizer.decode([token_id for piece, of in pieces if of == index for token_id in piece])
 
     def _as_template_takes(self, message: ChatMessage) -> dict[str, Any]:
         content, reasoning = message.content, message.reasoning

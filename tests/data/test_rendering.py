@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import LLAMA, LLAMA_CONTROLS, QWEN, QWEN_CONTROLS, QWEN_TAGS, save
+from chat_templates import LLAMA, LLAMA_CONTROLS, QWEN, QWEN_CONTROLS, QWEN_TAGS, qwen, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -257,6 +257,12 @@ def test_calls_that_come_as_text_are_written_once(plain: Tokenizer) -> None:
         texts.append(learned(rendered, plain))
     assert texts[0] == texts[1]
     assert '<tool_call>\n{"name": "add", "arguments": {"x": 2}}\n</tool_call><|im_end|>' in texts[0][0]
+
+
+def test_a_call_that_the_template_leaves_out_is_an_error(tmp_path: Path) -> None:
+    messages = (ChatMessage("user", "q"), ChatMessage("assistant", "", calls=(ToolCall("divide", {"x": 2}),)))
+    with pytest.raises(UserError, match=r"messages\[1\] calls tools, and the chat template does not write it"):
+        ChatRenderer(qwen(tmp_path)).conversation(messages, (ADD,))
 
 
 @pytest.fixture(scope="module")
