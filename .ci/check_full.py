@@ -17,7 +17,7 @@ hold(
         "correctness of the base": (summary["base_correctness"], 0.05, 0.4),
         "trained correctness": (summary["trained_correctness"], 0.9, 1.0),
         "in the required format": (summary["format_ok"], 0.98, 1.0),
-        "verifier, F1": (figures["training a verifier of steps"]["held-out F1"], 0.9, 1.0),
+        "verifier, F1": (figures["training a verifier of steps"]["held-out F1"], 0.88, 1.0),
         "proofs that self-play accepted": (figures["a round of self-play"]["proofs accepted"], 1, float("inf")),
         "attempts of the stages": (max(stage["attempts"] for stage in stages.values()), 1, 2),
         "wall_s": (summary["wall_s"], 0.0, 1800.0),
