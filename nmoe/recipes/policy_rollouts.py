@@ -97,9 +97,9 @@ class RolloutSampler:
             missing = config.batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
-            problems = pool.take(math.ceil(missing * config.batch.oversampling))
+            positions, problems = zip(*pool.draw(math.ceil(missing * config.batch.oversampling)), strict=True)
             try:
-                collected = self._collector.collect(problems, settings, (config.run.seed, "train", step, refill))
+                collected = self._collector.collect(problems, settings, (config.run.seed, "train"), positions)
             except GradingError as error:
                 self._record_failure(step, error.trajectory)
                 self._replays.write(step, [error.trajectory])

@@ -33,7 +33,7 @@ window_steps = 3
 [[environment.curriculum.stages]]
 name = "format"
 weights = { format = 1.0 }
-gate = { metric = "format_ok", at_least = 0.5 }
+gate = { metric = "format_ok", at_least = 0.1 }
 [[environment.curriculum.stages]]
 name = "correctness"
 weights = { correctness = 1.0 }
@@ -89,6 +89,19 @@ def test_without_refills_a_step_makes_do_with_fewer_groups(
     assert _state(run)["environment"]["pool"]["taken"] == 18
 
 
+def test_a_sample_depends_on_its_position_in_the_pool_not_on_how_it_was_reached(
+    reinforce: Reinforce, batches: list[list[Trajectory]]
+) -> None:
+    """Sampled at once, or as a refill of a small step: the same weights give the same tokens."""
+    step = ("--run.steps=1", "--batch.group_size=4")
+    reinforce(*step, "--run.name=at_once", "--batch.prompts_per_step=12", "--batch.max_refills=0")
+    refilled = reinforce(*step, "--run.name=refilled", "--batch.prompts_per_step=2", "--batch.max_refills=5")
+    assert read_metrics(refilled)[0]["refills"] > 0
+    at_once, few = ({(t.problem.id, t.index): t.token_ids for t in batch} for batch in batches)
+    assert len(few) == 8
+    assert few.items() <= at_once.items()
+
+
 def test_a_step_whose_groups_are_all_alike_is_skipped(base: Path, reinforce: Reinforce) -> None:
     # No answer fits in two tokens: everything is truncated and earns nothing.
     run = reinforce(*SMALL, "--run.steps=2", "--batch.max_refills=2", "--sampling.max_new_tokens=2", text=CURRICULUM)
@@ -112,7 +125,7 @@ def test_a_step_whose_groups_are_all_alike_is_skipped(base: Path, reinforce: Rei
 def test_a_stage_opens_where_its_rate_holds(reinforce: Reinforce) -> None:
     run = reinforce(*SMALL, "--run.steps=5", text=CURRICULUM)
     rows = read_metrics(run)
-    assert min(row["format_ok"] for row in rows) > 0.5
+    assert min(row["format_ok"] for row in rows) > 0.1
     assert [row["curriculum_stage"] for row in rows] == [0, 0, 0, 1, 1]
     assert [row["weight/format"] for row in rows] == [1, 1, 1, 0, 0]
     assert [row["weight/correctness"] for row in rows] == [0, 0, 0, 1, 1]

@@ -98,6 +98,14 @@ def test_all_requests_are_out_before_the_first_answer_and_groups_keep_the_order_
         assert (first.grade.answer, second.grade.answer) == (PROBLEMS[place].gold, "9")
 
 
+def test_positions_name_problems_where_they_are_given(environment: Make, engine: ScriptedEngine) -> None:
+    collector = Collector(engine, environment(POOL), 200)  # type: ignore[arg-type]
+    groups = collector.collect(PROBLEMS, RolloutSettings(2, 30), (7, "train"), [40, 41, 7, 9]).groups
+    assert [group.trajectories[0].seed for group in groups] == [
+        request_seed(7, "train", position) for position in (40, 41, 7, 9)
+    ]
+
+
 def test_a_seed_is_a_function_of_its_key_alone() -> None:
     # int.from_bytes(hashlib.sha256(b"(7, 'train', 3, 0, 1)").digest()[:8], "little"): a run resumed by a later version
     # has to draw the same numbers.

@@ -103,6 +103,15 @@ def test_a_position_that_is_none_is_refused(
         pool.load_state({**pool.state(), "taken": taken})
 
 
+def test_a_drawn_problem_knows_its_position_in_the_order_of_all_shards(
+    make_pool: MakePool, pools: dict[str, dict[str, Any]]
+) -> None:
+    whole = make_pool(pools["endless"]).take(6)
+    for rank in (0, 1):
+        shard = make_pool(pools["endless"], rank, 2)
+        assert shard.draw(1) + shard.draw(2) == [(place, whole[place]) for place in (rank, rank + 2, rank + 4)]
+
+
 def test_the_state_of_another_shard_is_refused(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
     state = make_pool(pools["endless"], 0, 2).state()
     with pytest.raises(UserError, match="that of rank 0 of 2, and this is rank 0 of 4"):
@@ -118,7 +127,7 @@ def test_a_shard_has_a_rank_below_its_world_size(rank: int, world_size: int) -> 
 def test_taking_nothing_and_less(make_pool: MakePool, pools: dict[str, dict[str, Any]]) -> None:
     pool = make_pool(pools["endless"])
     assert pool.take(0) == []
-    with pytest.raises(ValueError, match="can not take -1 problems"):
+    with pytest.raises(ValueError, match="cannot take -1 problems"):
         pool.take(-1)
 
 

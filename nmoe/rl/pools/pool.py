@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nmoe.errors import UserError
 from nmoe.rl.pools.order import Order
@@ -24,6 +24,14 @@ class Shard:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {self.rank} of {self.world_size}")
+
+
+class Drawn(NamedTuple):
+    """A problem and where in the order it stands: `Drawn(position=128, problem=...)`. The same problem comes again in a later epoch;
+    the position never does, so that sampling seeds derive from it."""
+
+    position: int
+    problem: Problem
 
 
 class Pool:
@@ -55,15 +63,21 @@ class Pool:
 
     def take(self, n: int) -> list[Problem]:
         """The next `n` problems of this shard that fit. Raises UserError where none does."""
+        return [drawn.problem for drawn in self.draw(n)]
+
+    def draw(self, n: int) -> list[Drawn]:
+        """The next `n` problems of this shard that fit, with their positions in the order that all shards share. Raises UserError
+        where none fits."""
         if n < 0:
-            raise ValueError(f"can not take {n} problems")
-        found: list[Problem] = []
+            raise ValueError(f"cannot take {n} problems")
+        found: list[Drawn] = []
         in_a_row = 0
         while len(found) < n:
-            problem = self.order.at(self.shard.rank + self._taken * self.shard.world_size)
+            position = self.shard.rank + self._taken * self.shard.world_size
+            problem = self.order.at(position)
             self._taken += 1
             if self._fits is None or self._fits(problem):
-                found.append(problem)
+                found.append(Drawn(position, problem))
                 in_a_row = 0
                 continue
             self.passed_over += 1

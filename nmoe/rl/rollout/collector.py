@@ -96,23 +96,29 @@ class Collector:
         self._player = Player(engine, environment, context_tokens)
         self._grade_s = 0.0
 
-    def collect(self, problems: Sequence[Problem], settings: RolloutSettings, key: tuple[str | int, ...]) -> Collected:
-        """Groups for all problems. `key` names the batch: seeds derive from it and a problem's place, nothing else.
+    def collect(
+        self,
+        problems: Sequence[Problem],
+        settings: RolloutSettings,
+        key: tuple[str | int, ...],
+        positions: Sequence[int] | None = None,
+    ) -> Collected:
+        """Groups for all problems. Seeds derive from `key` and a problem's position alone: its place in `problems` where no
+        `positions` are given, which a list that is sampled once can do without.
 
         Raises UserError for a prompt that does not fit the context, GradingError where a grader raises; whatever is raised, and
         whatever interrupts, ends every tool that runs.
         """
         began, self._grade_s = time.perf_counter(), 0.0
-        groups = self._engine.run(self._collect(problems, settings, key))
+        named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
+        groups = self._engine.run(self._collect(named, settings, key))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
 
     async def _collect(
-        self, problems: Sequence[Problem], settings: RolloutSettings, key: tuple[str | int, ...]
+        self, named: Sequence[tuple[int, Problem]], settings: RolloutSettings, key: tuple[str | int, ...]
     ) -> list[Group]:
         async with opened([] if settings.state is None else self._environment.rewards):
-            return await all_or_none(
-                [self._group(problem, settings, (*key, place)) for place, problem in enumerate(problems)]
-            )
+            return await all_or_none([self._group(problem, settings, (*key, position)) for position, problem in named])
 
     async def _group(self, problem: Problem, settings: RolloutSettings, key: tuple[str | int, ...]) -> Group:
         prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)

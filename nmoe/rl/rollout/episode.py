@@ -23,8 +23,9 @@ from nmoe.rl.turn import Turn
 
 
 def request_seed(*key: str | int) -> int:
-    """A 64-bit seed that is a pure function of its key, such as (run seed, "train", step, round, place in the batch),
-    with index and turn behind it from the second turn on: the first turns of a group are samples of one request."""
+    """A 64-bit seed that is a pure function of its key: (run seed, "train", position in the pool), with sample and turn behind it
+    from the second turn on, since the first turns of a group are samples of one request. Nothing that depends on timing is
+    in it: not the step, nor a refill, nor a place in the batch."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
 
 
