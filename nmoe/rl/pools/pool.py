@@ -27,8 +27,8 @@ class Shard:
 
 
 class Drawn(NamedTuple):
-    """A problem and where in the order it stands: `Drawn(position=128, problem=...)`. The same problem comes again in a later epoch;
-    the position never does, so that sampling seeds derive from it."""
+    """A problem and where in the order it stands: `Drawn(position=128, problem=...)`. A problem comes again in a later epoch,
+    a position never does: sampling seeds derive from it."""
 
     position: int
     problem: Problem
