@@ -354,6 +354,14 @@ class WorkspaceSettings(Section):
                 yield Conflict(key, "a directory has no commits; name a repository instead")
 
 
+class SystemByFormat(Section):
+    """[system_by_format]: a system message for one format, in place of `system`."""
+
+    harmony: str | None = Field(default=None, description="where the format is Harmony")
+    chat: str | None = Field(default=None, description="where it is the tokenizer's chat template")
+    boxed: str | None = Field(default=None, description="where it is plain text")
+
+
 class EnvironmentSettings(Section):
     """An environment: task pool, format contract, rewards and their order."""
 
@@ -362,11 +370,15 @@ class EnvironmentSettings(Section):
     env_id: str = Field(min_length=1, description="name of the environment")
     version: str = Field(default="1", min_length=1, description="version of the environment, changed with its meaning")
     description: str = Field(default="", description="what it is, in one line, for lists of environments")
-    format: Literal["harmony", "chat", "boxed"] = Field(
-        default="harmony",
-        description="Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \\boxed{}",
+    format: Literal["auto", "harmony", "chat", "boxed"] = Field(
+        default="auto",
+        description="Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \\boxed{}; "
+        "auto: Harmony where the tokenizer has its control tokens, or else its template",
     )
     system: str = Field(default="", description="system message before every problem; empty for none")
+    system_by_format: SystemByFormat = Field(
+        default=SystemByFormat(), description="system messages for single formats, in place of `system`"
+    )
     task_pool: TaskPool = Field(discriminator="type", description="where the problems come from")
     rubric: Rubric | None = Field(default=None, description="weights of the reward; without them, correctness alone")
     curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")

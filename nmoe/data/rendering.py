@@ -18,8 +18,9 @@ from nmoe.data.records import Conversation, Messages, PromptCompletion, Record, 
 from nmoe.errors import UserError
 from nmoe.text.chat import END_THINK, THINK, ChatTemplate
 from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
-from nmoe.text.harmony_format import CONTROL_TOKENS, END, END_OF_TEXT, RETURN
+from nmoe.text.harmony_format import END, END_OF_TEXT, RETURN
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
+from nmoe.text.natural_format import natural_format
 from nmoe.text.tokenizer import Tokenizer
 
 IGNORED = -100
@@ -74,13 +75,13 @@ def make_renderer(tokenizer: Tokenizer, form: RenderFormat = "auto") -> Renderer
     """The form asked for, or the one that the tokenizer is made for: Harmony where it has the control tokens, then its chat
     template. Raises UserError where it has neither."""
     if form == "auto":
-        has_harmony = all(tokenizer.has_special(token) for token in CONTROL_TOKENS)
-        form = "harmony" if has_harmony else "chat"
-        if not has_harmony and tokenizer.chat_template is None:
+        natural = natural_format(tokenizer)
+        if natural is None:
             raise UserError(
                 'the tokenizer has neither Harmony\'s control tokens nor a chat template; use another one, or format = "text", '
                 "which puts completions behind prompts as they are"
             )
+        form = natural
     forms: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[TextRenderer]]
     forms = {"harmony": HarmonyRenderer, "chat": ChatRenderer, "text": TextRenderer}
     return forms[form](tokenizer)

@@ -40,6 +40,7 @@ from nmoe.config.slices import split_path
 from nmoe.data.rows import local_copy
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
+from nmoe.rl.formats import in_format
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools import Shard
 from nmoe.rl.pools.records import record_order
@@ -100,12 +101,14 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             f'{path}: format = "chat" is rendered by the template of a tokenizer: name one with --tokenizer'
         )
     tokenizer, origin = _tokenizer(tokenizer_of)
+    by_tokenizer = ", that of the tokenizer" if settings.format == "auto" else ""
+    settings = in_format(settings, tokenizer)
     # The example answers are longer than a policy's under a tokenizer of bytes; a budget is no matter of form.
     unlimited = settings.model_copy(update={"budget": BudgetSettings()})
     yield f"environment  {settings.env_id}, version {settings.version}, from {path}"
     if settings.description:
         yield f"             {settings.description}"
-    yield f"format       {settings.format}"
+    yield f"format       {settings.format}{by_tokenizer}"
     yield f"pool         {describe_pool(settings.task_pool)}"
     yield f"reward       {_describe_reward(settings)}"
     yield f"tokenizer    {origin}"

@@ -15,7 +15,7 @@ from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_
 from nmoe.errors import UserError
 from nmoe.rl.curriculum import Curriculum
 from nmoe.rl.failures import Failure
-from nmoe.rl.formats import FORMATS, Format
+from nmoe.rl.formats import FORMATS, Format, in_format
 from nmoe.rl.grading.grade import Grade, grade_reading
 from nmoe.rl.pools import Shard, build_pool
 from nmoe.rl.pools.order import fingerprint_of
@@ -36,7 +36,8 @@ class Environment:
     """One environment, as one rank sees it.
 
     `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are
-    those that the policy may call, by name; `format` tells calls apart and writes their answers.
+    those that the policy may call, by name; `format` tells calls apart and writes their answers. `settings` name the format and
+    its system message, where the file leaves them to the tokenizer.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Environment:
     ) -> None:
         """Loads pool, tools and rewards; without `user_code` tools and rewards of the user's own are left out and nothing is
         imported for them. Raises UserError for data, tools, rewards or a tokenizer that do not fit the settings."""
-        self.settings = settings
+        self.settings = settings = in_format(settings, tokenizer)
         self.pool = build_pool(settings.env_id, settings.task_pool, shard, columns=bool(settings.rewards))
         self.rewards: list[Reward] = load_rewards(settings.rewards) if user_code else []
         self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
+from nmoe.config.environment import EnvironmentSettings, SystemByFormat
+from nmoe.errors import UserError
 from nmoe.rl.grading.extraction import from_final, from_response, last_boxed
 from nmoe.rl.grading.grade import Reading
 from nmoe.rl.tasks import Task
@@ -17,6 +19,7 @@ from nmoe.text.chat import END_THINK, TAGS, THINK, ChatTemplate, ChatTurn, ToolA
 from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
 from nmoe.text.harmony_format import END_OF_TEXT
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
+from nmoe.text.natural_format import natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.tool_definition import ToolDefinition
 
@@ -110,7 +113,9 @@ class HarmonyFormat:
         return completion.analysis, completion.final or ""
 
     def answer_ids(self, task: Task, answer: str) -> list[int]:
-        final = answer if task.bare_final else rf"\boxed{{{answer}}}"
+        # A box is for answers that could not be told from the prose around them; else the final message is the answer.
+        bare = from_final(answer, bare_final=task.bare_final).answer == answer
+        final = answer if bare else rf"\boxed{{{answer}}}"
         return self._harmony.render_completion(
             [Message("assistant", _REASONING, channel="analysis"), Message("assistant", final, channel="final")]
         )
@@ -254,3 +259,22 @@ FORMATS: dict[str, type[HarmonyFormat] | type[ChatFormat] | type[BoxedFormat]] =
     "chat": ChatFormat,
     "boxed": BoxedFormat,
 }
+
+
+def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> EnvironmentSettings:
+    """The settings with the format that the tokenizer is made for where they leave it open, and with that format's system message.
+    Raises UserError for a tokenizer that is made for none."""
+    form = natural_format(tokenizer) if settings.format == "auto" else settings.format
+    if form is None:
+        raise UserError(
+            f"environment {settings.env_id!r}: the tokenizer has neither Harmony's control tokens nor a chat template; use another "
+            'one, or write format = "boxed" for plain text'
+        )
+    system = getattr(settings.system_by_format, form)
+    return settings.model_copy(
+        update={
+            "format": form,
+            "system": settings.system if system is None else system,
+            "system_by_format": SystemByFormat(),
+        }
+    )

@@ -204,10 +204,10 @@ class Tokenizer:
     def special_id(self, token: str) -> int:
         """The id of a control token. Raises UserError when the tokenizer has none of that name."""
         if token not in self._special_ids:
-            raise UserError(
-                f"{self._origin}: the tokenizer has no control token {token!r}; "
-                "use one with the Harmony control tokens, such as that of gpt-oss or one trained by nmoe"
-            )
+            remedy = "use one with the Harmony control tokens, such as that of gpt-oss or one trained by nmoe"
+            if token in CONTROL_TOKENS and token != END_OF_TEXT and self.chat_template is not None:
+                remedy = 'it has a chat template: write format = "chat", or leave `format` out'
+            raise UserError(f"{self._origin}: the tokenizer has no control token {token!r}; {remedy}")
         return self._special_ids[token]
 
 

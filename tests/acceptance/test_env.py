@@ -277,7 +277,7 @@ def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     cells = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in result.out.splitlines()}
     assert cells["NAME"] == ["VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"]
     assert cells["skills"][:4] == ["1", "harmony", "mixture", "nmoe"]
-    assert cells["countdown"] == ["3", "harmony", "jsonl", "mine 0.4", "Sorting what the file holds"]
+    assert cells["countdown"] == ["3", "auto", "jsonl", "mine 0.4", "Sorting what the file holds"]
     assert cells["lost"][3] == "mine 0.4"
     assert cells["lost"][4].startswith(
         "can not be used: the entry point 'mine.environments.lost' leads to no environment"

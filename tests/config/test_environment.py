@@ -101,7 +101,7 @@ def test_defaults() -> None:
     settings = environment(GENERATED)
     assert settings.task_pool == GeneratedPool(type="generated", task_type="sort", difficulty=(1, 3), split="train")
     assert settings.rubric is None
-    assert (settings.version, settings.format, settings.system, settings.curriculum) == ("1", "harmony", "", None)
+    assert (settings.version, settings.format, settings.system, settings.curriculum) == ("1", "auto", "", None)
     assert settings.budget.completion_tokens is None
 
 
