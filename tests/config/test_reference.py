@@ -20,7 +20,8 @@ def test_every_key_of_every_section_is_there() -> None:
     for section in (ModelShape, HubSource, EnvironmentSettings):
         for key, field in section.model_fields.items():
             if field.description and not any(
-                word in key for word in ("pool", "rubric", "curriculum", "budget", "workspace", "tools", "rewards")
+                word in key
+                for word in ("pool", "rubric", "curriculum", "budget", "workspace", "tools", "rewards", "by_format")
             ):
                 assert f"| `{key}` |" in page, key
     assert '| `kl_in` | `"loss"`, `"reward"` | `"loss"` |' in page
