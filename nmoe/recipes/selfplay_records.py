@@ -54,11 +54,13 @@ def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
     values = {f"proofs_{name}": count / len(attempts) for name, count in sorted(outcomes.items())}
     accepted = [attempt for attempt in attempts if attempt.score is not None]
     claims = [one.analysis.stands for attempt in attempts for one in attempt.analyses if one.analysis.claims]
+    rewards = [attempt.verifier_reward(one) for attempt in accepted for one in attempt.analyses]
     means = {
         "accepted_score_mean": [float(attempt.score) for attempt in accepted if attempt.score is not None],
         "generator_reward_mean": [reward for one in attempts if (reward := one.generator_reward()) is not None],
-        "verifier_reward_mean": [one.verifier_reward(judged) for one in accepted for judged in one.analyses],
-        "claims_confirmed": [float(stands) for stands in claims],
+        "verifier_reward_mean": [reward for reward in rewards if reward is not None],
+        "claims_confirmed": [float(stands) for stands in claims if stands is not None],
+        "claims_undecided": [float(stands is None) for stands in claims],
     }
     values |= {name: sum(found) / len(found) for name, found in means.items() if found}
     return {"proofs": float(len(attempts)), "claims": float(len(claims)), "proofs_accepted": 0.0, **values}
@@ -87,10 +89,10 @@ def _verifier_line(attempt: Attempted) -> dict[str, Any]:
 
 
 def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
-    """Of every evaluation that was checked, confirmed or not: `score` is 1 or 0, what the majority of its checks says."""
+    """Of every evaluation whose checks decide whether it stands: `score` is 1 or 0, what the majority of them says."""
     own = [] if attempt.own is None else [("own", attempt.own)]
     for name, one in [*own, *((f"v{place}", one) for place, one in enumerate(attempt.analyses))]:
-        if one.checks:
+        if one.checks and one.analysis.stands is not None:
             yield {
                 **_proof(attempt),
                 **_evaluation(one),

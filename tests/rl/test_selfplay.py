@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from nmoe.config.environment import EnvironmentSettings, SelfplayPool
 from nmoe.engine.api import Request
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
+from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools.selfplay import open_problems
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
@@ -55,19 +58,31 @@ def claim(score: Fraction, confirmed: int, of: int = 3) -> Analysis:
         # Those of a higher score do not help it, nor take its place.
         ([claim(NONE, 0), claim(HALF, 3), claim(HALF, 3)], 2, Acceptance("unconfirmed")),
         ([claim(HALF, 3), claim(HALF, 3), Analysis(ALL)], 2, Acceptance("accepted", HALF, (0, 1))),
-        # None valid: 1, with whoever said so as evidence, even nobody.
+        # All claims refuted: 1, with whoever said so as evidence, even nobody.
         ([claim(NONE, 1), Analysis(ALL), Analysis(ALL)], 2, Acceptance("accepted", ALL, (1, 2))),
         ([claim(NONE, 0), claim(HALF, 1)], 1, Acceptance("accepted", ALL)),
         ([Analysis(ALL)], 1, Acceptance("accepted", ALL, (0,))),
-        # Half of the checks are no majority; one that can not be read, or finds an error in the wording, confirms nothing.
+        # Half of the checks are no majority; one that finds an error in the wording confirms nothing.
         ([claim(NONE, 2, of=4)], 1, Acceptance("accepted", ALL)),
-        ([Analysis(NONE, (ALL, None))], 1, Acceptance("accepted", ALL)),
         ([Analysis(NONE, (ALL, HALF, ALL))], 1, Acceptance("accepted", NONE, (0,))),
         ([Analysis(NONE, (HALF, HALF, ALL))], 1, Acceptance("accepted", ALL)),
+        # A claim that was never checked, or whose unreadable checks could have confirmed it, is no praise.
+        ([Analysis(NONE)] * 4, 2, Acceptance("unchecked")),
+        ([Analysis(NONE), Analysis(ALL), Analysis(ALL)], 2, Acceptance("unchecked")),
+        ([Analysis(NONE, (None, None, None)), Analysis(ALL)], 1, Acceptance("unchecked")),
+        ([Analysis(NONE, (ALL, None)), Analysis(ALL)], 1, Acceptance("unchecked")),
+        ([Analysis(NONE, (NONE, None, None)), Analysis(ALL)], 1, Acceptance("unchecked")),
+        # Two readable checks of three decide, whichever way.
+        ([Analysis(NONE, (NONE, NONE, None)), Analysis(ALL)], 1, Acceptance("accepted", ALL, (1,))),
+        ([Analysis(NONE, (ALL, ALL, None)), Analysis(ALL)], 1, Acceptance("accepted", NONE, (0,))),
+        # Nor does an unchecked claim carry a score, or let a higher one through.
+        ([Analysis(NONE), claim(NONE, 3), Analysis(ALL)], 2, Acceptance("unconfirmed")),
+        ([Analysis(NONE), claim(HALF, 3)], 1, Acceptance("unconfirmed")),
         # Whoever can not be read has not looked.
         ([Analysis(None), Analysis(None)], 1, Acceptance("unread")),
         ([], 1, Acceptance("unread")),
-        ([Analysis(None), Analysis(ALL)], 1, Acceptance("accepted", ALL, (1,))),
+        ([Analysis(None), Analysis(ALL)], 1, Acceptance("unread")),
+        ([Analysis(None), claim(NONE, 3)], 1, Acceptance("accepted", NONE, (1,))),
     ],
 )
 def test_acceptance(analyses: list[Analysis], k: int, acceptance: Acceptance) -> None:
@@ -83,19 +98,20 @@ scores = st.sampled_from([None, NONE, HALF, ALL])
     st.randoms(),
 )
 def test_acceptance_by_its_definition(analyses: list[Analysis], k: int, rng: object) -> None:
-    standing = [
-        one.score
-        for one in analyses
-        if one.score in (NONE, HALF) and [check == ALL for check in one.checks].count(True) > len(one.checks) / 2
-    ]
     read = [one.score for one in analyses if one.score is not None]
+    claims = [one for one in analyses if one.score in (NONE, HALF)]
+    # A claim stands in every reading of what is missing, in none, or it depends: the missing checks all refute, or all confirm.
+    certain = [one.score for one in claims if one.checks.count(ALL) > len(one.checks) / 2]
+    possible = [
+        one
+        for one in claims
+        if not one.checks or len([c for c in one.checks if c in (ALL, None)]) > len(one.checks) / 2
+    ]
     result = accept(analyses, k)
-    if not read:
-        assert result.outcome == "unread"
-    elif not standing:
-        assert result.score == ALL
+    if certain:
+        assert result.score == (min(read) if certain.count(min(read)) >= k else None)
     else:
-        assert result.score == (min(read) if standing.count(min(read)) >= k else None)
+        assert result.score == (ALL if analyses and not possible and len(read) == len(analyses) else None)
     assert all(analyses[place].score == result.score for place in result.evidence)
     # In whatever order the analyses come.
     assert accept(analyses[::-1], k).score == result.score
@@ -104,20 +120,18 @@ def test_acceptance_by_its_definition(analyses: list[Analysis], k: int, rng: obj
 
 
 def test_rewards() -> None:
-    assert meta_score(()) == 1.0
-    assert meta_score((ALL, HALF, None, NONE)) == pytest.approx(0.375)
-    assert verifier_reward(True, HALF, NONE, 1.0) == 0.5
-    assert verifier_reward(True, HALF, NONE, 0.5) == 0.25
-    assert verifier_reward(True, NONE, ALL, 1.0) == 0.0
-    assert verifier_reward(False, ALL, ALL, 1.0) == 0.0
-    assert verifier_reward(True, None, NONE, 1.0) == 0.0
+    assert meta_score((ALL, HALF, None, NONE)) == pytest.approx(0.5)
+    assert meta_score((None, None)) is None
+    assert meta_score(()) is None
+    assert verifier_reward(HALF, NONE, 1.0) == 0.5
+    assert verifier_reward(HALF, NONE, 0.5) == 0.25
+    assert verifier_reward(NONE, ALL, 1.0) == 0.0
     # A right proof that praises itself: all of it. One that owns up to a fatal flaw earns more than one that hides it.
-    assert generator_reward(True, ALL, ALL, 1.0) == pytest.approx(1.0)
-    assert generator_reward(True, NONE, NONE, 1.0) == pytest.approx(0.24)
-    assert generator_reward(True, NONE, NONE, 0.5) == pytest.approx(0.12)
-    assert generator_reward(True, ALL, NONE, 1.0) == 0.0
-    assert generator_reward(True, ALL, HALF, 1.0) == pytest.approx(0.76 * 0.5 + 0.24 * 0.5)
-    assert generator_reward(False, ALL, ALL, 1.0) == 0.0
+    assert generator_reward(ALL, ALL, 1.0) == pytest.approx(1.0)
+    assert generator_reward(NONE, NONE, 1.0) == pytest.approx(0.24)
+    assert generator_reward(NONE, NONE, 0.5) == pytest.approx(0.12)
+    assert generator_reward(ALL, NONE, 1.0) == 0.0
+    assert generator_reward(ALL, HALF, 1.0) == pytest.approx(0.76 * 0.5 + 0.24 * 0.5)
 
 
 def test_an_evaluation_is_read_from_the_reasoning_or_the_answer() -> None:
@@ -370,6 +384,95 @@ def test_replies_in_no_form(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmo
     attempts, _ = played(tmp_path, tokenizer, harmony, answers)
     assert [attempt.outcome for attempt in attempts] == ["unread", "no_proof"] * 2
     assert [attempt.generator_reward() for attempt in attempts] == [None, 0.0] * 2
+
+
+def wrong_proof(checked: Callable[[int], tuple[str, str]]) -> Answers:
+    """A wrong proof that praises itself, which every verifier calls wrong; `checked` answers for the meta-verifiers."""
+    defect = "Step 1 is wrong: 4+7 is not 12. " * 10
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Evaluation\n" in prompt:
+            return checked(index)
+        if "## Solution\n" in prompt:
+            return evaluation(defect, "0"), "0"
+        return "Adding.", proof("4+7=12 " * 10, "Every step is right.", "1")
+
+    return answers
+
+
+@pytest.mark.parametrize("context", [2000, 4096])
+def test_a_claim_that_does_not_fit_the_context_gives_no_label(
+    tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony, context: int
+) -> None:
+    """The same wrong proof with and without room for the check of what all verifiers claim."""
+    answers = wrong_proof(lambda index: ("Looking.", "1"))
+    attempts, asked = played(tmp_path, tokenizer, harmony, answers, samples=1, context=context)
+    room = context == 4096
+    assert sum("## Evaluation\n" in prompt for prompt in asked) == (8 if room else 0)
+    assert [attempt.outcome for attempt in attempts] == ["accepted" if room else "unchecked"] * 2
+    assert [attempt.score for attempt in attempts] == [NONE if room else None] * 2
+    assert [attempt.generator_reward() for attempt in attempts] == [0.0 if room else None] * 2
+
+
+def test_checks_that_cannot_be_read_give_no_label(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:
+    attempts, _ = played(
+        tmp_path, tokenizer, harmony, wrong_proof(lambda index: ("Looking.", "0" if index == 0 else "hm")), samples=1
+    )
+    assert [attempt.outcome for attempt in attempts] == ["unchecked"] * 2
+    assert [attempt.generator_reward() for attempt in attempts] == [None] * 2
+    # Nor are the checks themselves graded by what nobody knows.
+    assert attempts[0].analyses[0].checks[0].problem.gold == ""
+    assert [one.analysis.stands for one in attempts[0].analyses] == [None] * 4
+
+
+def test_an_own_claim_that_nobody_could_check_earns_nothing(
+    tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony
+) -> None:
+    """The verifiers find no defect; the author claims one, and the checks of it are unreadable."""
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Evaluation\n" in prompt:
+            return "Looking.", "hm"
+        if "## Solution\n" in prompt:
+            return evaluation("Every step is right.", "1"), "1"
+        return "Adding.", proof("4+7=11", "A step is missing.", "0.5")
+
+    attempts, _ = played(tmp_path, tokenizer, harmony, answers, samples=1)
+    assert [attempt.score for attempt in attempts] == [ALL] * 2
+    assert [attempt.generator_reward() for attempt in attempts] == [None] * 2
+
+
+def test_lost_verifications_and_checks_are_not_silence(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:
+    """What the infrastructure loses is missing from the trajectories, and counts all the same."""
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Solution\n" in prompt:
+            return evaluation("Every step is right.", "1"), "1"
+        return "Adding.", proof("4+7=11", "Right.", "1")
+
+    def losing(kind: str, places: set[int], answers: Answers) -> Attempted:
+        original = Environment.grade
+
+        async def grade(self: Environment, problem: Problem, turns: Any, limit: int, **given: Any) -> Grade:
+            found = await original(self, problem, turns, limit, **given)
+            nonlocal graded
+            if problem.task_type == kind and problem.gold == "":
+                graded += 1
+                if (graded - 1) % 4 in places:
+                    return replace(found, failure="engine_error")
+            return found
+
+        graded = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Environment, "grade", grade)
+            return played(tmp_path, tokenizer, harmony, answers, samples=1)[0][0]
+
+    assert losing("proof_verification", set(), answers).score == ALL
+    assert losing("proof_verification", {2}, answers).outcome == "unread"
+    assert losing("proof_verification", {0, 1, 2, 3}, answers).outcome == "lost"
+    confirming = wrong_proof(lambda index: ("Looking.", "1"))
+    assert losing("meta_verification", set(), confirming).score == NONE
+    assert losing("meta_verification", {0, 1, 2, 3}, confirming).outcome == "unchecked"
 
 
 def test_a_proof_too_long_to_be_verified_is_left_out(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:

@@ -24,35 +24,40 @@ from nmoe.rl.tasks.score import UNKNOWN, Evaluation, read_evaluation, read_score
 
 @dataclass
 class Judged:
-    """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of what it claims: none where it claims
-    no defect or is no evaluation, or where the question after it would not fit the context (`unasked`)."""
+    """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of what it claims. `asked` counts the
+    meta-verifications that were asked for: 0 where it claims no defect or is no evaluation, or where the question would not fit the
+    context. Those that the infrastructure lost are not among `checks`."""
 
     trajectory: Trajectory
     evaluation: Evaluation | None
     checks: list[Trajectory] = field(default_factory=list)
-    unasked: bool = False
+    asked: int = 0
 
     @property
     def analysis(self) -> Analysis:
-        """As the acceptance rule sees it: what could not be asked counts as not confirmed."""
-        scores = tuple(read_score(check.grade.answer) if check.grade.answer else None for check in self.checks)
-        return Analysis(None if self.evaluation is None else self.evaluation.score, (None,) if self.unasked else scores)
+        """As the acceptance rule sees it: a check that was lost counts as one that cannot be read."""
+        scores = [read_score(check.grade.answer) if check.grade.answer else None for check in self.checks]
+        lost = [None] * (self.asked - len(self.checks))
+        return Analysis(None if self.evaluation is None else self.evaluation.score, (*scores, *lost))
 
     @property
-    def meta(self) -> float:
-        return meta_score(self.analysis.checks)
+    def meta(self) -> float | None:
+        """R_meta: 1 where it claims no defect, None where nobody could judge what it claims."""
+        return meta_score(self.analysis.checks) if self.analysis.claims else 1.0
 
 
 @dataclass
 class Attempted:
     """One proof of one problem, with everything that was said of it. `outcome` is that of its acceptance, or "no_proof" for a reply
-    that is none, "overlong" for one that leaves no room to be verified, "lost" where the infrastructure failed."""
+    that is none, "overlong" for one that leaves no room to be verified, "lost" where the infrastructure failed. `lost` counts the
+    verifications that it lost."""
 
     trajectory: Trajectory
     proof: Proof | None
     outcome: str = "no_proof"
     own: Judged | None = None
     analyses: list[Judged] = field(default_factory=list)
+    lost: int = 0
     acceptance: Acceptance | None = None
 
     @property
@@ -71,18 +76,20 @@ class Attempted:
         ]
 
     def generator_reward(self) -> float | None:
-        """None where nobody knows: the proof was not accepted. A reply that is no proof is 0."""
+        """None where it is not known: the proof was not accepted, or its own evaluation claims a defect that nobody could check. A
+        reply that is no proof is 0."""
         if self.outcome == "no_proof":
             return 0.0
-        if self.score is None or self.proof is None or self.own is None:
+        if self.score is None or self.proof is None or self.own is None or self.own.meta is None:
             return None
-        return generator_reward(True, self.proof.evaluation.score, self.score, self.own.meta)
+        return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
-    def verifier_reward(self, judged: Judged) -> float:
-        """Of one of the analyses of an accepted proof."""
+    def verifier_reward(self, judged: Judged) -> float | None:
+        """The reward of one of the analyses of an accepted proof; None where nobody could check what it claims."""
         assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
-        given = None if judged.evaluation is None else judged.evaluation.score
-        return verifier_reward(judged.evaluation is not None, given, self.score, judged.meta)
+        if judged.evaluation is None:
+            return 0.0
+        return None if judged.meta is None else verifier_reward(judged.evaluation.score, self.score, judged.meta)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,7 @@ class SelfPlay:
         groups = self._verifier.collect([problem for _, problem in asked], settings, (*key, "verifier")).groups
         for (attempt, _), group in zip(asked, groups, strict=True):
             attempt.analyses = [Judged(one, self._evaluation(one)) for one in group.trajectories if one.trainable]
+            attempt.lost = len(group.trajectories) - len(attempt.analyses)
             if not attempt.analyses:
                 attempt.outcome, attempt.own = "lost", None
 
@@ -166,24 +174,24 @@ class SelfPlay:
             fields = {"proof": attempt.proof.solution, "evaluation": one.evaluation.text}
             problem = self._posed("meta_verification", attempt, f"/{name}", fields)
             if self._fits(problem):
+                one.asked = self._judges.checks
                 asked.append((one, problem))
-            else:
-                one.unasked = True
         settings = replace(self._settings, samples=self._judges.checks)
         problems = [problem for _, problem in asked]
         groups = self._meta_verifier.collect(problems, settings, (*key, "meta_verifier")).groups
         for (one, _), group in zip(asked, groups, strict=True):
             one.checks = [check for check in group.trajectories if check.trainable]
-            one.unasked = not one.checks
 
     async def _accept(self, attempts: Sequence[Attempted]) -> None:
         """Decides, and has every judgement graded by what was decided."""
         for attempt in attempts:
-            acceptance = accept([one.analysis for one in attempt.analyses], self._judges.confirmations)
+            lost = [Analysis(None)] * attempt.lost
+            acceptance = accept([*(one.analysis for one in attempt.analyses), *lost], self._judges.confirmations)
             attempt.acceptance, attempt.outcome = acceptance, acceptance.outcome
             for one in [*([attempt.own] if attempt.own else []), *attempt.analyses]:
-                verdict = Fraction(one.analysis.stands)
-                one.checks = [await self._graded(check, verdict) for check in one.checks]
+                stands = one.analysis.stands
+                if stands is not None:
+                    one.checks = [await self._graded(check, Fraction(stands)) for check in one.checks]
             if acceptance.score is not None:
                 for one in attempt.analyses:
                     one.trajectory = await self._graded(one.trajectory, acceptance.score)

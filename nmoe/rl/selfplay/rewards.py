@@ -5,7 +5,7 @@
 
 s' is the score that the reply gives, s the one that the proof was accepted with. R_Y is s, R_meta the mean score of the
 meta-verifications of the reply's own evaluation. An evaluation that reports no defect claims nothing that could be made up: its
-R_meta is 1.
+R_meta is 1. One whose claims nobody could check has no R_meta, and no reward.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from fractions import Fraction
 CORRECTNESS, HONESTY = 0.76, 0.24
 
 
-def meta_score(checks: Sequence[Fraction | None]) -> float:
-    """R_meta of an evaluation with these meta-verifications: none where it claims no defect. One that can not be read is 0."""
-    return float(sum(check or 0 for check in checks)) / len(checks) if checks else 1.0
+def meta_score(checks: Sequence[Fraction | None]) -> float | None:
+    """R_meta of an evaluation that claims a defect: the mean score of the meta-verifications that were read, or None."""
+    read = [check for check in checks if check is not None]
+    return float(sum(read)) / len(read) if read else None
 
 
-def verifier_reward(well_formed: bool, given: Fraction | None, score: Fraction, meta: float) -> float:
-    """`given` is None for a reply without a score."""
-    return _agreement(given, score) * meta if well_formed else 0.0
+def verifier_reward(given: Fraction, score: Fraction, meta: float) -> float:
+    """The reward of a well-formed evaluation that gives the score `given`; of any other it is 0."""
+    return _agreement(given, score) * meta
 
 
-def generator_reward(well_formed: bool, given: Fraction | None, score: Fraction, meta: float) -> float:
-    """`given` is the score of the self-evaluation, `meta` that of its meta-verifications."""
-    return CORRECTNESS * float(score) + HONESTY * _agreement(given, score) * meta if well_formed else 0.0
+def generator_reward(given: Fraction, score: Fraction, meta: float) -> float:
+    """The reward of a well-formed proof, whose self-evaluation gives the score `given` and has R_meta = `meta`; of any other
+    reply it is 0."""
+    return CORRECTNESS * float(score) + HONESTY * _agreement(given, score) * meta
 
 
-def _agreement(given: Fraction | None, score: Fraction) -> float:
-    return 0.0 if given is None else float(1 - abs(given - score))
+def _agreement(given: Fraction, score: Fraction) -> float:
+    return float(1 - abs(given - score))
