@@ -16,6 +16,7 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, native
 from nmoe.model.families.base import Family, fill, tensors_of
+from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, write_shards
 from nmoe.model.transformer import Transformer
 
@@ -27,16 +28,14 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model a checkpoint directory holds, its parameters in `dtype`; buffers stay fp32.
+    """The model a checkpoint directory holds, its parameters in `dtype`; routers and buffers stay fp32.
 
     Raises UserError, naming file and tensor, for a missing or torn file, an architecture this package does not know, and
     weights that do not fit the configuration or are not finite. Peak memory is the model, one stored tensor and 16 MiB.
     """
     family, config = read_config(directory)
     with torch.device("meta"):
-        model = Transformer(config)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        model = cast(Transformer(config), dtype)
     model = model.to_empty(device="cpu")
     model.reset_tables()
     model.generation = _read_generation(directory)

@@ -74,8 +74,10 @@ def test_the_dtype_asked_for(run: Path, tmp_path: Path) -> None:
     for name in ("half", "again"):
         raw = json.loads((tmp_path / name / "config.json").read_text())
         assert raw["torch_dtype"] == "bfloat16"
-        for tensor, ours in zip(load_model(tmp_path / name).state_dict().values(), whole.values(), strict=True):
-            assert torch.equal(tensor, ours.bfloat16().float())
+        loaded = load_model(tmp_path / name).state_dict()
+        for key, ours in whole.items():
+            # Routers stay as they are: rounded ones would choose other experts.
+            assert torch.equal(loaded[key], ours if "router" in key else ours.bfloat16().float())
 
 
 def test_a_directory_that_holds_something_is_left_alone(run: Path, tmp_path: Path) -> None:
