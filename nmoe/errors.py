@@ -14,7 +14,7 @@ class StorageError(UserError):
 
 
 class DivergenceError(UserError):
-    """Training met a gradient that is not finite: nothing is wrong with the input's form, so the exit code is 1."""
+    """A gradient, a logit or a log-probability is not finite: nothing is wrong with the input's form, so the exit code is 1."""
 
     exit_code = 1
 

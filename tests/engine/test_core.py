@@ -1,7 +1,8 @@
 """The step machine, driven by hand: every number against a plain forward pass, and who gets a row when."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nmoe.engine.api import Delta, Request, Sample, Sampling
+from nmoe.engine.native import runner
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.core import GATHER_STEPS, EngineCore
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.sampler import kept_mask
-from nmoe.errors import UserError
+from nmoe.errors import DivergenceError, UserError
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
@@ -307,14 +309,55 @@ def test_what_is_longer_than_the_cache_is_refused_and_stalls_nobody(
         ({"temperature": -0.5}, "temperature = -0.5"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"top_p": 0.0}, r"top_p = 0.0 must lie in \(0, 1\]"),
+        ({"temperature": 1e-38, "top_p": 0.5}, r"temperature = 1e-38 must be 0 \(greedy\) or lie in 1e-06\.\.1e\+06"),
+        ({"temperature": 1e39}, r"temperature = 1e\+39 must be"),
         ({"top_k": -1}, "top_k = -1"),
+        ({"top_k": 2**63}, "top_k = 9223372036854775808 must be 0"),
+        ({"stop_ids": (3, 2**63)}, "stop_ids has 9223372036854775808"),
+        ({"stop_ids": (-1, 3)}, "stop_ids has -1"),
     ],
 )
 def test_impossible_sampling_is_refused(
     tiny_model: MakeModel, request_of: MakeRequest, sampling: dict[str, Any], message: str
 ) -> None:
+    core = EngineCore(tiny_model(), 2)
+    other = core.add(request_of("yes", 3, 1, 3))
+    core.step()
     with pytest.raises(UserError, match=message):
-        EngineCore(tiny_model(), 1).add(request_of("no", 3, 1, 3, **sampling))
+        core.add(request_of("no", 3, 1, 3, **sampling))
+    run(core)
+    assert len(whole(other.samples)[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1e-6, "top_p": 0.5}, {"temperature": 1e6}, {"top_k": 2**63 - 1, "stop_ids": (2**63 - 1,)}],
+)
+def test_sampling_at_the_edge_of_what_is_allowed(
+    tiny_model: MakeModel, request_of: MakeRequest, sampling: dict[str, Any]
+) -> None:
+    ((sample,),) = samples_of(tiny_model(), 1, request_of("edge", 3, 1, 6, **sampling))
+    assert len(sample.logprobs) == 6
+    assert all(-10 < logprob <= 0 for logprob in sample.logprobs)
+
+
+def test_two_requests_of_one_id_at_once_are_refused(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    core = EngineCore(tiny_model(), 2)
+    again = "request a: another request of this id is running"
+    for _ in range(2):  # an id is free again once its request has ended
+        first = core.add(request_of("a", 3, 1, 3))
+        for second in (lambda: core.add(request_of("a", 5, 1, 3)), lambda: core.add_scoring([1, 2], 1.0, "a")):
+            with pytest.raises(UserError, match=again):
+                second()
+        run(core)
+        assert len(whole(first.samples)[0].token_ids) == 3
+    core.add(request_of("a", 3, 1, 3))
+    core.step()
+    core.abort("a")
+    scored = core.add_scoring([1, 2, 3], 1.0, "a")
+    run(core)
+    assert scored.scores is not None
+    core.add(request_of("a", 3, 1, 3))
 
 
 def test_scoring_beside_sampling_and_its_bad_input(tiny_model: MakeModel, request_of: MakeRequest) -> None:
@@ -345,19 +388,84 @@ def test_scoring_beside_sampling_and_its_bad_input(tiny_model: MakeModel, reques
     assert core.stats().cache_use == 0
 
 
-def test_weights_that_are_not_finite_are_named(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    model = tiny_model(seed=3)
+@contextmanager
+def diverged(parameter: Tensor) -> Iterator[None]:
+    """One NaN in a weight."""
     with torch.no_grad():
-        saved = model.norm.weight[0].clone()
-        model.norm.weight[0] = float("nan")
+        saved = parameter.view(-1)[0].clone()
+        parameter.view(-1)[0] = float("nan")
     try:
-        core = EngineCore(model, 1)
-        core.add(request_of("nan", 3, 1, 3))
-        with pytest.raises(FloatingPointError, match="logits are not finite"):
-            run(core)
+        yield
     finally:
         with torch.no_grad():
-            model.norm.weight[0] = saved
+            parameter.view(-1)[0] = saved
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_after_weights_that_are_not_finite_the_engine_works_again(
+    tiny_model: MakeModel, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    """Requests that were being prefilled, decoded, waiting or paused when the weights diverged are gone, and neither they nor
+    their NaN in the cache touch those that come after."""
+    if not kernels:
+        monkeypatch.setattr(runner, "in_use", nullcontext)
+    model = tiny_model()
+    requests = [request_of("a", 5, 3, 20, top_k=5), request_of("b", 33, 2, 20), request_of("c", 21, 4, 9)]
+    expected = samples_of(model, 3, *requests)
+    core = EngineCore(model, 3, prefill_tokens=12)
+    value_rows = model.blocks[0].attention.qkv_proj.weight[-1:]  # NaN reaches the cache
+    for steps in (0, 1, 2, 5):
+        jobs = [core.add(request) for request in requests]
+        for _ in range(steps):
+            core.step()
+        with diverged(value_rows), pytest.raises(DivergenceError, match="are not finite: its weights have diverged"):
+            run(core)
+        assert all(job.aborted for job in jobs)
+        assert core.idle
+        assert (core.stats().running, core.stats().waiting, core.stats().cache_use) == (0, 0, 0)
+        assert core.cache.keys.isfinite().all()
+        assert core.cache.values.isfinite().all()
+        core.abort_all()
+    core.add_scoring(range(20), 1.0, "score")
+    with diverged(value_rows), pytest.raises(DivergenceError, match="are not finite"):
+        run(core)
+    jobs = [core.add(request) for request in requests]
+    run(core)
+    for job, samples in zip(jobs, expected, strict=True):
+        for sample, other in zip(whole(job.samples), samples, strict=True):
+            assert sample.token_ids == other.token_ids
+            assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert sample.kept_ids == other.kept_ids
+
+
+def test_divergence_is_seen_where_only_the_head_shows_it(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    core = EngineCore(model, 1)
+    for temperature in (0.0, 1.0):
+        core.add(request_of("nan", 3, 1, 3, temperature=temperature))
+        with diverged(model.head.weight), pytest.raises(DivergenceError, match="logits are not finite"):
+            run(core)
+    core.add_scoring([1, 2, 3], 1.0, "nan")
+    with diverged(model.head.weight), pytest.raises(DivergenceError, match="log-probabilities are not finite"):
+        run(core)
+    assert core.idle
+
+
+def test_an_interrupted_step_leaves_an_empty_core(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+    model = tiny_model()
+    (expected,) = samples_of(model, 2, request_of("a", 5, 2, 9))
+
+    def interrupt(index: int, delta: Delta) -> None:
+        raise KeyboardInterrupt
+
+    core = EngineCore(model, 2)
+    core.add(request_of("a", 5, 2, 9), on_token=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    assert core.idle
+    job = core.add(request_of("a", 5, 2, 9))
+    run(core)
+    assert [sample.token_ids for sample in whole(job.samples)] == [sample.token_ids for sample in expected]
 
 
 @settings(max_examples=25, deadline=None)

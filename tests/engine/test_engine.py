@@ -5,14 +5,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from nmoe.engine.api import Delta, Request, Sample
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.errors import UserError
+from nmoe.errors import DivergenceError, UserError
 from nmoe.model.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -293,7 +295,8 @@ def test_an_error_of_the_model_reaches_every_waiter(
             raise
 
     async def everyone() -> None:
-        streamed = [request for request in many(request_of) if request.n == 1][:3]
+        single = [request for request in many(request_of) if request.n == 1][:3]
+        streamed = [replace(request, request_id=f"{request.request_id}, streamed") for request in single]
         await asyncio.gather(*map(wait, many(request_of)), *(heard(engine, request) for request in streamed))
 
     with monkeypatch.context() as patch:
@@ -308,6 +311,29 @@ def test_an_error_of_the_model_reaches_every_waiter(
     for sample, expected in zip(engine.run(engine.generate(request)), alone(model, request), strict=True):
         assert expected is not None
         assert sample.token_ids == expected.token_ids
+
+
+def test_the_next_run_after_weights_that_are_not_finite(model: Transformer, request_of: MakeRequest) -> None:
+    engine = NativeEngine(model, 2)
+    expected = engine.run(engine.generate(request_of("a", 4, 3, 12)))
+    weight = model.blocks[0].attention.qkv_proj.weight[-1]
+    saved = weight.detach().clone()
+
+    async def both() -> None:
+        await asyncio.gather(engine.generate(request_of("a", 4, 3, 12)), engine.score(range(9)))
+
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    try:
+        for _ in range(2):
+            with pytest.raises(DivergenceError, match="its weights have diverged"):
+                engine.run(both())
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)
+    assert engine.stats().running == engine.stats().waiting == engine.stats().cache_use == 0
+    again = engine.run(engine.generate(request_of("a", 4, 3, 12)))
+    assert [sample.token_ids for sample in again] == [sample.token_ids for sample in expected]
 
 
 def test_an_error_of_the_model_ends_a_stream(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nmoe.engine.api import Request, Sampling
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.sampler import SamplingColumns, sample
+from nmoe.errors import DivergenceError
 from nmoe.model import products
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.kernels.paged_attention import paged_attention_reference
@@ -205,7 +206,7 @@ def test_logits_that_are_not_finite(value: float) -> None:
     logits = draw(3, 100)
     logits[1] = value
     columns = SamplingColumns(torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64), plain=True, cuts=False)
-    with torch.no_grad(), library.in_use(), pytest.raises(FloatingPointError, match="not finite"):
+    with torch.no_grad(), library.in_use(), pytest.raises(DivergenceError, match="not finite"):
         sample(logits, columns, torch.full((3,), 0.5))
 
 

@@ -24,6 +24,7 @@ class BlockPool:
         self._nodes: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent node, tokens) -> (node, block)
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its entry in _nodes
         self._last_node = _ROOT
+        self.touched = 0  # blocks from here on have never been taken
 
     @property
     def available(self) -> int:
@@ -44,6 +45,7 @@ class BlockPool:
                 del self._nodes[self._keys.pop(block)]
             self._holders[block] = 1
             taken.append(block)
+        self.touched = max([self.touched, *(block + 1 for block in taken)])
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:

@@ -88,6 +88,11 @@ class PagedCache:
         routes = self.routes.view(self.blocks, BLOCK_TOKENS, *self.routes.shape[1:]).index_select(0, wanted)
         return routes.flatten(0, 1)[:positions].cpu()
 
+    def clear(self, blocks: int) -> None:
+        """Makes the first blocks zeros again."""
+        for tensor in (self.keys, self.values):
+            tensor[:, :blocks].zero_()
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole blocks."""
         source, target = (torch.tensor(blocks, dtype=torch.int64, device=self.device) for blocks in (sources, targets))

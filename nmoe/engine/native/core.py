@@ -12,7 +12,6 @@ tokens, and goes on later from recomputed keys. The oldest therefore always ends
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import insort
 from collections import deque
@@ -27,6 +26,7 @@ from nmoe.engine.native.blocks import BlockPool
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, bytes_per_block
 from nmoe.engine.native.graphs import decode_graphs
 from nmoe.engine.native.jobs import Job, Paused, Prefill, Prompt
+from nmoe.engine.native.limits import check_sampling
 from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
 from nmoe.engine.native.runner import Runner
@@ -74,6 +74,7 @@ class EngineCore:
         self._paused: list[Paused] = []  # oldest first
         self._prefills: list[Prefill] = []  # oldest first
         self._running: list[tuple[Job, int]] = []
+        self._ids: set[str] = set()  # of the requests that are not finished
         self._jobs = self._generated = self._prefilled = self._hits = self._steps = self._preemptions = 0
         self._busy_s = 0.0
 
@@ -88,7 +89,7 @@ class EngineCore:
         settings = request.sampling
         if not request.prompt_ids or request.n < 1 or settings.max_new_tokens < 1:
             raise UserError(f"request {request.request_id}: prompt, n and max_new_tokens must not be empty")
-        _check(request.request_id, settings)
+        check_sampling(request.request_id, settings)
         self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
         return self._queue(Job(request, self._jobs, on_token, [None] * request.n, on_sample=on_sample))
 
@@ -97,12 +98,17 @@ class EngineCore:
         it. Raises UserError at once where they can never fit."""
         settings = Sampling(max_new_tokens=0, temperature=temperature)
         request = Request(tuple(token_ids), 0, settings, request_id)
-        if len(token_ids) < 2 or not 0 < temperature < math.inf:
+        if len(token_ids) < 2 or temperature == 0:
             raise UserError(f"request {request_id}: scoring wants two tokens or more and a temperature above 0")
+        check_sampling(request_id, settings)
         self._check_fits(request, len(token_ids))
         return self._queue(Job(request, self._jobs, None, []))
 
     def _queue(self, job: Job) -> Job:
+        name = job.request.request_id
+        if name in self._ids:
+            raise UserError(f"request {name}: another request of this id is running; give each an id of its own")
+        self._ids.add(name)
         self._jobs += 1
         self._waiting.append(job)
         return job
@@ -135,6 +141,7 @@ class EngineCore:
         for job in jobs:
             self._drop_prompt(job)
             job.aborted = True
+            self._ids.discard(request_id)
             for index in range(job.started, job.request.n):
                 job.deliver(index, Sample([], [], [], "abort"))
         return jobs
@@ -181,8 +188,23 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
-        """Prefills, starts, decodes, retires; returns the jobs that finished."""
+        """Prefills, starts, decodes, retires; returns the jobs that finished.
+
+        Raises DivergenceError where the model computes what is not finite. After that or any other error, or an interrupt, the
+        core is empty and its cache is as new: every request has ended without samples, and the next one starts clean.
+        """
         began = time.perf_counter()
+        try:
+            done = self._step()
+        except BaseException:
+            self._give_up()
+            raise
+        self._ids.difference_update(job.request.request_id for job in done)
+        self._steps += 1
+        self._busy_s += time.perf_counter() - began
+        return done
+
+    def _step(self) -> list[Job]:
         with self.runner.active():
             if self._worth_admitting():
                 self._admit()
@@ -191,9 +213,21 @@ class EngineCore:
             if self._running:
                 self._make_room_to_decode()
                 done += self._decode()
-        self._steps += 1
-        self._busy_s += time.perf_counter() - began
         return done
+
+    def _give_up(self) -> None:
+        """Drops everything after a step that broke off: who holds which block can not be known, and NaN in a block would reach
+        whoever holds it next, since a masked position has weight 0 and 0 times NaN is NaN."""
+        for job in self._live():
+            job.aborted, job.prompt = True, None
+        self._waiting.clear()
+        self._paused.clear()
+        self._prefills.clear()
+        self._running.clear()
+        self._ids.clear()
+        self._gathering = 0
+        self.cache.clear(self.pool.touched)
+        self.pool = BlockPool(self.pool.blocks, BLOCK_TOKENS)
 
     # Prompts
 
@@ -534,12 +568,3 @@ def cache_dtype(model: Transformer) -> torch.dtype:
 def _order(sequence: tuple[Job, int]) -> tuple[int, int]:
     job, index = sequence
     return job.order, index
-
-
-def _check(request_id: str, settings: Sampling) -> None:
-    if not 0 <= settings.temperature < math.inf:
-        raise UserError(f"request {request_id}: temperature = {settings.temperature} must be 0 (greedy) or positive")
-    if not 0 < settings.top_p <= 1:
-        raise UserError(f"request {request_id}: top_p = {settings.top_p} must lie in (0, 1]")
-    if settings.top_k < 0:
-        raise UserError(f"request {request_id}: top_k = {settings.top_k} must be 0 (off) or positive")

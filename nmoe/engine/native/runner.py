@@ -19,7 +19,7 @@ from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs
 from nmoe.engine.native.rows import Rows
-from nmoe.engine.native.sampler import SamplingColumns, sample
+from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
 from nmoe.model.kernels.cpu.library import in_use
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
@@ -51,7 +51,8 @@ class Runner:
 
     def prefill(self, pieces: Sequence[Piece], token_ids: Sequence[int], replay_TYK: Tensor | None) -> Tensor:
         """Final hidden states `[T, D]` of the pieces' tokens, end to end, those that start at 0 first; keys, values and routes go
-        to the cache. With `replay` the routes are those."""
+        to the cache. With `replay` the routes are those. Raises DivergenceError where a state is not finite: a prompt that ends
+        before its logits are computed would leave its NaN in the cache."""
         device = self.rows.device
         attend = PrefillAttention(self.cache, pieces, self.model.exact)
         trace = RouterTrace(replay=None if replay_TYK is None else replay_TYK.to(device))
@@ -60,6 +61,8 @@ class Runner:
         if trace.chosen_TK:
             routes_TYK = trace.routes() if trace.replay is None else trace.replay
             self.cache.write_routes(attend.blocks_T, attend.positions_T, routes_TYK)
+        if not x_TD.isfinite().all():
+            raise diverged("hidden states")
         return x_TD
 
     def logits(self, x_TD: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -67,13 +70,16 @@ class Runner:
         return self.model.logits(x_TD[torch.tensor(tokens, device=self.rows.device)])
 
     def scores(self, x_TD: Tensor, targets: Sequence[int], temperature: float) -> list[float]:
-        """The log-probability of each target after the token of its row; the last row may have none."""
+        """The log-probability of each target after the token of its row; the last row may have none. Raises DivergenceError where
+        one is not finite."""
         if not targets:
             return []
         targets_L = torch.tensor(targets, device=self.rows.device)
         logprobs_L, _ = head_logprobs(
             x_TD[: len(targets)], self.model.head_weight, targets_L, temperature, exact=self.model.exact
         )
+        if not logprobs_L.isfinite().all():
+            raise diverged("log-probabilities")
         return logprobs_L.tolist()
 
     def decode(self, running: slice) -> Tensor:

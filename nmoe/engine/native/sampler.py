@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nmoe.errors import DivergenceError
 from nmoe.model.kernels.cpu import library, operations
 
 
@@ -27,7 +28,8 @@ class SamplingColumns:
 def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tokens `[B]`, their log-probabilities `[B]` under what was sampled from, and the kept mask `[B, V]` where rows cut.
 
-    Greedy rows (temperature 0) take the largest logit, with log-probability 0: all mass is there.
+    Greedy rows (temperature 0) take the largest logit, with log-probability 0: all mass is there. Raises DivergenceError for
+    logits that are not finite.
     """
     if not columns.cuts and library.usable(logits_BV):
         tokens_B, logprobs_B, finite = operations.sample(logits_BV, columns.temperature_B, uniforms_B)
@@ -62,7 +64,15 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
 
 def _check_finite(finite: bool) -> None:
     if not finite:
-        raise FloatingPointError("the model's logits are not finite: its weights have diverged, or hold NaN")
+        raise diverged("logits")
+
+
+def diverged(what: str) -> DivergenceError:
+    """The error for a model that computed `what` with NaN or infinite values."""
+    return DivergenceError(
+        f"the model's {what} are not finite: its weights have diverged, or hold NaN. Go back to the last checkpoint, with a lower "
+        "optimizer.learning_rate if this model is being trained"
+    )
 
 
 def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
