@@ -213,8 +213,22 @@ class Lora:
         return [parameter for *_, update in self._places for parameter in update.parameters()]
 
     @contextmanager
+    def holding(self, values: Sequence[Tensor]) -> Iterator[Transformer]:
+        """Within it the adapter's `parameters` are these values: the adapter as it was when they were copied. The trained ones
+        come back unchanged, and are the same tensors."""
+        parameters = self.parameters()
+        trained = [parameter.data for parameter in parameters]
+        try:
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.data = value
+            yield self.model
+        finally:
+            for parameter, own in zip(parameters, trained, strict=True):
+                parameter.data = own
+
+    @contextmanager
     def disabled(self) -> Iterator[Transformer]:
-        """Within it the model is the base, bit for bit: the reference policy of a run that trains the adapter."""
+        """Within it the model is the base, bit for bit."""
         for module, _, name, _ in self._places:
             setattr(module, name, None)
         try:

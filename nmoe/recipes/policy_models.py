@@ -33,7 +33,7 @@ class Models:
         lora = add_adapter(config, policy)
         before = None
         if config.algorithm.kl_coef > 0 and lora is None:
-            # Whether or not this is a resumption. With an adapter it is the base, which is there already.
+            # Whether or not this is a resumption. Beside an adapter the base is there already.
             before = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
         critic = build_critic(config, tokenizer, policy.config)
         return cls(policy, lora, before, critic, build_teacher(config, tokenizer, policy.config))

@@ -1,4 +1,4 @@
-"""The policy that a divergence is measured from: the one before training or, every so many steps, the one of then."""
+"""The policy that a divergence is measured from: the one that the run starts from or, every so many steps, the one at that step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ DIRECTORY = "reference"
 
 
 class Reference:
-    """Its log-probabilities, and its renewal. Only a reference that was renewed is part of a checkpoint: the first is the model
-    that the run starts from."""
+    """Its log-probabilities, and its renewal. Only a reference that was renewed is part of a checkpoint: the first is what the run
+    starts from, the adapter that it goes on with included."""
 
     def __init__(self, config: RLConfig, learner: Learner, model: Transformer | None) -> None:
-        """`model` is frozen; None where an adapter is trained, whose base is the reference, without a second model in memory."""
-        assert (model is None) == (learner.lora is not None), "the reference of an adapter is its base"
+        """`model` is frozen; None where an adapter is trained: then the reference is the same base beside a copy of the adapter,
+        and there is no second model in memory. To be made before a resumption loads what was trained."""
+        assert (model is None) == (learner.lora is not None), "the reference of an adapter shares its base"
         self._config, self._learner, self._model = config, learner, model
+        self._start = [] if learner.lora is None else [p.detach().clone() for p in learner.lora.parameters()]
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Of the batch's scored tokens, `[N]`."""
         config, lora = self._config, self._learner.lora
-        with lora.disabled() if lora is not None else nullcontext(self._model) as model:
+        with nullcontext(self._model) if lora is None else lora.holding(self._start) as model:
             assert model is not None, "without an adapter there is a model"
             return batch_logprobs(
                 model, batch.without_routes(), config.batch.tokens_per_microbatch, config.sampling.temperature

@@ -116,6 +116,27 @@ def test_an_adapter_is_where_another_run_starts(reinforce: Reinforce, workshop: 
     assert not (tmp_path / "third").exists()
 
 
+def test_the_reference_of_a_run_from_an_adapter_is_that_adapter(reinforce: Reinforce) -> None:
+    first = reinforce(*SMALL, *RATE, "--run.name=first", text=LORA)
+    more = (
+        *SMALL,
+        *RATE,
+        f"--lora.path={first}",
+        "--algorithm.kl_coef=0.1",
+        "--checkpoint.every_steps=1",
+        "--checkpoint.keep=3",
+    )
+    whole = reinforce(*more, "--run.name=whole")
+    start, *later = [row["reference_kl"] for row in read_metrics(whole)]
+    assert start == 0
+    assert min(later) > 1e-5
+    # A resumed run measures from the same start, and not from what it had become.
+    shutil.rmtree(whole / "checkpoints" / "step_000003")
+    shutil.rmtree(whole / "checkpoints" / "step_000002")
+    again = read_metrics(reinforce(*more, "--run.name=whole", "--run.resume=true"))
+    assert [row["reference_kl"] for row in again] == [start, *later]
+
+
 def test_pretraining_goes_on_in_an_adapter(base: Path, workshop: Path, tmp_path: Path) -> None:
     text = (workshop / "base.toml").read_text()
     shape = text[text.index("[model.shape]") : text.index("[data]")]
