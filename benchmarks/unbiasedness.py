@@ -10,6 +10,7 @@ are those of the library, and draws and kept sets come from the engine's sampler
 2. The same under top-p, against the gradient of the policy renormalised on the kept set that the sampler recorded.
 3. Sequences of four tokens: what a correction per token leaves, because it does not weigh the tokens before and after it.
 4. Advantages over groups: the expected gradient against that of E[r].
+5. The divergence from a reference as a loss, on the bandit of 1: with importance weights and without.
 
 Bias is `|E g - g*| / |g*|`, with g* the gradient that is meant.
 """
@@ -31,7 +32,8 @@ from torch import Tensor
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.learner.advantages import dr_grpo, grpo, maxrl, rloo
 from nmoe.learner.correction import Correction, correction_weights
-from nmoe.learner.objectives import Objective, Outputs, Scored, cispo, clip, dppo, gspo
+from nmoe.learner.objectives import Objective, Outputs, Scored, cispo, clip, dppo, gspo, reference_divergence
+from nmoe.learner.objectives.divergence import KLEstimator
 from nmoe.model.logprobs import head_logprobs
 
 EVERYTHING = math.inf
@@ -271,6 +273,39 @@ def advantage_gradients(
     return results
 
 
+def divergence_bias(staleness: float, seed: int = 0) -> dict[str, float]:
+    """Exact bias of each estimator's gradient on the bandit, against that of KL(pi || ref), the reference at distance 1 in logits;
+    of k3 without weights also against that of KL(ref || pi), which it has at tokens of the policy itself."""
+    bandit = Bandit.make(staleness=staleness, seed=seed)
+    noise_PV = torch.randn(bandit.learner_PV.shape, generator=torch.Generator().manual_seed(seed + 1)).double()
+    reference_PV = (bandit.learner_PV + noise_PV).log_softmax(-1)
+    prompts, arms = reference_PV.shape
+    arms_N, chance_PV = torch.arange(arms).repeat(prompts), bandit.sampler_PV.softmax(-1)
+    logits_PV = bandit.learner_PV.clone().requires_grad_()
+    now_PV = logits_PV.log_softmax(-1)
+    forward = (now_PV.exp() * (now_PV - reference_PV)).sum()
+    backward = (reference_PV.exp() * (reference_PV - now_PV)).sum()
+    (meant_PV,) = torch.autograd.grad(forward, logits_PV, retain_graph=True)
+    (reverse_PV,) = torch.autograd.grad(backward, logits_PV)
+
+    def expected(estimator: KLEstimator, weighted: bool) -> Tensor:
+        rows_PV = bandit.learner_PV.clone().requires_grad_()
+        outputs = logprobs_of(rows_PV.repeat_interleave(arms, 0), arms_N)
+        scored = Scored(
+            chance_PV.flatten(),
+            behaviour_logprobs_N=chance_PV.log().flatten(),
+            reference_logprobs_N=reference_PV.flatten(),
+        )
+        loss, _ = reference_divergence(1.0, estimator, weighted)(outputs, scored)
+        (gradient_PV,) = torch.autograd.grad(loss, rows_PV)
+        return gradient_PV
+
+    estimators: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
+    biases = {f"{name}, weighted": bias(expected(name, True), meant_PV) for name in estimators}
+    biases |= {f"{name}, not weighted": bias(expected(name, False), meant_PV) for name in estimators}
+    return biases | {"k3, not weighted, against KL(ref || pi)": bias(expected("k3", False), reverse_PV)}
+
+
 def rounded(value: Any) -> Any:
     """The report with six decimals: what differs beyond them is the order of sums."""
     if isinstance(value, dict):
@@ -327,6 +362,13 @@ def main() -> None:
     report["advantages"] = advantages = advantage_gradients()
     for name, (length, cosine) in advantages.items():
         print(f"   {name:32} {length:8.4f} {cosine:8.4f}")
+
+    stalenesses = (0.0, *stalenesses)
+    print("5. Divergence as a loss; bias         " + "".join(f"{staleness:10g}" for staleness in stalenesses))
+    divergences = [divergence_bias(staleness) for staleness in stalenesses]
+    for name in divergences[0]:
+        print(f"   {name:38}" + "".join(f"{column[name]:10.4f}" for column in divergences))
+    report["divergence"] = dict(zip(map(str, stalenesses), divergences, strict=True))
     print(json.dumps(rounded(report)))
 
 

@@ -333,6 +333,10 @@ class AlgorithmSection(Section):
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None, description="estimator of that divergence; default: k3 in the loss, k1 in the reward"
     )
+    kl_importance_weights: bool = Field(
+        default=True,
+        description="in the loss, weigh that divergence by policy / sampler, so that stale samples do not bias its gradient",
+    )
     reference_every_steps: int = Field(
         default=0, ge=0, description="the policy becomes the reference every so many steps; 0: the start stays it"
     )
@@ -392,9 +396,11 @@ class AlgorithmSection(Section):
         if self.advantage == "maxrl" and self.kl_in == "reward":
             yield Conflict("kl_in", "maxrl divides by the mean reward, which may not become negative")
         if self.kl_coef == 0:
-            for key in ("kl_in", "kl_estimator", "reference_every_steps"):
+            for key in ("kl_in", "kl_estimator", "kl_importance_weights", "reference_every_steps"):
                 if key in given:
                     yield Conflict(key, "there is no divergence to measure: kl_coef is 0")
+        elif self.kl_in == "reward" and "kl_importance_weights" in given:
+            yield Conflict("kl_importance_weights", 'weighs the divergence in the loss, and kl_in = "reward"')
 
 
 class CriticSection(Section):
@@ -664,7 +670,7 @@ class RLConfig(RunConfig):
             )
         if algorithm.reference_every_steps and self.lora is not None:
             yield Conflict(
-                "algorithm.reference_every_steps", "with a [lora] the reference is the base, which does not change"
+                "algorithm.reference_every_steps", "with a [lora] the reference stays what the run starts from; set 0"
             )
 
 

@@ -42,7 +42,9 @@ def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) 
         else:
             parts = [clip(low, high, algorithm.dual_clip_bound if algorithm.loss == "dual_clip" else None)]
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
-        parts.append(reference_divergence(algorithm.kl_coef, algorithm.kl_estimator or "k3"))
+        parts.append(
+            reference_divergence(algorithm.kl_coef, algorithm.kl_estimator or "k3", algorithm.kl_importance_weights)
+        )
     if algorithm.entropy_coef > 0:
         parts.append(entropy_bonus(algorithm.entropy_coef))
     if critic is not None and (value := critic.shared_objective()) is not None:

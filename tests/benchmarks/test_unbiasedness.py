@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from unbiasedness import METHODS, UNCLIPPED, Bandit, Method, advantage_gradients, bias, sequence_bias, worst_error
+from unbiasedness import (
+    METHODS,
+    UNCLIPPED,
+    Bandit,
+    Method,
+    advantage_gradients,
+    bias,
+    divergence_bias,
+    sequence_bias,
+    worst_error,
+)
 
 UNBIASED = ("ratio in the loss, unclipped", "correction without a cap")
 DRAWS = 100_000
@@ -60,3 +70,13 @@ def test_expected_gradients_of_group_advantages() -> None:
     )  # (n - 1) / n of it: each sample is in its own mean
     for name in ("grpo", "maxrl"):  # prompts are weighed by their difficulty
         assert 0.9 < results[name][1] < 0.9999
+
+
+def test_weights_take_the_bias_out_of_the_divergence() -> None:
+    for staleness in (0.0, 0.25, 1.0):
+        found = divergence_bias(staleness)
+        assert max(found[f"{name}, weighted"] for name in ("k1", "k2", "k3")) < 1e-7
+    stale = divergence_bias(0.25)
+    assert stale["k2, not weighted"] > 0.1
+    assert stale["k3, not weighted, against KL(ref || pi)"] > 0.1
+    assert divergence_bias(0.0)["k3, not weighted, against KL(ref || pi)"] < 1e-7

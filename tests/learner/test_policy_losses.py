@@ -201,7 +201,7 @@ def test_a_correction_s_weight_may_go_into_the_advantage(objective, weight: floa
 )
 @pytest.mark.parametrize("difference", [0.5, -0.5, 0.0, 3.0])
 def test_penalty_for_leaving_the_reference(estimator: KLEstimator, value, gradient, difference: float) -> None:
-    objective = total(clip(0.2, 0.3), reference_divergence(0.1, estimator))
+    objective = total(clip(0.2, 0.3), reference_divergence(0.1, estimator, weighted=False))
     loss, grad, statistics = run(objective, [0.0], [2.0], [0.5], reference=[difference])
     assert loss == pytest.approx(0.5 * (-2 + 0.1 * value(difference)), abs=1e-12)
     assert grad.tolist() == pytest.approx([0.5 * (-2 + 0.1 * gradient(difference))], abs=1e-12)
@@ -209,8 +209,28 @@ def test_penalty_for_leaving_the_reference(estimator: KLEstimator, value, gradie
     assert set(statistics) == {"log_ratio", "clipped", "reference_kl"}
 
 
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        ("k1", lambda d: d, lambda d: d + 1),
+        ("k2", lambda d: d * d / 2, lambda d: d),
+        ("k3", lambda d: math.exp(-d) - 1 + d, lambda d: d),
+    ],
+)
+@pytest.mark.parametrize("rho", [0.5, 1.0, 3.0])
+def test_the_penalty_is_weighed_by_how_much_likelier_the_policy_is_than_the_sampler(
+    estimator: KLEstimator, value, gradient, rho: float
+) -> None:
+    loss, grad, statistics = run(
+        reference_divergence(0.1, estimator), [LOG(rho)] * 2, [0.0] * 2, [0.5] * 2, [0.3] * 2, [0.7, -0.4]
+    )
+    assert loss == pytest.approx(0.5 * 0.1 * rho * (value(0.7) + value(-0.4)))
+    assert grad.tolist() == pytest.approx([0.5 * 0.1 * rho * gradient(d) for d in (0.7, -0.4)])
+    assert statistics["reference_kl"].tolist() == pytest.approx([rho * value(d) for d in (0.7, -0.4)])
+
+
 def test_penalty_is_clamped_too() -> None:
-    loss, grad, _ = run(reference_divergence(1.0), [0.0], [0.0], [1.0], reference=[-50.0])
+    loss, grad, _ = run(reference_divergence(1.0, weighted=False), [0.0], [0.0], [1.0], reference=[-50.0])
     assert loss == pytest.approx(math.exp(20) - 1 - 20)
     assert grad.tolist() == [0.0]
 
@@ -235,7 +255,7 @@ def test_whose_gradient_an_estimator_has_as_a_loss(estimator: KLEstimator) -> No
     p, q = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1).unbind()
     logits, dense = p.clone().requires_grad_(), p.clone().requires_grad_()
     scored = Scored(p.exp(), reference_logprobs_N=q)
-    reference_divergence(1.0, estimator)(Outputs(logits.log_softmax(-1), p), scored)[0].backward()
+    reference_divergence(1.0, estimator, weighted=False)(Outputs(logits.log_softmax(-1), p), scored)[0].backward()
     now = dense.log_softmax(-1)
     meant = {"k1": 0 * now.sum(), "k2": (now.exp() * (now - q)).sum(), "k3": (q.exp() * (q - now)).sum()}[estimator]
     meant.backward()
@@ -294,6 +314,8 @@ def test_a_missing_column_is_named() -> None:
         gspo(0.2, 0.2)(outputs, Scored(weights, weights, weights))
     with pytest.raises(ValueError, match="'reference_logprobs'"):
         reference_divergence(0.1)(outputs, Scored(weights, weights, weights))
+    with pytest.raises(ValueError, match="'behaviour_logprobs'"):
+        reference_divergence(0.1)(outputs, Scored(weights, reference_logprobs_N=weights))
     with pytest.raises(ValueError, match="'returns'"):
         value_loss()(outputs, Scored(weights))
     with pytest.raises(ValueError, match="a learner with a head"):

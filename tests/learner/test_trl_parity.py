@@ -71,14 +71,14 @@ def of_trl(samples: dict[str, Tensor], weights_BT: Tensor | None = None, **setti
         "beta": 0.0,
         "entropy_coef": 0.0,
     }
-    delta = settings.pop("delta", None)
+    delta, weighted_kl = settings.pop("delta", None), settings.pop("use_bias_correction_kl", False)
     own |= settings
     model = SimpleNamespace(training=True)
     trainer = SimpleNamespace(
         **own,
         model=model,
         _get_per_token_logps_and_entropies=forward,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1),
+        args=SimpleNamespace(use_bias_correction_kl=weighted_kl, delta=delta, steps_per_generation=1),
         accelerator=SimpleNamespace(
             num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
         ),
@@ -151,10 +151,10 @@ def sequence_of_token(mask: Tensor) -> Tensor:
             {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
         ),
         (cispo(0.5), "token", {"loss_type": "cispo", "epsilon_high": 1.5}),
-        (total(clip(0.2, 0.3), reference_divergence(0.05, "k3")), "sequence", {"beta": 0.05}),
+        (total(clip(0.2, 0.3), reference_divergence(0.05, "k3", weighted=False)), "sequence", {"beta": 0.05}),
         (total(clip(0.2, 0.3), entropy_bonus(0.1)), "token", {"loss_type": "dapo", "entropy_coef": 0.1}),
         (
-            total(cispo(0.5), reference_divergence(0.05), entropy_bonus(0.1)),
+            total(cispo(0.5), reference_divergence(0.05, weighted=False), entropy_bonus(0.1)),
             "token",
             {"loss_type": "cispo", "epsilon_high": 1.5, "beta": 0.05, "entropy_coef": 0.1},
         ),
@@ -172,6 +172,15 @@ def test_losses_and_gradients_are_those_of_trl(
     assert gradient.abs().max() > 0.01
 
 
+def test_a_weighed_divergence_is_that_of_trl(samples: dict[str, Tensor]) -> None:
+    """TRL's ratio is to the policy before the update, here the one that sampled."""
+    sampled_by_it = samples | {"behaviour": samples["old"]}
+    loss, gradient = of_ours(sampled_by_it, total(clip(0.2, 0.3), reference_divergence(0.05)), "sequence")
+    expected_loss, expected_gradient = of_trl(samples, beta=0.05, use_bias_correction_kl=True)
+    assert loss == pytest.approx(expected_loss, rel=1e-6, abs=1e-8)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("correction", ["tis", "mask", "sequence_mask"])
 def test_a_corrected_advantage_is_trl_s_corrected_loss(samples: dict[str, Tensor], correction: Correction) -> None:
     mask = samples["mask"]
@@ -186,7 +195,7 @@ def test_a_corrected_advantage_is_trl_s_corrected_loss(samples: dict[str, Tensor
     assert 0 < statistics["correction_clipped" if correction == "tis" else "correction_masked"] < 1
     weights_BT = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, weights_N)
     # Neither the divergence nor the denominator sees the weights, there as here.
-    objective = total(clip(0.2, 0.3), reference_divergence(0.05))
+    objective = total(clip(0.2, 0.3), reference_divergence(0.05, weighted=False))
     loss, gradient = of_ours(samples, objective, "sequence", weights_N)
     expected_loss, expected_gradient = of_trl(samples, weights_BT, beta=0.05)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
