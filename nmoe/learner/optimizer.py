@@ -30,7 +30,7 @@ GROWTH_STEPS = 2000
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Weight decay touches matrices only, never norms.
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Weight decay touches matrices only, never norms or biases.
 
     `max_grad_norm` bounds the global 2-norm of the gradient. A head beside the vocabulary's learns at `head_learning_rate`, without
     decay, where that is given.
@@ -79,9 +79,15 @@ class Optimizer:
         own = len(list(head.parameters())) if head is not None and settings.head_learning_rate is not None else 0
         body, of_head = self.masters[: len(self.masters) - own], self.masters[len(self.masters) - own :]
         peak = settings.learning_rate
+        # The biases of a layer's experts are stacked: a matrix that is none.
+        decays = [p.dim() >= 2 and not name.endswith("bias") for name, p in zip(self.names, body, strict=False)]
         groups = [
-            {"params": [p for p in body if p.dim() >= 2], "weight_decay": settings.weight_decay, "peak": peak},
-            {"params": [p for p in body if p.dim() < 2], "weight_decay": 0.0, "peak": peak},
+            {
+                "params": [p for p, d in zip(body, decays, strict=True) if d],
+                "weight_decay": settings.weight_decay,
+                "peak": peak,
+            },
+            {"params": [p for p, d in zip(body, decays, strict=True) if not d], "weight_decay": 0.0, "peak": peak},
             {"params": of_head, "weight_decay": 0.0, "peak": settings.head_learning_rate},
         ]
         self.adamw = torch.optim.AdamW(

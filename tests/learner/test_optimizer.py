@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_family
 from torch import Tensor, nn
 
 import nmoe.learner.optimizer as optimizer_module
@@ -66,6 +67,16 @@ def test_equals_torch_adamw_with_clipping_and_schedule(size: float) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         assert all(parameter.grad is None for parameter in ours.parameters())
     assert optimizer.steps == 6
+
+
+def test_weight_decay_leaves_every_bias_and_norm_alone() -> None:
+    """Those of a layer's experts are stacked to a matrix."""
+    model = tiny_family("gpt_oss")
+    optimizer = Optimizer(model, OptimizerSettings(1e-3, weight_decay=0.1), total_steps=1)
+    decayed, plain = ({id(p) for p in group["params"]} for group in optimizer.adamw.param_groups)
+    names = dict(zip(map(id, optimizer.masters), optimizer.names, strict=True))
+    assert {names[key].rpartition(".")[2] for key in decayed} == {"weight", "gate_up", "down"}
+    assert {"gate_up_bias", "down_bias"} < {names[key].rpartition(".")[2] for key in plain}
 
 
 def test_first_step_by_hand() -> None:
