@@ -74,7 +74,7 @@ class Experiences:
             batch, advantages, metrics = self._teacher.advise(batch)
         ids_B = group_ids(groups)
         if config.algorithm.mask_truncated:
-            ended = [i for i, t in enumerate(trajectories) if t.finish_reasons[-1] != "length"]
+            ended = [i for i, t in enumerate(trajectories) if not t.truncated]
             if not ended:
                 return None
             batch = selected(batch, ended, config.algorithm.aggregation, config.sampling.max_new_tokens)

@@ -56,9 +56,13 @@ def _length_rewards(
 
 
 def differs(group: Group, algorithm: AlgorithmSection, token_limit: int) -> bool:
-    """Whether rewards, those of steps included, differ within the group: otherwise every advantage in it is zero."""
+    """Whether rewards, those of steps included, differ within the group: otherwise every advantage in it is zero.
+
+    A divergence from the reference that is a reward has not been measured yet; it differs between any two samples."""
     if len(group.trainable) < 2:
         return False
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        return True
     rewards_BR, _ = sample_rewards([group], algorithm, token_limit)
     spread_R = rewards_BR.nan_to_num(-torch.inf).amax(0) - rewards_BR.nan_to_num(torch.inf).amin(0)
     steps = {score for t in group.trainable for _, score in t.grade.step_rewards}

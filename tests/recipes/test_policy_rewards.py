@@ -76,6 +76,14 @@ def test_a_group_teaches_by_length_by_steps_and_by_single_rewards() -> None:
     assert not differs(absent, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm, LIMIT)
 
 
+def test_a_divergence_in_the_reward_makes_every_group_teach() -> None:
+    divergence = settings(algorithm={"kl_coef": 0.1, "kl_in": "reward"}).algorithm
+    assert differs(group(answer(1.0), answer(1.0)), divergence, LIMIT)
+    assert not differs(group(answer(1.0)), divergence, LIMIT)
+    in_the_loss = settings(algorithm={"kl_coef": 0.1}).algorithm
+    assert not differs(group(answer(1.0), answer(1.0)), in_the_loss, LIMIT)
+
+
 def test_solve_rate_is_of_what_was_judged() -> None:
     assert solve_rate(group(answer(1.0), answer(0.0), lost(answer(0.0)))) == 0.5
     assert solve_rate(group(lost(answer(1.0)))) == 0

@@ -167,6 +167,15 @@ def test_a_cut_sample_counts_in_its_baseline_and_is_not_trained_on(run: Callable
     assert batch.weights_T[batch.scored_T].tolist() == pytest.approx([1 / 8] * 8)
 
 
+def test_a_sample_that_ran_out_between_its_turns_is_not_trained_on_either(run: Callable[..., Run]) -> None:
+    called = answer(0.0, [3, 4, 9])
+    called = replace(called, grade=replace(called.grade, failure="truncated"))
+    masked = run(algorithm={"mask_truncated": True})
+    masked([group(answer(1.0, [7, 2, 5]), called, answer(0.0, [8]))])
+    (batch,) = masked.learner.batches
+    assert batch.lengths == (4, 2)
+
+
 def prompt_of(token: int) -> Any:
     return answer(1.0, prompt=(5, token))
 

@@ -238,14 +238,16 @@ def test_the_token_budget_is_that_of_all_turns(environment: Make, harmony: Harmo
     # To the token: the call is run, and there is nothing left to read its answer with.
     exact = environment(POOL + TOOLS + f"[budget]\ncompletion_tokens = {length}\n")
     (trajectory,), _ = play(exact, endless(harmony))
-    assert (trajectory.grade.failure, len(trajectory.tool_events)) == ("budget_exceeded", 1)
+    assert (trajectory.grade.failure, len(trajectory.tool_events)) == ("truncated", 1)
+    assert (trajectory.finish_reasons, trajectory.truncated) == (["stop"], True)
+    assert trajectory.grade.extras["truncated_response"] == 1
 
 
 def test_the_context_ends_a_trajectory_that_fills_it(environment: Make, harmony: Harmony) -> None:
     demo = environment(POOL + TOOLS)
     prompt, turn = len(demo.prompt_ids(PROBLEM)), call(harmony, "add", '{"x": 1}')
     given = len(play(demo, in_turn(turn, final(harmony)))[0][0].turns[1].given_ids)
-    for room, failure, turns in ((0, "budget_exceeded", 1), (3, "truncated", 2), (len(final(harmony)), "ok", 2)):
+    for room, failure, turns in ((0, "truncated", 1), (3, "truncated", 2), (len(final(harmony)), "ok", 2)):
         context = prompt + len(turn) + given + room
         (trajectory,), engine = play(
             demo, in_turn(turn, final(harmony)), max_new_tokens=len(turn) + given, context_tokens=context

@@ -137,7 +137,7 @@ async def grade_reading(
         "has_boxed": float(reading.extraction.has_boxed),
         "parse_method": float(reading.extraction.method),
         "boxed_in_final": float(reading.extraction.boxed_in_final),
-        "truncated_response": float(finish_reason == "length"),
+        "truncated_response": float(failure == "truncated"),
         "format_ok": float(format_ok),
         "structure_ok": structure,
         "reasoning_ok": float(reasoning_ok),

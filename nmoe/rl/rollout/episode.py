@@ -102,7 +102,7 @@ class Player:
         left = episode.sampling.max_new_tokens - episode.sampled_tokens
         room = self._context_tokens - len(prompt_ids)
         if min(left, room) < 1:
-            return "budget_exceeded"
+            return "truncated"
         episode.turns.append(Turn(tuple(given), await self._sample(episode, prompt_ids, min(left, room))))
         return None
 

@@ -65,6 +65,11 @@ class Trajectory:
     def seed(self) -> int:
         return self.sampling.seed
 
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens ran out before it was done: in a turn, or when the answers to its calls had left none for another."""
+        return self.finish_reasons[-1] == "length" or self.grade.failure == "truncated"
+
     @cached_property
     def token_ids(self) -> list[int]:
         """Everything after the prompt: what was sampled, the stop tokens included, and what tools answered."""
