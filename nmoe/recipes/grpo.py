@@ -155,11 +155,15 @@ class _Loop:
                 last = step == config.run.steps
                 if config.eval.every_steps and (last or step % config.eval.every_steps == 0):
                     self._evaluate(step)
-                if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
+                best = self.run.ledger.is_best(step)
+                stopping = (
+                    interrupt.requested
+                )  # asked once: a signal that comes during the save is met after the next step
+                if last or best or stopping or step % config.checkpoint.every_steps == 0:
                     saved = save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
-                    if self.run.ledger.is_best(step):
+                    if best:
                         mark_best(saved)
-                if interrupt.requested and not last:
+                if stopping and not last:
                     progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                     raise KeyboardInterrupt
 

@@ -43,7 +43,7 @@ from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.selfplay.play import Judges, SelfPlay
 from nmoe.rl.selfplay.streams import Streams
-from nmoe.runs.checkpoint import save_checkpoint
+from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
 from nmoe.runs.provenance import provenance
@@ -225,6 +225,9 @@ class _Selfplay:
                 progress.note(line)
             if first:
                 progress.note(f"resumed from step {first}")
+                # The kill may have come between the checkpoint and its mark.
+                if self.run.resumed_from is not None and self.run.ledger.is_best(first):
+                    mark_best(self.run.resumed_from)
             else:
                 self._evaluate(0)
             for step in range(first + 1, schedule.steps + 1):
@@ -237,9 +240,15 @@ class _Selfplay:
                 last = step == schedule.steps
                 if schedule.ends_round(step) and self.learners:
                     self._evaluate(step)
-                if last or interrupt.requested or step % config.checkpoint.every_steps == 0:
-                    save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
-                if interrupt.requested and not last:
+                best = self.run.ledger.is_best(step)
+                stopping = (
+                    interrupt.requested
+                )  # asked once: a signal that comes during the save is met after the next step
+                if last or best or stopping or step % config.checkpoint.every_steps == 0:
+                    saved = save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
+                    if best:
+                        mark_best(saved)
+                if stopping and not last:
                     progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                     raise KeyboardInterrupt
             progress.note(f"outcomes: {_shown(self.streams.counts.get('outcomes', {}))}")

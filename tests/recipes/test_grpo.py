@@ -12,6 +12,7 @@ import pytest
 
 from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.replay import ReplayDifferenceError, replay_command
 from nmoe.learner.batch import Batch
 from nmoe.recipes import grpo, policy_experience
@@ -214,6 +215,20 @@ def test_the_best_checkpoint_is_marked_also_where_a_kill_came_before_its_mark(re
     best.unlink()
     reinforce(*evaluated, "--run.resume=true")
     assert best.readlink() == Path("step_000003")
+
+
+def test_the_best_step_is_kept_where_no_checkpoint_was_due(
+    reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = iter((0.2, 0.9, 0.4, 0.5))  # before the first step, and after each
+
+    def falling(*_: Any, **__: Any) -> list[Evaluation]:
+        return [Evaluation("greedy_pass@1", "reverse", 10, next(values), 0.0, 1.0)]
+
+    monkeypatch.setattr(grpo, "evaluate", falling)
+    run = reinforce(*SMALL, "--eval.every_steps=1", "--checkpoint.every_steps=3", "--checkpoint.keep=1")
+    assert (run / "checkpoints" / "best").readlink() == Path("step_000001")
+    assert {path.name for path in (run / "checkpoints").glob("step_*")} == {"step_000001", "step_000003"}
 
 
 def test_collapsing_experts_are_told_of(reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch) -> None:
