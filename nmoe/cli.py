@@ -502,17 +502,32 @@ def chat(
     checkpoint: Checkpoint,
     temperature: Temperature = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of one answer.")] = 256,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help="The system message; without it that of the environment that a run was trained on.", show_default=False
+        ),
+    ] = None,
+    format: Annotated[
+        Literal["auto", "harmony", "chat", "text"],
+        typer.Option(
+            help="How the conversation becomes tokens; auto: as the run's environment has it, else Harmony or the tokenizer's chat "
+            "template."
+        ),
+    ] = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Talk to a checkpoint in the terminal.
+    """Talk to a checkpoint in the terminal. What was said before is part of the conversation; /new begins another one.
 
     \b
     Example:
       nmoe chat runs/speedrun/sort_grpo --temperature 0
+    Example, any checkpoint of a known family, by its own chat template:
+      nmoe chat models/Qwen3-0.6B --system "Answer in one sentence."
     """
     from nmoe.serve.chat import chat
 
-    chat(checkpoint, temperature, max_new_tokens, seed)
+    chat(checkpoint, temperature, max_new_tokens, seed, system, format)
 
 
 @app.command()

@@ -9,12 +9,10 @@ one that has the form and nothing to say.
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
 from nmoe.eval.statistics import wilson
@@ -25,6 +23,7 @@ from nmoe.rl.grading.extraction import from_response
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.tasks import TASKS, Attempt
+from nmoe.runs.resolve import trained_on
 
 ENOUGH = 0.95
 # Where problems have MATH's levels, its easier ones say little of how a model reasons.
@@ -44,10 +43,9 @@ def format_check(checkpoint: Path, environment: Path | None, problems: int, seed
 def environment_of(checkpoint: Path) -> EnvironmentSettings:
     """The environment that a run trained on, for the run's directory or one of its checkpoints. Raises UserError without
     one."""
-    for run in (checkpoint, checkpoint / "rl", checkpoint.parent.parent):
-        file = run / "config.toml"
-        if file.is_file() and isinstance(table := tomllib.loads(file.read_text()).get("environment"), dict):
-            return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
+    settings = trained_on(checkpoint)
+    if settings is not None:
+        return settings
     raise UserError(f"{checkpoint}: no run that was trained on an environment; name the ENVIRONMENT to check")
 
 

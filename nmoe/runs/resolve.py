@@ -1,9 +1,13 @@
-"""What a path to a model means: a checkpoint itself, a run's latest, or that of the `rl/` run in a speedrun's directory."""
+"""What a path to a model means: a checkpoint itself, a run's latest, or that of the `rl/` run in a speedrun's directory; and what
+that run was trained on."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
+from nmoe.config import Locator, Place, parse
+from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import latest_checkpoint
 
@@ -22,3 +26,15 @@ def resolve_checkpoint(path: Path) -> Path:
 def resolve_tokenizer(path: Path) -> Path:
     """The directory of a tokenizer: `path` itself where it holds one, or the checkpoint that it stands for. Raises UserError."""
     return path if (path / "tokenizer.json").exists() else resolve_checkpoint(path)
+
+
+def trained_on(path: Path) -> EnvironmentSettings | None:
+    """The environment of the run that `path` names, its directory or one of its checkpoints; None without one.
+
+    Raises UserError for a run's configuration that can not be read."""
+    of_checkpoint = [path.parent.parent] if path.parent.name == "checkpoints" else []
+    for run in (path, path / "rl", *of_checkpoint):
+        file = run / "config.toml"
+        if file.is_file() and isinstance(table := tomllib.loads(file.read_text()).get("environment"), dict):
+            return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
+    return None

@@ -1,6 +1,6 @@
 """A conversation in the terminal: one line in, the streamed answer out. `nmoe chat RUN`
 
-Every line is a conversation of its own: what the model was post-trained on are single questions.
+The form is that of the environment that the run was trained on, or else the tokenizer's own; the system message likewise.
 """
 
 from __future__ import annotations
@@ -14,21 +14,39 @@ from nmoe.engine.api import Request, Sampling
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.model.policy import load_policy
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.rl.formats import in_format
+from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.runs.threads import choose_threads
-from nmoe.text.harmony import Harmony, Message, StreamParser
+from nmoe.serve.conversation import ChatFormat, Conversation
+from nmoe.text.harmony import Harmony, StreamParser
+from nmoe.text.incremental import IncrementalDecoder
 from nmoe.text.tokenizer import Tokenizer
 
+_NEW = "/new"
 
-def chat(checkpoint: Path, temperature: float, max_new_tokens: int, seed: int) -> None:
-    """Reads lines from standard input until it ends. On a terminal it prompts and shows how to leave."""
+
+def chat(
+    checkpoint: Path,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    system: str | None = None,
+    form: ChatFormat = "auto",
+) -> None:
+    """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
+    leave, and Ctrl-C stops an answer. Raises UserError for a checkpoint that can not be loaded, and a tokenizer without the form."""
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
-    harmony = Harmony(Tokenizer.load(directory))
+    tokenizer = Tokenizer.load(directory)
     model = load_policy(directory)[0]
+    if (environment := trained_on(checkpoint)) is not None and form == "auto":
+        environment = in_format(environment, tokenizer)
+        form = "text" if environment.format == "boxed" else environment.format
+        system = environment.system if system is None else system
+    conversation = Conversation(tokenizer, form, system or "", model.config.context_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{directory}; each line is a conversation of its own; leave with Ctrl-D")
+        print(f"{directory}; {conversation.form}; {_NEW} begins another conversation, Ctrl-D leaves")
     engine = NativeEngine(model, max_sequences=1)
     turn = 0
     while True:
@@ -37,32 +55,80 @@ def chat(checkpoint: Path, temperature: float, max_new_tokens: int, seed: int) -
         line = sys.stdin.readline()
         if not line:
             return
-        if line.strip():
-            prompt = tuple(harmony.render_prompt([Message("user", line.strip())]))
-            room = model.config.context_tokens - len(prompt)
-            if room < 1:
-                print(UserError(f"{len(prompt)} tokens are more than the context of {model.config.context_tokens}"))
+        if line.strip() == _NEW:
+            conversation.start_again()
+        elif line.strip():
+            try:
+                prompt, forgotten = conversation.ask(line.strip(), max_new_tokens)
+            except UserError as error:
+                print(error)
                 continue
+            if forgotten:
+                print(f"(the oldest {forgotten} of the exchanges so far no longer fit the context and are forgotten)")
+            room = model.config.context_tokens - len(prompt)
             sampling = Sampling(
-                min(max_new_tokens, room), temperature=temperature, stop_ids=harmony.stop_ids, seed=seed + turn
+                min(max_new_tokens, room), temperature=temperature, stop_ids=conversation.stop_ids, seed=seed + turn
             )
-            engine.run(_answer(engine, harmony, Request(prompt, 1, sampling, f"chat/{turn}")))
+            printer = (
+                _HarmonyPrinter(tokenizer) if conversation.form == "harmony" else _TextPrinter(tokenizer, sampling)
+            )
+            sampled: list[int] = []
+            try:
+                engine.run(_answer(engine, printer, Request(tuple(prompt), 1, sampling, f"chat/{turn}"), sampled))
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                print("\n(stopped)")
+            else:
+                printer.end()
+            conversation.answered(sampled)
             turn += 1
 
 
-async def _answer(engine: NativeEngine, harmony: Harmony, request: Request) -> None:
-    """Streams one answer, each message under its channel's name; broken Harmony is shown as such."""
-    parser = StreamParser(harmony)
+async def _answer(
+    engine: NativeEngine, printer: _HarmonyPrinter | _TextPrinter, request: Request, sampled: list[int]
+) -> None:
+    """Streams one answer to the terminal and into `sampled`."""
     async for delta in engine.stream(request):
-        event = parser.feed(delta.token_id)
+        sampled.append(delta.token_id)
+        printer.feed(delta.token_id)
+
+
+class _HarmonyPrinter:
+    """Prints each message under its channel's name; broken Harmony is shown as such."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._parser = StreamParser(Harmony(tokenizer))
+
+    def feed(self, token_id: int) -> None:
+        event = self._parser.feed(token_id)
         if event is None:
-            continue
+            return
         if event.kind == "header" and event.message is not None:
             print(f"[{event.message.channel}] ", end="", flush=True)
         elif event.kind == "message":
             print(event.text, flush=True)
         elif event.kind == "content":
             print(event.text, end="", flush=True)
-    completion = parser.completion()
-    if completion.error is not None:
-        print(f"\n(not a whole answer in Harmony: {completion.error})")
+
+    def end(self) -> None:
+        completion = self._parser.completion()
+        if completion.error is not None:
+            print(f"\n(not a whole answer in Harmony: {completion.error})")
+
+
+class _TextPrinter:
+    """Prints the text as it comes, the tags of reasoning and calls included, up to the token that ends the turn."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
+        self._decoder, self._stop_ids, self._ended = IncrementalDecoder(tokenizer.decode), sampling.stop_ids, False
+
+    def feed(self, token_id: int) -> None:
+        self._ended = token_id in self._stop_ids
+        if not self._ended:
+            print(self._decoder.push(token_id), end="", flush=True)
+
+    def end(self) -> None:
+        print(self._decoder.flush())
+        if not self._ended:
+            print("(cut off: the answer did not end by itself)")

@@ -60,10 +60,10 @@ def test_report(nmoe: Nmoe, base: Path, trained: Path) -> None:
             assert (run / picture).read_bytes().startswith(b"\x89PNG")
 
 
-QUESTIONS = "Reverse: 120\n\n  Reverse: 735  \n"
+QUESTIONS = "Reverse: 120\n\n/new\n  Reverse: 735  \n"
 
 
-def test_chat_answers_each_line(command: Nmoe, nmoe: Nmoe, trained: Path) -> None:
+def test_chat_answers_each_question(command: Nmoe, nmoe: Nmoe, trained: Path) -> None:
     first = command("chat", trained, "--temperature=0", stdin=QUESTIONS)
     assert (first.code, first.err) == (0, "")
     assert first.out.splitlines() == [

@@ -137,7 +137,8 @@ def test_the_other_verbs_hand_over_their_arguments(
 
     calls = stand_in("nmoe.serve.chat", "chat")
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
-    assert calls == [(Path("runs/a"), 0.0, 9, 2)]
+    assert nmoe("chat", "m", "--system=Be brief.", "--format", "chat") == 0
+    assert calls == [(Path("runs/a"), 0.0, 9, 2, None, "auto"), (Path("m"), 0.7, 256, 0, "Be brief.", "chat")]
 
     calls = stand_in("nmoe.runs.export", "export_checkpoint")
     assert nmoe("export", "runs/a", "out") == 0

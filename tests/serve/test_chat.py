@@ -1,0 +1,126 @@
+"""`nmoe chat`: what was said before is in the prompt, in the form that the model was made for."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from chat_templates import QWEN, QWEN_CONTROLS, QWEN_TAGS, llama, qwen, save
+from tiny_models import DENSE
+
+from nmoe.engine.api import Delta, Request
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.model.checkpoint import save_model
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
+from nmoe.serve.chat import chat
+from nmoe.serve.conversation import Conversation
+from nmoe.text.chat import ChatTemplate
+from nmoe.text.harmony import Harmony, Message
+from nmoe.text.tokenizer import Tokenizer
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+def test_the_history_of_a_chat_template_is_what_was_said_without_the_reasoning(tmp_path: Path) -> None:
+    tokenizer = qwen(tmp_path)
+    talk = Conversation(tokenizer, "auto", "Be brief.", 4000)
+    assert talk.form == "chat"
+    assert talk.ask("6 * 7?", 100) == (
+        ChatTemplate(tokenizer).prompt_ids([Message("system", "Be brief."), Message("user", "6 * 7?")]),
+        0,
+    )
+    talk.answered(ChatTemplate(tokenizer).completion_ids(f"{THOUGHT}42"))
+    prompt, _ = talk.ask("And doubled?", 100)
+    assert tokenizer.decode(prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>\n"
+        "<|im_start|>user\nAnd doubled?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    talk.start_again()
+    assert "42" not in tokenizer.decode(talk.ask("And doubled?", 100)[0])
+
+
+def test_harmony_and_plain_text_have_a_history_too() -> None:
+    tokenizer = Tokenizer.train(["a"], 300)
+    harmony = Harmony(tokenizer)
+    talk = Conversation(tokenizer, "auto", "", 4000)
+    talk.ask("1?", 100)
+    talk.answered(
+        harmony.render_completion(
+            [Message("assistant", "hm", channel="analysis"), Message("assistant", "2", channel="final")]
+        )
+    )
+    assert tokenizer.decode(talk.ask("3?", 100)[0]) == (
+        "<|start|>user<|message|>1?<|end|><|start|>assistant<|channel|>final<|message|>2<|end|>"
+        "<|start|>user<|message|>3?<|end|><|start|>assistant"
+    )
+    plain = Conversation(tokenizer, "text", "Count.", 4000)
+    plain.ask("1?", 100)
+    plain.answered(tokenizer.encode("2"))
+    assert tokenizer.decode(plain.ask("3?", 100)[0]) == "Count.\n\n1?\n\n2\n\n3?\n"
+
+
+def test_the_oldest_exchanges_are_forgotten_where_the_context_ends() -> None:
+    tokenizer = Tokenizer.train(["a"], 300)
+    talk = Conversation(tokenizer, "text", "", 40)
+    for number in range(3):
+        talk.ask(f"question {number}", 10)
+        talk.answered(tokenizer.encode("ok"))
+    prompt, forgotten = talk.ask("question 3", 10)
+    assert forgotten == 1
+    assert tokenizer.decode(prompt) == "question 2\n\nok\n\nquestion 3\n"
+    with pytest.raises(UserError, match="51 tokens are more than the context of 40"):
+        talk.ask("x" * 50, 10)
+
+
+def test_a_tokenizer_without_a_template_talks_in_plain_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path, None, ("<|endoftext|>",)))
+    assert Conversation(tokenizer, "auto", "", 400).form == "text"
+    with pytest.raises(UserError, match='format = "chat": the tokenizer has no chat template'):
+        Conversation(tokenizer, "chat", "", 400)
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama"])
+def test_chat_talks_to_models_with_a_template(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = qwen(tmp_path) if family == "qwen" else llama(tmp_path)
+    config = ModelConfig(**DENSE | {"vocab_size": tokenizer.vocab_size, "context_tokens": 400})
+    save_model(Transformer(config).initialize(0), tmp_path)
+    asked: list[Request] = []
+    said = ["<think>\nhm\n</think>\n\n42", "84"] if family == "qwen" else ["42", "84"]
+
+    async def stream(self: NativeEngine, request: Request) -> AsyncIterator[Delta]:
+        asked.append(request)
+        for token_id in ChatTemplate(tokenizer).completion_ids(said[len(asked) - 1]):
+            yield Delta(token_id, 0.0, None)
+
+    monkeypatch.setattr(NativeEngine, "stream", stream)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("6 * 7?\nAnd doubled?\n"))
+    chat(tmp_path, 0.0, 50, 0, system="Be brief.")
+    assert capsys.readouterr().out == "\n".join(said) + "\n"
+    messages = [
+        Message("system", "Be brief."),
+        Message("user", "6 * 7?"),
+        Message("assistant", "42"),
+        Message("user", "And doubled?"),
+    ]
+    assert list(asked[1].prompt_ids) == ChatTemplate(tokenizer).prompt_ids(messages)
+    assert asked[1].sampling.stop_ids == ChatTemplate(tokenizer).stop_ids
+
+
+def test_chat_runs_the_model_and_says_where_an_answer_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path, QWEN, QWEN_CONTROLS, QWEN_TAGS))
+    config = ModelConfig(**DENSE | {"vocab_size": tokenizer.vocab_size, "context_tokens": 60})
+    save_model(Transformer(config).initialize(0), tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    chat(tmp_path, 0.0, 3, 0)
+    out = capsys.readouterr().out
+    assert out.endswith("\n(cut off: the answer did not end by itself)\n")
+    assert len(out.splitlines()) >= 2
