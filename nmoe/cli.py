@@ -437,15 +437,21 @@ def evaluate(
         bool,
         typer.Option(
             "--format-check",
-            help="Say whether the model has the form of an answer, or should be fine-tuned on it first.",
+            help="Say whether the model is ready for reinforcement learning on the environment, or what to do first.",
         ),
     ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="Keep the results here, with every problem's answers.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint on an environment.
 
     \b
     Example, greedy:
-      nmoe eval runs/speedrun/sort_grpo environments/sort.toml
+      nmoe eval runs/speedrun/sort_grpo environments/sort.toml --out sort.json
     Example, eight samples of each problem:
       nmoe eval runs/speedrun/sort_grpo environments/sort.toml --samples 8 --temperature 0.6
     Example, the one of eight that a reward model scores highest, beside majority vote:
@@ -456,7 +462,7 @@ def evaluate(
     if format_check:
         if samples > 1 or temperature > 0 or best_of is not None:
             raise UserError(
-                "--format-check takes a greedy answer of each problem; leave --samples, --temperature and --best-of out"
+                "--format-check decides itself how problems are sampled; leave --samples, --temperature and --best-of out"
             )
         from nmoe.eval.format_check import format_check as check_format
 
@@ -465,9 +471,9 @@ def evaluate(
         return
     if environment is None:
         raise UserError("eval without an ENVIRONMENT; name a TOML file, a directory or a packaged environment")
-    from nmoe.eval.evaluate import evaluate_command
+    from nmoe.eval.command import evaluate_command
 
-    evaluate_command(checkpoint, environment, problems or 200, samples, temperature, seed, best_of)
+    evaluate_command(checkpoint, environment, problems or 200, samples, temperature, seed, best_of, out)
 
 
 @app.command()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nmoe.config.environment import task_types
@@ -83,8 +82,12 @@ def sample_problems(
     max_new_tokens: int,
     seed: int,
     runtime: ToolRuntime | None = None,
+    on_group: Callable[[Group], None] | None = None,
 ) -> list[Group]:
-    """Graded groups for the environment's next problems. Raises UserError for greedy sampling of more than one sample."""
+    """Graded groups for the environment's next problems, each told to `on_group` as it is done.
+
+    Raises UserError for greedy sampling of more than one sample.
+    """
     if temperature == 0 and samples > 1:
         raise UserError(
             f"temperature 0 gives the same completion {samples} times: use 1 sample, or a temperature above 0"
@@ -93,7 +96,7 @@ def sample_problems(
     sandboxes, workspaces = (None, None) if runtime is None else (runtime.sandboxes, runtime.workspaces)
     collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))
-    return collector.collect(distinct_problems(environment, problems), settings, key).groups
+    return collector.collect(distinct_problems(environment, problems), settings, key, on_group=on_group).groups
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:
@@ -157,34 +160,3 @@ def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> l
 def is_correct(trajectory: Trajectory) -> bool:
     """Whether the grader found the answer right."""
     return trajectory.grade.extras["correctness"] == 1
-
-
-def evaluate_command(
-    checkpoint: Path,
-    environment: Path,
-    problems: int,
-    samples: int,
-    temperature: float,
-    seed: int,
-    best_of: Path | None = None,
-) -> None:
-    """`nmoe eval`: prints one line per evaluation. With `best_of` the scorer there chooses among the samples."""
-    from nmoe.eval.best_of_n import best_of_n, score_groups
-    from nmoe.eval.scorers import load_scorer
-    from nmoe.eval.subject import open_subject
-
-    if best_of is not None and samples < 2:
-        raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
-    scorer = None if best_of is None else load_scorer(best_of)
-    with open_subject(checkpoint, environment, problems, on_held_out=True) as subject:
-        refuse_open_problems(subject.environment)
-        groups = subject.sample(problems, samples, temperature, seed)
-        env_id = subject.environment.settings.env_id
-        if scorer is None:
-            results = summarise(groups, env_id, temperature)
-        else:
-            greedy = subject.sample(problems, 1, 0.0, seed)
-            scores = score_groups(subject.environment, groups, scorer)
-            results = best_of_n(greedy, groups, scores, env_id, temperature)
-    for result in results:
-        print(result)

@@ -1,9 +1,9 @@
-"""`nmoe eval RUN --format-check`: does a model have the environment's form already, or should it be shown the form first?
+"""`nmoe eval RUN --format-check`: is a model ready for reinforcement learning on an environment, or what should come first?
 
-Reinforcement learning can raise what happens now and then, and a form that a model hardly ever hits gives it nothing to raise.
-The usual rule: at 95% of the form or above go straight to RL, below that fine-tune on examples of it first. Form and reasoning
-are measured apart, because a model that solves problems and puts the answer in the wrong place needs other examples than
-one that has the form and nothing to say.
+Reinforcement learning can raise what happens now and then, and what a model hardly ever does gives it nothing to raise. The usual
+rules: below 95% of the form fine-tune on examples of it first; below 5% of sampled answers right most groups of samples are all
+wrong, have the same reward, and teach nothing. Form and reasoning are measured apart, because a model that solves problems and
+puts the answer in the wrong place needs other examples than one that has the form and nothing to say.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ from pathlib import Path
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
+from nmoe.eval.evaluate import is_correct
 from nmoe.eval.statistics import wilson
 from nmoe.eval.subject import open_subject
 from nmoe.rl.environment import Environment
 from nmoe.rl.failures import FAILURES
 from nmoe.rl.grading.extraction import from_response
 from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.tasks import TASKS, Attempt
 from nmoe.runs.resolve import trained_on
 
 ENOUGH = 0.95
+# Mean correctness of samples at which groups mostly agree: all wrong, or all right.
+TOO_HARD, TOO_EASY = 0.05, 0.95
+# Samples of each problem, at temperature 1: what a group of `nmoe rl train` is by default.
+SAMPLES = 8
 # Where problems have MATH's levels, its easier ones say little of how a model reasons.
 HARD_LEVELS = ("4", "5")
 
 
 def format_check(checkpoint: Path, environment: Path | None, problems: int, seed: int) -> Iterator[str]:
-    """Greedy answers to so many problems, and what they say of form and reasoning, line by line. Raises UserError for what can not
-    be loaded."""
+    """Greedy answers to so many problems and samples of each, and what they say of form, reasoning and what there is to learn, line
+    by line. Raises UserError for what can not be loaded."""
     named: Path | EnvironmentSettings = environment or environment_of(checkpoint)
     with open_subject(checkpoint, named, problems, on_held_out=True, prepare=hard_problems_alone) as subject:
         groups = subject.sample(problems, 1, 0.0, seed)
-        trajectories = [group.trajectories[0] for group in groups]
-        yield from report(subject.environment, trajectories)
+        sampled = subject.sample(problems, SAMPLES, 1.0, seed) if has_gold(groups) else []
+        yield from report(subject.environment, [group.trajectories[0] for group in groups], sampled)
 
 
 def environment_of(checkpoint: Path) -> EnvironmentSettings:
@@ -61,8 +66,16 @@ def is_hard(problem: Problem) -> bool:
     return str(problem.metadata.get("level", "")).strip().removeprefix("Level").strip() in HARD_LEVELS
 
 
-def report(environment: Environment, trajectories: Sequence[Trajectory]) -> Iterator[str]:
-    """What the responses, one to each problem, say of form and reasoning."""
+def has_gold(groups: Sequence[Group]) -> bool:
+    """Whether all of the problems have a right answer."""
+    return all(TASKS[group.problem.task_type].has_gold for group in groups)
+
+
+def report(
+    environment: Environment, trajectories: Sequence[Trajectory], sampled: Sequence[Group] = ()
+) -> Iterator[str]:
+    """What the greedy responses, one to each problem, say of form and reasoning, and the groups of samples of what RL could learn
+    from; there are none of open problems."""
     count = len(trajectories)
     levels = sorted({group for t in trajectories for group in t.problem.groups if group.startswith("level=")})
     formed = [t.grade.extras["format_ok"] == 1 for t in trajectories]
@@ -75,21 +88,46 @@ def report(environment: Environment, trajectories: Sequence[Trajectory]) -> Iter
     yield f"reasoning  {_rate([t.grade.extras['reasoning_ok'] == 1 for t in trajectories])} reason before they answer, in form"
     if not all(TASKS[t.problem.task_type].has_gold for t in trajectories):
         yield "           open problems: no answer is right or wrong"
-        yield _advice(sum(formed), count)
+        yield _advice(sum(formed), count, ())
         return
     yield f"           {_rate([t.grade.extras['correctness'] == 1 for t in trajectories])} are right, in form"
     if not any(TASKS[t.problem.task_type].needs_sandbox for t in trajectories):
         found = asyncio.run(_right_anywhere(environment, trajectories))
         yield f"           {_rate(found)} have the right answer anywhere (the last box, else the last number)"
-    yield _advice(sum(formed), count)
+    if sampled:
+        yield from _learnable(sampled)
+    yield _advice(sum(formed), count, sampled)
 
 
-def _advice(formed: int, count: int) -> str:
+def _learnable(sampled: Sequence[Group]) -> Iterator[str]:
+    right = [[is_correct(trajectory) for trajectory in group.trajectories] for group in sampled]
+    samples, mean = len(right[0]), sum(map(sum, right)) / sum(map(len, right))
+    yield f"sampled    {mean:.1%} of {samples} samples of each problem at temperature 1 are right (the solve rate)"
+    yield f"           {_rate([any(row) for row in right])} are solved by one of them at least (pass@{samples})"
+    mixed = sum(any(row) and not all(row) for row in right)
+    yield f"           {mixed}/{len(right)} have right and wrong samples, which is what RL learns correctness from"
+
+
+def _advice(formed: int, count: int, sampled: Sequence[Group]) -> str:
+    right = [is_correct(trajectory) for group in sampled for trajectory in group.trajectories]
+    solved = sum(right) / len(right) if right else None
     interval = wilson(formed, count)
     open_ = interval.low < ENOUGH <= interval.high
     if formed / count >= ENOUGH:
         doubt = f"; {count} problems leave a rate below {ENOUGH:.0%} possible, more --problems tell" if open_ else ""
-        return f"advice     go straight to RL: the form is there in {formed / count:.1%}, at least {ENOUGH:.0%}{doubt}"
+        if solved is not None and solved < TOO_HARD:
+            return (
+                f"advice     not RL yet: the form is there in {formed / count:.1%}, but only {solved:.1%} of samples are right, "
+                f"below {TOO_HARD:.0%}, and groups that are all wrong teach nothing; fine-tune on worked answers first (nmoe sft), "
+                "take easier problems, or more samples of each (batch.group_size)"
+            )
+        if solved is not None and solved > TOO_EASY:
+            return (
+                f"advice     harder problems: {solved:.1%} of samples are right, above {TOO_EASY:.0%}, and groups that are "
+                "all right teach nothing"
+            )
+        rate = "" if solved is None else f", and {solved:.1%} of samples are right"
+        return f"advice     go straight to RL: the form is there in {formed / count:.1%}, at least {ENOUGH:.0%}{rate}{doubt}"
     doubt = f"; {count} problems leave {ENOUGH:.0%} possible, more --problems tell" if open_ else ""
     return (
         f"advice     SFT first: the form is there in {formed / count:.1%}, below {ENOUGH:.0%}; fine-tune on examples in it "

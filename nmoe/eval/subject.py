@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,20 @@ from nmoe.model.policy import load_policy
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.trajectory import Group
 from nmoe.rl.tools.runtime import ToolRuntime
+from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
+
+
+class SamplingInterruptedError(UserError):
+    """Ctrl-C while problems were sampled. `groups` are those that were done: the ones that ended first, and so no fair sample."""
+
+    exit_code = 130
+
+    def __init__(self, groups: Sequence[Group], problems: int) -> None:
+        super().__init__(f"interrupted after {len(groups):,} of {problems:,} problems")
+        self.groups = tuple(groups)
 
 
 @dataclass(frozen=True)
@@ -37,20 +48,34 @@ class Subject:
     start: dict[str, Any]
 
     def sample(self, problems: int, samples: int, temperature: float, seed: int) -> list[Group]:
-        """Graded samples of the environment's first problems, the same ones on every call. Raises UserError for several greedy
-        samples of one problem."""
+        """Graded samples of the environment's first problems, the same ones on every call; their number is shown as it
+        grows.
+
+        Raises UserError for several greedy samples of one problem, and at Ctrl-C SamplingInterruptedError with what is done.
+        """
         self.environment.load_state(self.start)
-        return sample_problems(
-            self.engine,
-            self.environment,
-            self.context_tokens,
-            problems=problems,
-            samples=samples,
-            temperature=temperature,
-            max_new_tokens=self.max_new_tokens,
-            seed=seed,
-            runtime=self.runtime,
-        )
+        done: list[Group] = []
+        with counting("problems", problems) as count:
+
+            def on_group(group: Group) -> None:
+                done.append(group)
+                count(len(done))
+
+            try:
+                return sample_problems(
+                    self.engine,
+                    self.environment,
+                    self.context_tokens,
+                    problems=problems,
+                    samples=samples,
+                    temperature=temperature,
+                    max_new_tokens=self.max_new_tokens,
+                    seed=seed,
+                    runtime=self.runtime,
+                    on_group=on_group,
+                )
+            except KeyboardInterrupt as error:
+                raise SamplingInterruptedError(done, problems) from error
 
 
 @contextmanager

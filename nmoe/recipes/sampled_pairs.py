@@ -8,13 +8,13 @@ are all right, all wrong or out of form gives no pair.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import is_correct
-from nmoe.eval.subject import open_subject
+from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.runs.storage import write_atomically
@@ -24,19 +24,34 @@ def write_pairs(
     checkpoint: Path, environment: Path, out: Path, problems: int, samples: int, temperature: float, seed: int
 ) -> str:
     """Writes one line of `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair, and says
-    how many those are. Raises UserError where none does, and for a format that has no messages."""
+    how many those are.
+
+    Raises UserError where none does, and for a format that has no messages. After Ctrl-C the pairs of the problems that are done
+    are written before SamplingInterruptedError is raised.
+    """
     with open_subject(checkpoint, environment, problems, on_held_out=False) as subject:
         if subject.environment.settings.format == "boxed":
             raise UserError(f'{environment}: format = "boxed" has no messages to write a pair as')
-        groups = subject.sample(problems, samples, temperature, seed)
+        interrupted: SamplingInterruptedError | None = None
+        groups: Sequence[Group]
+        try:
+            groups = subject.sample(problems, samples, temperature, seed)
+        except SamplingInterruptedError as error:
+            groups, interrupted = error.groups, error
         lines = [json.dumps(record) + "\n" for group in groups for record in _pair(subject.environment, group)]
+    if interrupted is not None and not lines:
+        raise interrupted
     if not lines:
         raise UserError(
             f"{environment}: none of {len(groups)} problems has both a right and a wrong sample in good form; take more "
             "samples, or a policy that is neither perfect nor hopeless"
         )
     write_atomically(out, "".join(lines).encode())
-    return f"{out}: {len(lines)} pairs from {len(groups)} problems of {samples} samples each"
+    written = f"{out}: {len(lines)} pairs from {len(groups)} problems of {samples} samples each"
+    if interrupted is not None:
+        print(written)
+        raise interrupted
+    return written
 
 
 def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:

@@ -1,18 +1,22 @@
-"""What a run shows while it works: one live line on a terminal, plain lines elsewhere, and those lines in log.txt."""
+"""What a run shows while it works: one live line on a terminal, plain lines elsewhere, and those lines in log.txt. A command that
+is no run shows how far it is."""
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as LiveProgress
 
 from nmoe.runs.storage import append_whole
 
 _PLAIN_INTERVAL_S = 10.0
+_COUNTING_INTERVAL_S = 30.0
 _FORMATS = {
     "reward": ".3f",
     "correctness": ".1%",
@@ -107,3 +111,26 @@ class Progress:
         (earlier, first), (now, _) = self._paces[0], self._paces[-1]
         seconds = round((self._total - step) * (now - earlier) / max(1, step - first))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+@contextmanager
+def counting(
+    label: str, total: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """Shows on stderr how many of `total` are done, as the function that it gives is told: a live line on a terminal, elsewhere one
+    every 30 s, so that a short command says nothing."""
+    console = console or Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    live = LiveProgress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    task = live.add_task(label, total=total)
+    last_line = clock()
+
+    def count(done: int) -> None:
+        nonlocal last_line
+        live.update(task, completed=done)
+        if not console.is_terminal and clock() - last_line >= _COUNTING_INTERVAL_S:
+            last_line = clock()
+            console.print(f"{label} {done:,}/{total:,}", markup=False, highlight=False, soft_wrap=True)
+
+    with live:
+        yield count

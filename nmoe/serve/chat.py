@@ -34,7 +34,9 @@ def chat(
     form: ChatFormat = "auto",
 ) -> None:
     """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
-    leave, and Ctrl-C stops an answer. Raises UserError for a checkpoint that can not be loaded, and a tokenizer without the form."""
+    leave, and Ctrl-C stops an answer.
+
+    Raises UserError for a checkpoint that can not be loaded, and a tokenizer without the form."""
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)

@@ -120,13 +120,24 @@ def test_a_training_verb_without_its_file(nmoe: Nmoe, capsys: pytest.CaptureFixt
 def test_the_other_verbs_hand_over_their_arguments(
     nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = stand_in("nmoe.eval.evaluate", "evaluate_command")
+    calls = stand_in("nmoe.eval.command", "evaluate_command")
     assert nmoe("eval", "runs/a", "e.toml") == 0
-    several = ["--problems", "5", "--samples=8", "--temperature", "0.6", "--seed", "7", "--best-of", "runs/b"]
+    several = [
+        "--problems",
+        "5",
+        "--samples=8",
+        "--temperature",
+        "0.6",
+        "--seed",
+        "7",
+        "--best-of",
+        "runs/b",
+        "--out=r",
+    ]
     assert nmoe("eval", "a", "e", *several) == 0
     assert calls == [
-        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, None),
-        (Path("a"), Path("e"), 5, 8, 0.6, 7, Path("runs/b")),
+        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, None, None),
+        (Path("a"), Path("e"), 5, 8, 0.6, 7, Path("runs/b"), Path("r")),
     ]
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])

@@ -16,7 +16,7 @@ from nmoe.errors import UserError
 from nmoe.eval.format_check import environment_of, hard_problems_alone, is_hard, report
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.turn import Turn
 from nmoe.text.harmony import Harmony, Message
 from nmoe.text.tokenizer import Tokenizer
@@ -90,6 +90,32 @@ def test_the_line_is_drawn_at_95_percent(
     *_, last = report(demo, [good] * formed + [bad] * (count - formed))
     assert advice in last
     assert ("more --problems tell" in last) == open_
+
+
+@pytest.mark.parametrize(
+    ("right", "advice"),
+    [
+        ([0] * 20, "not RL yet: the form is there in 100.0%, but only 0.0% of samples are right, below 5%"),
+        ([1] * 4 + [0] * 16, "not RL yet: the form is there in 100.0%, but only 2.5% of samples are right, below 5%"),
+        ([8] * 20, "harder problems: 100.0% of samples are right, above 95%"),
+        (
+            [8] * 5 + [4] * 2 + [0] * 13,
+            "go straight to RL: the form is there in 100.0%, at least 95%, and 30.0% of samples are",
+        ),
+    ],
+)
+def test_a_form_without_answers_is_nothing_to_reinforce(
+    tmp_path: Path, tokenizer: Tokenizer, right: list[int], advice: str
+) -> None:
+    demo = environment(tmp_path, tokenizer, [{}])
+    good, bad = (answered(demo, demo.answer_ids(PROBLEM, answer)) for answer in ("42", "41"))
+    groups = [Group(PROBLEM, [good] * count + [bad] * (8 - count)) for count in right]
+    *_, rate, solved, mixed, last = report(demo, [good] * 20, groups)
+    assert last.startswith(f"advice     {advice}")
+    assert rate.startswith(f"sampled    {sum(right) / 160:.1%} of 8 samples of each problem at temperature 1 are right")
+    assert solved.startswith(f"           {sum(count > 0 for count in right)}/20 = ")
+    assert solved.endswith("(pass@8)")
+    assert mixed.startswith(f"           {sum(0 < count < 8 for count in right)}/20 have right and wrong samples")
 
 
 @pytest.mark.parametrize(

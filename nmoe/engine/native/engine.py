@@ -250,7 +250,8 @@ class NativeEngine:
             self._error = error
             pending = list(self._pending)
         for future in pending:
-            _tell(future.get_loop(), _fail, future, error)
+            # Of Ctrl-C those who wait hear as a cancellation: raised in thousands of tasks, each would print its own traceback.
+            _tell(future.get_loop(), *((_fail, future, error) if isinstance(error, Exception) else (future.cancel,)))
 
 
 def _tell(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,23 +102,35 @@ class Collector:
         settings: RolloutSettings,
         key: tuple[str | int, ...],
         positions: Sequence[int] | None = None,
+        on_group: Callable[[Group], None] | None = None,
     ) -> Collected:
         """Groups for all problems. Seeds derive from `key` and a problem's position alone: its place in `problems` where no
-        `positions` are given, which a list that is sampled once can do without.
+        `positions` are given, which a list that is sampled once can do without. `on_group` is called with each group that is done,
+        in a thread of the engine's.
 
         Raises UserError for a prompt that does not fit the context, GradingError where a grader raises; whatever is raised, and
         whatever interrupts, ends every tool that runs.
         """
         began, self._grade_s = time.perf_counter(), 0.0
         named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
-        groups = self._engine.run(self._collect(named, settings, key))
+        groups = self._engine.run(self._collect(named, settings, key, on_group))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
 
     async def _collect(
-        self, named: Sequence[tuple[int, Problem]], settings: RolloutSettings, key: tuple[str | int, ...]
+        self,
+        named: Sequence[tuple[int, Problem]],
+        settings: RolloutSettings,
+        key: tuple[str | int, ...],
+        on_group: Callable[[Group], None] | None,
     ) -> list[Group]:
+        async def group(position: int, problem: Problem) -> Group:
+            done = await self._group(problem, settings, (*key, position))
+            if on_group is not None:
+                on_group(done)
+            return done
+
         async with opened([] if settings.state is None else self._environment.rewards):
-            return await all_or_none([self._group(problem, settings, (*key, position)) for position, problem in named])
+            return await all_or_none([group(position, problem) for position, problem in named])
 
     async def _group(self, problem: Problem, settings: RolloutSettings, key: tuple[str | int, ...]) -> Group:
         prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)

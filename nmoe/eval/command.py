@@ -1,0 +1,87 @@
+"""`nmoe eval`: evaluations of a checkpoint, printed and, with `--out`, kept with every answer that they count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.eval.best_of_n import best_of_n, score_groups
+from nmoe.eval.evaluate import Evaluation, is_correct, refuse_open_problems, summarise
+from nmoe.eval.scorers import load_scorer
+from nmoe.eval.subject import SamplingInterruptedError, open_subject
+from nmoe.rl.rollout.trajectory import Group
+from nmoe.runs.storage import write_atomically
+
+
+def evaluate_command(
+    checkpoint: Path,
+    environment: Path,
+    problems: int,
+    samples: int,
+    temperature: float,
+    seed: int,
+    best_of: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Prints one line per evaluation, and writes them to `out` with every problem's answers. With `best_of` the scorer there
+    chooses among the samples.
+
+    Raises UserError for what can not be loaded or sampled. After Ctrl-C the problems that are done are evaluated, printed and kept
+    before SamplingInterruptedError is raised.
+    """
+    if best_of is not None and samples < 2:
+        raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
+    if out is not None and out.is_dir():
+        raise UserError(f"{out}: is a directory; --out names a file to write")
+    scorer = None if best_of is None else load_scorer(best_of)
+    interrupted: SamplingInterruptedError | None = None
+    with open_subject(checkpoint, environment, problems, on_held_out=True) as subject:
+        refuse_open_problems(subject.environment)
+        env_id = subject.environment.settings.env_id
+        groups: Sequence[Group] = ()
+        results: list[Evaluation] = []
+        try:
+            groups = subject.sample(problems, samples, temperature, seed)
+            if scorer is not None:
+                greedy = subject.sample(problems, 1, 0.0, seed)
+                scores = score_groups(subject.environment, groups, scorer)
+                results = best_of_n(greedy, groups, scores, env_id, temperature)
+        except SamplingInterruptedError as error:
+            groups, interrupted = groups or error.groups, error
+        if groups and not results:
+            results = summarise(groups, env_id, temperature)
+    for result in results:
+        print(result)
+    if out is not None:
+        settings = {
+            "checkpoint": str(checkpoint),
+            "environment": str(environment),
+            "problems": problems,
+            "samples": samples,
+            "temperature": temperature,
+            "seed": seed,
+            "best_of": None if best_of is None else str(best_of),
+        }
+        write_atomically(out, _record(settings, results, groups, interrupted is not None).encode())
+    if interrupted is not None:
+        raise interrupted
+
+
+def _record(settings: dict[str, Any], results: Sequence[Evaluation], groups: Sequence[Group], interrupted: bool) -> str:
+    """What was asked for, what came out, and a line for each problem."""
+    problems = [
+        {
+            "id": group.problem.id,
+            "question": group.problem.question,
+            "gold": group.problem.gold,
+            "answers": [trajectory.grade.answer for trajectory in group.trajectories],
+            "correct": [is_correct(trajectory) for trajectory in group.trajectories],
+            "failures": [trajectory.grade.failure for trajectory in group.trajectories],
+        }
+        for group in groups
+    ]
+    head = {**settings, "interrupted": interrupted, "evaluations": [result.record() for result in results]}
+    return json.dumps({**head, "answers": problems}, indent=2) + "\n"
