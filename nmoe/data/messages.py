@@ -13,6 +13,8 @@ from nmoe.text.harmony_format import CHANNELS, ROLES
 from nmoe.text.tool_definition import ToolDefinition
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+# Calls of tools as ShareGPT's relatives have them, and OpenAI had before `tool_calls`.
+_ROLES_OF_CALLS = {"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_CHARS = 80
 _OBJECTS = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
@@ -123,12 +125,17 @@ def _message(value: object, where: str) -> ChatMessage:
     role, content = value.get("role"), value.get("content")
     if role is None and content is None and "from" in value:
         role, content = _SHAREGPT_ROLES.get(str(value["from"]), value["from"]), value.get("value")
-    if role not in ROLES:
-        raise UserError(f"{where}: the role is {shown(role)}; the roles are {', '.join(ROLES)}")
     calls = tuple(
         _call(call, f"{where}.tool_calls[{number}]")
         for number, call in enumerate(listed(value.get("tool_calls") or [], f"{where}.tool_calls"))
     )
+    if value.get("function_call") is not None:
+        calls = (*calls, _call(value["function_call"], f"{where}.function_call"))
+    if role == "function_call":
+        calls, content = _written_calls(content, where), ""
+    role = _ROLES_OF_CALLS.get(str(role), role)
+    if role not in ROLES:
+        raise UserError(f"{where}: the role is {shown(role)}; the roles are {', '.join(ROLES)}")
     channel = value.get("channel")
     if channel is not None and channel not in CHANNELS:
         raise UserError(f"{where}: the channel is {shown(channel)}; the channels are {', '.join(CHANNELS)}")
@@ -164,6 +171,17 @@ def _content(value: object, where: str, *, needed: bool) -> str:
             raise UserError(f"{where}: a part of the content is no text; nmoe trains language models on text alone")
         return "".join(part["text"] for part in value)
     return _text(value, f"{where}: the content")
+
+
+def _written_calls(content: object, where: str) -> tuple[ToolCall, ...]:
+    """The calls that a message of the role `function_call` writes as JSON, one or a list of them."""
+    try:
+        written = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError):
+        raise UserError(
+            f'{where}: a function_call is {shown(content)}, not the JSON of {{"name": "f", "arguments": {{}}}}'
+        ) from None
+    return tuple(_call(one, where) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
 def _call(value: object, where: str) -> ToolCall:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, get_args
 
 from nmoe.config.dataset import DatasetSettings, Kind
+from nmoe.data.layouts import plain_columns
 from nmoe.data.messages import ChatMessage, listed, read_messages, read_tools, shown, text_of, text_or_messages
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError
@@ -127,13 +128,13 @@ def read_records(settings: DatasetSettings, accepted: Sequence[Kind] = get_args(
     first = next(rows, None)
     if first is None:
         raise UserError(f"{settings.path}: no records")
-    row = (first[0], _renamed(first, settings.columns))
+    fields, made = _columns_of(first, settings.columns)
+    row = (first[0], fields)
     kind = _kind_of(row, settings, accepted)
     known = FORMATS[kind]
     columns = [name for name in (*known.needed, *known.optional) if row[1].get(name) is not None]
-    read_as = ", ".join(
-        f"{name} from {settings.columns[name]!r}" if name in settings.columns else name for name in columns
-    )
+    origins = {name: repr(origin) for name, origin in settings.columns.items()} | made
+    read_as = ", ".join(f"{name} from {origins[name]}" if name in origins else name for name in columns)
     ignored = [repr(name) for name, value in row[1].items() if value is not None and name not in columns]
     if ignored:  # a second half of the question, perhaps, as Alpaca's `input` is
         read_as += f"; not read: {', '.join(ignored)}"
@@ -174,8 +175,20 @@ def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind]) -> K
     formats = "; ".join(f"{kind}: {', '.join(FORMATS[kind].needed)}" for kind in accepted)
     raise UserError(
         f"{where}: the columns {columns} fit no format ({formats}); name the columns in `columns`, such as "
-        '{prompt = "question", completion = "answer"}'
+        '{prompt = "question", completion = "answer"} (`nmoe data show`: --column prompt=question --column completion=answer)'
     )
+
+
+def _columns_of(row: Row, columns: Mapping[str, str]) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """The row under nmoe's names: those that were given, and else those that its layout has for them."""
+    where, _ = row
+    named = _renamed(row, columns)
+    if columns:
+        return named, {}
+    try:
+        return plain_columns(named)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -183,7 +196,7 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Mapping[str, Any]:
     for column, name in columns.items():
         if name not in fields:
             there = ", ".join(map(repr, fields)) or "none"
-            raise UserError(f"{where}: columns.{column} = {name!r}: there is no such column; the columns are {there}")
+            raise UserError(f"{where}: {column} from {name!r}: there is no such column; the columns are {there}")
     if not columns:
         return fields
     # A column that was given away under another name is not also there under its own.
@@ -195,7 +208,7 @@ def _records(rows: Iterator[Row], kind: Kind, settings: DatasetSettings) -> Iter
     known = FORMATS[kind]
     zeros = _ZeroLabels()
     for where, raw in rows:
-        row = _renamed((where, raw), settings.columns)
+        row, _ = _columns_of((where, raw), settings.columns)
         fields = {name: row.get(name) for name in (*known.needed, *known.optional)}
         try:
             if absent := [name for name in known.needed if fields[name] is None]:

@@ -20,6 +20,7 @@ file is the split that is asked for. Code that comes with a dataset is never run
 from __future__ import annotations
 
 import csv
+import difflib
 import errno
 import gzip
 import io
@@ -46,6 +47,7 @@ _FORMS: dict[str, Form] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parq
 _BUILDERS: dict[str, Form] = {"json": "json", "parquet": "parquet", "csv": "csv"}  # as `load_dataset` calls them
 _SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what save_to_disk leaves beside a DatasetDict and a Dataset
 
+_MUCH_ALIKE = 0.8  # of names, as difflib measures it
 _PARQUET_ROWS = 1024  # at once: as Python objects, a row of a conversation is some kilobytes
 _LONGEST_FIELD = 2**31 - 1  # of a CSV; the csv module's own limit is 128 KB
 
@@ -71,7 +73,7 @@ def read_rows(
     else:
         local = Path(name) if form else local_copy(name)
         if local is None and _is_path(name):
-            raise UserError(f"{name}: can not be read: No such file or directory")
+            raise UserError(f"{name}: can not be read: No such file or directory{_similar(name)}")
         if local is None or (local.is_dir() and form is None and not data_files):
             dataset = _load_dataset(name, subset, split, data_files, local)
             yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
@@ -119,8 +121,21 @@ def _object(where: str, line: bytes) -> dict[str, object]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether it can be no hub dataset's name, so that a file of this name which is not there is a mistake in the path."""
-    return name.startswith((".", "/")) or name.count("/") > 1 or _form_of(Path(name)) is not None
+    """Whether it is no hub dataset's name, or hardly one, so that a file of this name which is not there is a mistake in the
+    path: without a network a hub would be waited for in vain."""
+    path = Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or _form_of(path) is not None:
+        return True
+    # OpenHermes-2.5 is a dataset, train.josnl a slip of the hand; and so is what lies in a directory of this machine.
+    return path.suffix[1:].isalpha() or ("/" in name and path.parent.is_dir()) or bool(_similar(name))
+
+
+def _similar(name: str) -> str:
+    """What lies beside the path under a name much like its own, as the end of a message; empty where nothing does."""
+    path = Path(name)
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    found = difflib.get_close_matches(path.name, beside, n=1, cutoff=_MUCH_ALIKE)
+    return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
 
 
 def _form_of(path: Path) -> Form | None:

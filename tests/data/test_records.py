@@ -191,9 +191,7 @@ def test_columns_can_be_mapped(tmp_path: Path) -> None:
         DatasetSettings(path=path, columns={"prompt": "question", "completion": "answer"})
     ).described
     assert described.endswith("prompt_completion (prompt from 'question', completion from 'answer'; not read: 'text')")
-    with pytest.raises(
-        UserError, match=r"x\.jsonl:1: columns\.prompt = 'ask': there is no such column; the columns are"
-    ):
+    with pytest.raises(UserError, match=r"x\.jsonl:1: prompt from 'ask': there is no such column; the columns are"):
         read(path, columns={"prompt": "ask"})
     with pytest.raises(ValueError, match="'promt' is no column of a format; those are text, messages"):
         DatasetSettings(path=path, columns={"promt": "question"})
@@ -312,7 +310,8 @@ def test_what_fits_nothing(tmp_path: Path) -> None:
         read_records(DatasetSettings(path=path), ["prompt_completion", "messages"])
     assert str(caught.value) == (
         f"{path}:1: the columns 'question', 'answer' fit no format (prompt_completion: prompt, completion; messages: messages); "
-        'name the columns in `columns`, such as {prompt = "question", completion = "answer"}'
+        'name the columns in `columns`, such as {prompt = "question", completion = "answer"} '
+        "(`nmoe data show`: --column prompt=question --column completion=answer)"
     )
     with pytest.raises(UserError, match=r"x\.jsonl: no records"):
         read_records(DatasetSettings(path=write(tmp_path / "x.jsonl")))

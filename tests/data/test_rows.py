@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,37 @@ def test_files_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load)
     rows = list(read_rows("open/data@[9:]", subset="main", split="test", data_files=("x.parquet",)))
     assert rows == [("open/data: test row 10", ROWS[9])]
+
+
+@pytest.mark.parametrize("name", ["trian.jsonl", "train.josnl", "data/open", "tran", "data/trian.jsonl"])
+def test_a_slip_of_the_hand_is_not_looked_up_on_a_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*arguments: object, **options: object) -> None:
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr(datasets, "load_dataset", asked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for file in ("train.jsonl", "data/train.jsonl", "trans"):
+        (tmp_path / file).write_bytes(lines(ROWS))
+    meant = {
+        "trian.jsonl": "train.jsonl",
+        "train.josnl": "train.jsonl",
+        "tran": "trans",
+        "data/trian.jsonl": "data/train.jsonl",
+    }
+    wanted = f"; did you mean {meant[name]!r}?" if name in meant else ""
+    with pytest.raises(
+        UserError, match=f"^{re.escape(name)}: can not be read: No such file or directory{re.escape(wanted)}"
+    ):
+        next(iter(read_rows(name)))
+
+
+def test_a_hub_name_with_a_version_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list([{"name": name}]))
+    assert values(read_rows("AI-MO/NuminaMath-1.5")) == [{"name": "AI-MO/NuminaMath-1.5"}]
 
 
 def test_the_keys_of_other_rows_objects_are_none_of_a_rows_own(tmp_path: Path) -> None:

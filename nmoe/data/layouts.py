@@ -1,0 +1,58 @@
+"""Rows in the layouts that datasets of other makers have, as rows of nmoe's own columns.
+
+{"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}    ShareGPT: messages
+{"instruction": "...", "input": "...", "output": "..."}                         Alpaca: prompt, completion
+{"chosen": "\\n\\nHuman: ...\\n\\nAssistant: ...", "rejected": "..."}             hh-rlhf: message lists with a common start
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nmoe.data.messages import listed
+from nmoe.errors import UserError
+
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The row with the columns of its layout as nmoe's, and what they were made of: `{"messages": "conversations"}`. Columns of
+    nmoe's own that are there stay as they are. Raises UserError for a dialogue that does not begin with a human."""
+    columns = {name: value for name, value in row.items() if value is not None}
+    made: dict[str, str] = {}
+    if "conversations" in columns and "messages" not in columns:
+        columns["messages"] = _with_system(columns.pop("conversations"), columns.pop("system", None))
+        made["messages"] = "conversations"
+    if {"instruction", "output"} <= columns.keys() and not {"prompt", "completion"} & columns.keys():
+        asked = [columns.pop("instruction"), columns.pop("input", None)]
+        columns["completion"] = columns.pop("output")
+        columns.pop("text", None)  # Alpaca's own: the three again, in one text
+        columns["prompt"] = "\n\n".join(one for one in asked if isinstance(one, str) and one.strip())
+        made |= {"prompt": "instruction and input", "completion": "output"}
+    for side in ("chosen", "rejected"):
+        if isinstance(said := columns.get(side), str) and said.startswith("\n\nHuman:"):
+            columns[side] = _dialogue(said, side)
+            made[side] = side
+    return columns, made
+
+
+def _with_system(conversations: object, system: object) -> Sequence[Any]:
+    """ShareGPT's messages, the system prompt that some of its relatives keep in a column of its own before them."""
+    messages = listed(conversations, "conversations")
+    return (
+        [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system.strip() else messages
+    )
+
+
+def _dialogue(text: str, column: str) -> list[dict[str, str]]:
+    """The messages of hh-rlhf's transcripts."""
+    _, *pieces = _TURN.split(text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    messages = [
+        {"role": roles[who], "content": said.strip()} for who, said in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise UserError(f"{column!r} is a dialogue that does not end with what the assistant says")
+    return messages

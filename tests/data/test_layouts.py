@@ -1,0 +1,87 @@
+"""Datasets in the layouts of other makers are read by themselves, and say what was read as what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.config.dataset import DatasetSettings
+from nmoe.data.messages import ChatMessage, ToolCall
+from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
+from nmoe.errors import UserError
+
+USER, ANSWER, WRONG = ChatMessage("user", "6 * 7?"), ChatMessage("assistant", "42"), ChatMessage("assistant", "13")
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def one(path: Path, row: Any) -> tuple[Record, str]:
+    records = read_records(DatasetSettings(path=write(path, row)))
+    (record,) = records
+    return record, records.described
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    talk = [{"from": "human", "value": "6 * 7?"}, {"from": "gpt", "value": "42"}]
+    assert one(path, {"id": "7", "conversations": talk}) == (
+        Conversation(f"{path}:1", (USER, ANSWER)),
+        f"{path}: records of kind messages (messages from conversations; not read: 'id')",
+    )
+    record, _ = one(path, {"system": "Be brief.", "conversations": talk})
+    assert record == Conversation(f"{path}:1", (ChatMessage("system", "Be brief."), USER, ANSWER))
+
+
+def test_calls_by_the_roles_that_sharegpt_and_older_chat_formats_have(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    call = ToolCall("square", {"x": 2})
+    wanted = (
+        ChatMessage("user", "2 squared?"),
+        ChatMessage("assistant", "", calls=(call,)),
+        ChatMessage("tool", "4"),
+        ChatMessage("assistant", "4"),
+    )
+    written = json.dumps({"name": "square", "arguments": {"x": 2}})
+    turns = [("human", "2 squared?"), ("function_call", written), ("observation", "4"), ("gpt", "4")]
+    record, _ = one(path, {"conversations": [{"from": who, "value": said} for who, said in turns]})
+    assert record == Conversation(f"{path}:1", wanted)
+    openai = [
+        {"role": "user", "content": "2 squared?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "square", "arguments": {"x": 2}}},
+        {"role": "function", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    assert one(path, {"messages": openai})[0] == Conversation(f"{path}:1", wanted)
+    with pytest.raises(UserError, match=r"x.jsonl:1: messages\[1\]: a function_call is 'square\(2\)', not the JSON of"):
+        one(path, {"conversations": [{"from": "human", "value": "?"}, {"from": "function_call", "value": "square(2)"}]})
+
+
+def test_alpaca(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    row = {"instruction": "Multiply.", "input": "6 * 7?", "output": "42", "text": "### Instruction: ..."}
+    assert one(path, row) == (
+        PromptCompletion(f"{path}:1", (ChatMessage("user", "Multiply.\n\n6 * 7?"),), (ANSWER,)),
+        f"{path}: records of kind prompt_completion (prompt from instruction and input, completion from output)",
+    )
+    record, _ = one(path, {"instruction": "6 * 7?", "input": "", "output": "42"})
+    assert record == PromptCompletion(f"{path}:1", (USER,), (ANSWER,))
+    (mapped,) = read_records(DatasetSettings(path=str(path), columns={"prompt": "instruction", "completion": "output"}))
+    assert mapped == record
+
+
+def test_dialogues_of_hh_rlhf(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    before = "\n\nHuman: hi\n\nAssistant: Hello.\n\nHuman: 6 * 7?\n\nAssistant:"
+    record, _ = one(path, {"chosen": f"{before} 42", "rejected": f"{before} 13"})
+    prompt = (ChatMessage("user", "hi"), ChatMessage("assistant", "Hello."), USER)
+    assert record == Preference(f"{path}:1", prompt, (ANSWER,), (WRONG,))
+    with pytest.raises(
+        UserError, match=r"x.jsonl:1: 'rejected' is a dialogue that does not end with what the assistant"
+    ):
+        one(path, {"chosen": f"{before} 42", "rejected": "\n\nHuman: 6 * 7?"})
