@@ -35,6 +35,7 @@ DatasetTask = Literal[
     "mbpp",
     "code_edit",
     "file_search",
+    "text_match",
     "open",
 ]
 """Tasks that can grade the records of a dataset."""
@@ -96,6 +97,15 @@ class JsonlPool(DatasetKeys):
     type: Literal["jsonl"]
     path: Annotated[str, DataPath()] = Field(
         min_length=1, description="the JSONL file; `@[a:b]` behind it takes a part of its records"
+    )
+
+
+class CsvPool(DatasetKeys):
+    """A local CSV file, whose fields are all texts."""
+
+    type: Literal["csv"]
+    path: Annotated[str, DataPath()] = Field(
+        min_length=1, description="the CSV file; `@[a:b]` behind it takes a part of its rows"
     )
 
 
@@ -171,6 +181,10 @@ class JsonlSource(JsonlPool, SourceKeys):
     """A JSONL file as a source of a mixture."""
 
 
+class CsvSource(CsvPool, SourceKeys):
+    """A CSV file as a source of a mixture."""
+
+
 class ParquetSource(ParquetPool, SourceKeys):
     """A Parquet file as a source of a mixture."""
 
@@ -184,7 +198,8 @@ class ReasoningGymSource(ReasoningGymPool, SourceKeys):
 
 
 Source = Annotated[
-    GeneratedSource | JsonlSource | ParquetSource | HubSource | ReasoningGymSource, Field(discriminator="type")
+    GeneratedSource | JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource,
+    Field(discriminator="type"),
 ]
 
 
@@ -202,7 +217,7 @@ class MixturePool(Section):
         yield from duplicates("sources", (source.name for source in self.sources))
 
 
-TaskPool = GeneratedPool | JsonlPool | ParquetPool | HubPool | ReasoningGymPool | SelfplayPool | MixturePool
+TaskPool = GeneratedPool | JsonlPool | CsvPool | ParquetPool | HubPool | ReasoningGymPool | SelfplayPool | MixturePool
 
 
 class Weights(Section):

@@ -156,7 +156,10 @@ def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Row]:
-    form = form or _form_of(path)
+    named = _form_of(path)
+    if form is not None and named not in (None, form) and {form, named} & {"csv", "parquet"}:
+        raise UserError(f'{path}: a {named} file, and {form} is wanted here; write type = "{named}"')
+    form = form or named
     if form is None:
         raise UserError(f"{path}: files of type {path.suffix!r} are not read; {', '.join(_FORMS)} are")
     if form == "parquet":

@@ -54,11 +54,14 @@ _LAST_ALERTS = 10
 
 
 def write_report(run: Path) -> Path:
-    """Writes `run/report.md` and the PNG files of `run/plots/` from what the run recorded, and returns the report.
+    """Writes `run/report.md` and the PNG files of `run/plots/` from what the run recorded, and returns the report. Of a speedrun's
+    directory it is that of its `rl` run.
 
     A part with nothing recorded is left out. Raises UserError when `run` is not the directory of a run, a record in it
     can not be read, or matplotlib is not installed; StorageError when the disk is full.
     """
+    if not (run / "config.toml").exists() and (run / "rl" / "config.toml").exists():
+        run = run / "rl"  # of a speedrun's directory, as everywhere
     config = run / "config.toml"
     if not config.exists():
         raise UserError(f"{run}: not the directory of a run (no config.toml)")
@@ -173,9 +176,12 @@ def _time_table(metrics: Sequence[Mapping[str, Any]]) -> str:
                 sums[name] = sums.get(name, 0.0) + value
     if not sums:
         return ""
-    stages = {name: seconds for name, seconds in sums.items() if name != "time_step_s"}
+    # Grading runs while the engine samples on, several trajectories at a time: its sum is no part of the whole.
+    stages = {name: seconds for name, seconds in sums.items() if name not in ("time_step_s", "time_grade_s")}
     whole = sums.get("time_step_s", sum(stages.values()))
     rows = [[name, f"{seconds:.1f}", f"{seconds / whole:.1%}" if whole else ""] for name, seconds in stages.items()]
+    if "time_grade_s" in sums:
+        rows.append(["time_grade_s (beside sampling, summed over trajectories)", f"{sums['time_grade_s']:.1f}", ""])
     if "time_step_s" in sums:
         rows.append(["time_step_s (whole steps)", f"{whole:.1f}", ""])
     return markdown_table(["stage", "seconds", "of whole steps"], rows)

@@ -3,6 +3,7 @@ that run was trained on."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import latest_checkpoint
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -20,7 +23,13 @@ def resolve_checkpoint(path: Path) -> Path:
             return candidate
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
-    raise UserError(f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/)")
+    hub = ""
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        fetch = f"hf download {path} --local-dir {path.name}"
+        hub = f"; if it is a model on the Hugging Face hub, fetch it and name the directory: {fetch}"
+    raise UserError(
+        f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){hub}"
+    )
 
 
 def resolve_tokenizer(path: Path) -> Path:

@@ -81,6 +81,11 @@ def test_every_mistake_of_a_configuration_in_one_message(command: Nmoe, tmp_path
 def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> None:
     refused(nmoe("rl", "train", "nowhere.toml"), "nowhere.toml: no such file")
     refused(nmoe("rl", "train", pool(GOOD), "--model.path=nowhere"), "nowhere: neither a checkpoint")
+    refused(
+        nmoe("rl", "train", pool(GOOD), "--model.path=Qwen/Qwen3-0.6B"),
+        "Qwen/Qwen3-0.6B: neither a checkpoint",
+        "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
+    )
     (tmp_path / "pool.jsonl").unlink()
     refused(nmoe("rl", "train", "x.toml"), "pool.jsonl: ", "No such file")
     for verb in (["eval", "nowhere", "x.toml"], ["chat", "nowhere"]):

@@ -63,6 +63,21 @@ def test_the_report_holds_the_numbers_of_the_run(run: Path) -> None:
     assert "steps = 20" in lines
 
 
+def test_shares_of_the_time_add_up_to_no_more_than_all_of_it(run: Path) -> None:
+    """Grading goes on beside sampling, in several trajectories at a time: it has no share."""
+    rows = [json.loads(line) | {"time_grade_s": 4.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_report(run).read_text()
+    assert "| time_grade_s (beside sampling, summed over trajectories) | 80.0 |  |" in text
+    assert sum(map(float, re.findall(r"^\| time_.*\| ([\d.]+)% \|$", text, re.MULTILINE))) <= 100
+
+
+def test_the_report_of_a_speedrun_is_that_of_its_reinforcement_learning(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "speedrun").mkdir()
+    run.rename(tmp_path / "speedrun" / "rl")
+    assert write_report(tmp_path / "speedrun") == tmp_path / "speedrun" / "rl" / "report.md"
+
+
 def test_the_pictures_are_those_of_the_recorded_metrics(run: Path) -> None:
     images = re.findall(r"!\[.*\]\((.*)\)", write_report(run).read_text())
     assert images == ["plots/reward.png", "plots/mismatch.png"]

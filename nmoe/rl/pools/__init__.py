@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nmoe.config.environment import (
+    CsvPool,
     GeneratedPool,
     HubPool,
     JsonlPool,
@@ -39,6 +40,8 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
             return generated_order(name, settings)
         case JsonlPool():
             return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path, columns=columns)
+        case CsvPool():
+            return record_order(name, settings, read_rows(settings.path, form="csv"), settings.path, columns=columns)
         case ParquetPool():
             needed, optional = (None if columns else columns_of(settings)) or (None, ())
             rows = read_rows(settings.path, form="parquet", columns=needed, optional=optional)

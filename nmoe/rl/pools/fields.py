@@ -93,8 +93,9 @@ def _found(record: Mapping[str, Any], known: Sequence[str], setting: str) -> str
     if len(there) > 1:
         raise UserError(f"the fields {' and '.join(map(repr, there))} may both be meant: set {setting} to one of them")
     if not there:
+        or_none = ', or task_type = "open" where no answer is the right one' if setting == "answer_field" else ""
         raise UserError(
-            f"no field {' or '.join(map(repr, known))}; the fields are {_names(record)}: set {setting} to one of them"
+            f"no field {' or '.join(map(repr, known))}; the fields are {_names(record)}: set {setting} to one of them{or_none}"
         )
     return there[0]
 
@@ -102,7 +103,9 @@ def _found(record: Mapping[str, Any], known: Sequence[str], setting: str) -> str
 def _value(record: Mapping[str, Any], field: str, setting: str) -> Any:
     whole, _, inner = field.partition(".")
     if field not in record and not (inner and isinstance(record.get(whole), Mapping) and inner in record[whole]):
-        raise UserError(f"no field {field!r}; the fields are {_names(record)}: set {setting} to one of them")
+        raise UserError(
+            f"no field {field!r}; the fields are {_names(record)}: set {setting} to one of them, or complete the record"
+        )
     return _at(record, field)
 
 

@@ -20,6 +20,7 @@ from nmoe.rl.tasks.score import MetaVerificationTask, ProofVerificationTask
 from nmoe.rl.tasks.sort import SortTask
 from nmoe.rl.tasks.sum import SumTask
 from nmoe.rl.tasks.task import Attempt, GeneratedTask, Task
+from nmoe.rl.tasks.text_match import TextMatchTask
 
 __all__ = ["CODE_TASKS", "DATASET_TASKS", "GENERATED_TASKS", "TASKS", "Attempt", "GeneratedTask", "Task"]
 
@@ -50,6 +51,7 @@ DATASET_TASKS: dict[str, Task] = {
     "prm_step": PrmStepTask(),
     "prm_solution": PrmSolutionTask(),
     **CODE_TASKS,
+    "text_match": TextMatchTask(),
     "open": OpenTask(),
 }
 
