@@ -98,9 +98,10 @@ class Learner:
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
         """Adds this batch's gradient to what has gathered since the last `optim_step`."""
         config = self.model.config
-        balancing = config.experts > 0 and config.router_aux_loss_coef > 0
+        balancing = config.routed_experts > 0 and config.router_aux_loss_coef > 0
         share_YE = self._load_shares(batch) if balancing else None
-        part = _Part(RoutingStatistics.empty(len(config.moe_layers), config.experts) if config.experts else None)
+        experts = config.routed_experts
+        part = _Part(RoutingStatistics.empty(len(config.moe_layers), experts) if experts else None)
         for micro, rows_T, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
             outputs = score(self.model, micro, trace, self.temperature, self.head, self.head_only)

@@ -160,6 +160,11 @@ class ModelConfig:
         """The layers that have experts."""
         return tuple(layer for layer in range(self.layers) if self.experts and layer not in self.dense_layers)
 
+    @property
+    def routed_experts(self) -> int:
+        """The experts of a layer that has some; 0 where all layers are dense, whatever `experts` says."""
+        return self.experts if self.moe_layers else 0
+
     def window(self, layer: int) -> int:
         """The layer's sliding window; 0: none."""
         return self.windows[layer] if self.windows else 0

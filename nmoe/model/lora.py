@@ -131,7 +131,7 @@ def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
     known = sites(model)
     names = {site.target for site in known}
     if not targets:
-        targets = tuple(names & set(ATTENTION if model.config.experts else (*ATTENTION, *MLP)))
+        targets = tuple(names & set(ATTENTION if model.config.routed_experts else (*ATTENTION, *MLP)))
     for target in targets:
         if target not in names:
             alike = difflib.get_close_matches(target, sorted(names), n=1)

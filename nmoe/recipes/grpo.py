@@ -141,7 +141,7 @@ class _Loop:
                     f"completions of {config.sampling.max_new_tokens} tokens do not fit the model's context"
                 )
             self.progress = progress
-            self.records = StepRecords(self.run, self.tokenizer, progress, self.learner.model.config.experts)
+            self.records = StepRecords(self.run, self.tokenizer, progress, self.learner.model.config.routed_experts)
             if first == 0:
                 self._evaluate(0)
             else:

@@ -122,7 +122,7 @@ def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
                 mark_best(run.resumed_from)
         for line in [*batch_arithmetic(config), *describe(learner.lora), *recipe.notes]:
             progress.note(line)
-        expert_watch = ExpertWatch(learner.model.config.experts)
+        expert_watch = ExpertWatch(learner.model.config.routed_experts)
         for step in range(run.start_step + 1, config.run.steps + 1):
             began = time.perf_counter()
             batch = recipe.next_batch()

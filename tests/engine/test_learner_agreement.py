@@ -96,7 +96,9 @@ def test_exact_numerics_agree_to_the_bit(
     assert emitted.std() > 0.1
 
 
-@pytest.mark.parametrize("changes", [{}, {"experts": 0}], ids=["moe", "dense"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"experts": 0}, {"dense_layers": (0, 1)}], ids=["moe", "dense", "moe without such a layer"]
+)
 def test_turns_agree_with_one_pass_over_all_of_them(
     tiny_model: MakeModel, request_of: MakeRequest, changes: dict[str, Any]
 ) -> None:

@@ -314,6 +314,22 @@ def test_compiled_blocks_have_the_same_gradient(tiny_model: MakeModel, random_ba
     assert model.blocks[0].ffn._compiled_call_impl is not None  # it is no plain call any more
 
 
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_a_mixture_whose_layers_are_all_dense_trains_as_the_dense_model_that_it_is(
+    tiny_model: MakeModel, random_batch: MakeBatch, coefficient: float
+) -> None:
+    model = tiny_model(dense_layers=(0, 1), router_aux_loss_coef=coefficient, router_bias_rate=coefficient)
+    dense = tiny_model(experts=0)
+    dense.load_state_dict(model.state_dict())
+    batch = random_batch(LENGTHS)
+    found, of_mixture = gradient_of(model, batch, cross_entropy, 30)
+    expected, of_dense = gradient_of(dense, batch, cross_entropy, 30)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+    assert (of_mixture.loss, of_mixture.routing, of_mixture.auxiliary_loss) == (of_dense.loss, None, 0.0)
+    learner_of(model).optim_step()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_stays_near_fp32_and_learns(family: str, precision: Precision, random_batch: MakeBatch) -> None:

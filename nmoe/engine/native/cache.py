@@ -38,7 +38,7 @@ class PagedCache:
         self.keys = _zeros((*shape, config.head_dim), device, dtype)
         self.values = _zeros((*shape, config.value_dim), device, dtype)
         self.routes: Tensor | None = None
-        if config.experts:
+        if config.routed_experts:
             picks = (blocks * BLOCK_TOKENS, len(config.moe_layers), config.experts_per_token)
             self.routes = _zeros(picks, device, torch.int16)
         # A position of a head as one row, and a block of a head as one row.

@@ -116,7 +116,7 @@ def recordable(model: Transformer) -> bool:
     weight = model.embedding.weight
     if model.exact:
         return False
-    if not model.config.experts:
+    if not model.config.routed_experts:
         return True
     adapters = [a for moe in model.moe_layers() for a in (moe.gate_up_adapter, moe.down_adapter) if a is not None]
     fits = grouped_mm_fits(weight[:1], model.config.expert_width, *(adapter.rank for adapter in adapters))

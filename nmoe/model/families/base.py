@@ -18,6 +18,12 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.shards import Shards
 
+# The head by the name that Llama gave it, which a checkpoint may hold though it is tied to the embedding.
+TIED_HEAD = "lm_head.weight"
+
+# Rows of a table compared at once.
+_ROWS = 4096
+
 # Problems listed in one message before the rest are only counted.
 _SHOWN = 5
 
@@ -107,6 +113,22 @@ def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: 
             overflow = f" once converted to {part.dtype}" if tensor.float().isfinite().all() else ""
             raise UserError(f"{file}: {entry.theirs} holds NaN or infinite values{overflow}")
         del tensor
+    if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
+        _compare_tied_head(state["embedding.weight"], shards)
+
+
+def _compare_tied_head(embedding_VD: Tensor, shards: Shards) -> None:
+    """Raises UserError where a head that should be the embedding is stored as something else: transformers then unties the two."""
+    stored_VD = shards.read(TIED_HEAD)
+    same = stored_VD.shape == embedding_VD.shape and all(
+        torch.equal(part_nD.to(embedding_nD.dtype), embedding_nD.cpu())
+        for part_nD, embedding_nD in zip(stored_VD.split(_ROWS), embedding_VD.detach().split(_ROWS), strict=True)
+    )
+    if not same:
+        raise UserError(
+            f"{shards.files[TIED_HEAD]}: config.json ties the head to the embedding (tie_word_embeddings = true), and {TIED_HEAD} "
+            "is another tensor; set tie_word_embeddings to false to use it, or remove it"
+        )
 
 
 def tensors_of(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.families.base import Entry, transpose
+from nmoe.model.families.base import TIED_HEAD, Entry, transpose
 from nmoe.model.families.settings import Settings, rope_to_hf
 
 SHAPE_KEYS = (
@@ -26,6 +26,9 @@ def decoder_settings(settings: Settings, quantised: str = "") -> dict[str, Any]:
     """What every family's ModelConfig takes from the same keys. Query, key, value and output projections have biases together,
     as transformers' `attention_bias` means it. `quantised` is the storage that the family unpacks."""
     settings.only("hidden_act", "silu")
+    settings.only("is_causal", True)
+    settings.refuse_null("is_causal")
+    settings.only("per_layer_config", {})
     settings.refuse_quantised(quantised)
     heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
     rope_theta, rope_scaling = settings.rope()
@@ -73,7 +76,7 @@ def ends(config: ModelConfig) -> Iterator[Entry]:
     yield Entry("model.embed_tokens.weight", "embedding.weight", table)
     yield Entry("model.norm.weight", "norm.weight", (config.hidden_size,))
     if not config.tie_embeddings:
-        yield Entry("lm_head.weight", "head.weight", table)
+        yield Entry(TIED_HEAD, "head.weight", table)
 
 
 def norms(config: ModelConfig, layer: int) -> Iterator[Entry]:
@@ -137,5 +140,6 @@ def experts_one_by_one(theirs: str, ours: str, config: ModelConfig) -> Iterator[
 
 
 def ignored_always(name: str, config: ModelConfig) -> bool:
-    """What may lie in any checkpoint and says nothing: a tied head saved all the same, and tables of old versions."""
-    return (config.tie_embeddings and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+    """What may lie in any checkpoint and says nothing: a tied head saved all the same, which `fill` compares with the embedding,
+    and tables of old versions."""
+    return (config.tie_embeddings and name == TIED_HEAD) or name.endswith("rotary_emb.inv_freq")

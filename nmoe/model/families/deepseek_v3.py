@@ -54,6 +54,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         raise UserError("missing keys q_lora_rank, which is null where queries have no latent of their own")
     settings.only("attention_bias", False)
     settings.only("rope_interleave", True)
+    settings.refuse_null("rope_interleave")
+    settings.refuse_alias("n_routed_experts", "num_local_experts")
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
     settings.only("moe_layer_freq", 1)

@@ -29,9 +29,10 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings"
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
-    if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = {**raw, "rope_scaling": _ROPE}
     settings = Settings(raw, MODEL_TYPE)
+    settings.refuse_alias("num_local_experts", "num_experts")
     settings.require(
         *decoder.SHAPE_KEYS, "head_dim", "intermediate_size", "num_local_experts", "num_experts_per_tok", "swiglu_limit"
     )
@@ -63,6 +64,7 @@ def _windows(settings: Settings, layers: int) -> tuple[int, ...]:
         )
     if "sliding_attention" not in kinds:
         return ()
+    settings.refuse_null("sliding_window")
     window = settings.whole("sliding_window", _WINDOW)
     if window == 0:
         raise UserError("sliding_window = 0 leaves nothing to attend to")

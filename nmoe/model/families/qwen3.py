@@ -17,6 +17,9 @@ ignores = decoder.ignored_always
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
+# What transformers takes where windows are switched on and these are left out.
+_WINDOW, _FULL_LAYERS = 4096, 28
+
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
@@ -31,8 +34,9 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def _windows(settings: Settings) -> tuple[int, ...]:
     layers = settings.whole("num_hidden_layers")
-    window = settings.whole("sliding_window", 0) if settings.flag("use_sliding_window") else 0
-    full = settings.whole("max_window_layers", layers)
+    window = sliding_window(settings)
+    settings.refuse_null("max_window_layers")
+    full = settings.whole("max_window_layers", _FULL_LAYERS)
     default = [_SLIDING if window and layer >= full else _FULL for layer in range(layers)]
     kinds = settings.raw.get("layer_types", default)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
@@ -42,6 +46,13 @@ def _windows(settings: Settings) -> tuple[int, ...]:
     if window == 0:
         raise UserError(f"layer_types asks for {_SLIDING}, and use_sliding_window and sliding_window set no window")
     return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+
+
+def sliding_window(settings: Settings) -> int:
+    """The window that `use_sliding_window` switches on, 0 where it does not; the default is transformers'."""
+    if not settings.flag("use_sliding_window") or "sliding_window" in settings.nulls:
+        return 0
+    return settings.whole("sliding_window", _WINDOW)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import decoder
 from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families.qwen3 import sliding_window
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "qwen3_moe"
@@ -17,6 +18,7 @@ ignores = decoder.ignored_always
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    Settings(raw, MODEL_TYPE).refuse_alias("num_experts", "num_local_experts")
     if "num_local_experts" in raw:  # as transformers 5 writes it; the released checkpoints have num_experts
         raw = {"num_experts": raw["num_local_experts"], **raw}
     settings = Settings(raw, MODEL_TYPE)
@@ -29,7 +31,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     if settings.whole("num_experts") == 0:
         raise UserError("num_experts = 0 is not a mixture; a dense model of this kind is model_type qwen3")
     dense = settings.wholes("mlp_only_layers")
-    window = settings.whole("sliding_window", 0) if settings.flag("use_sliding_window") else 0
+    window = sliding_window(settings)
     return ModelConfig(
         **decoder.decoder_settings(settings),
         intermediate_size=settings.whole("intermediate_size", 0),

@@ -12,10 +12,12 @@ _MISSING: Any = object()
 
 
 class Settings:
-    """The keys of a `config.json`. A key that is null counts as absent, as transformers treats it."""
+    """The keys of a `config.json`. A key that is null counts as absent; where transformers takes null for something else than the
+    default, `refuse_null` says so."""
 
     def __init__(self, raw: dict[str, Any], model_type: str) -> None:
         self.raw = {key: value for key, value in raw.items() if value is not None}
+        self.nulls = raw.keys() - self.raw.keys()
         self.model_type = model_type
 
     def require(self, *keys: str) -> None:
@@ -54,12 +56,24 @@ class Settings:
             known = " or ".join(repr(value) for value in values)
             raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported, only {known}")
 
+    def refuse_null(self, *keys: str) -> None:
+        """Raises UserError where one of these is there and null, which is not what leaving it out means."""
+        if nulls := [key for key in keys if key in self.nulls]:
+            raise UserError(f"{self.model_type}: {nulls[0]} = null is not supported; leave the key out for its default")
+
+    def refuse_alias(self, key: str, alias: str) -> None:
+        """Raises UserError where both names of a setting are there with different values: readers take one or the other."""
+        if key in self.raw and alias in self.raw and self.raw[key] != self.raw[alias]:
+            raise UserError(
+                f"{self.model_type}: {key} = {self.raw[key]!r} and {alias} = {self.raw[alias]!r} are one setting; remove one"
+            )
+
     def section(self, key: str) -> Settings:
         """The keys of a table, none where it is absent."""
         found = self._get(key, {})
         if not isinstance(found, dict):
             raise UserError(f"{key} = {found!r} is not a table")
-        return Settings(found, f"{self.model_type}, {key}")
+        return Settings(found, self.model_type if key.startswith("rope_") else f"{self.model_type}, {key}")
 
     def refuse_quantised(self, known: str = "") -> None:
         """Raises UserError where weights are stored in any other quantised form than `known`."""
@@ -72,9 +86,14 @@ class Settings:
         """The base of the rotary frequencies and their scaling, from `rope_parameters` as transformers 5 writes it or from
         `rope_theta` and `rope_scaling` as released checkpoints have it."""
         settings = self.rope_section()
-        settings.only("partial_rotary_factor", 1, 1.0)
+        for place in (self, settings):
+            place.only("partial_rotary_factor", 1, 1.0)
+        if nested := [key for key, value in settings.raw.items() if isinstance(value, dict)]:
+            raise UserError(f"{self.model_type}: rotary settings of their own for {nested[0]!r} are not supported")
         kind = settings.raw.get("rope_type", settings.raw.get("type", "default"))
         theta = settings.real("rope_theta", self.real("rope_theta", default_theta))
+        if theta <= 0 or (theta == 1 and kind == "yarn"):
+            raise UserError(f"{self.model_type}: rope_theta = {theta} gives no frequencies")
         if kind == "default":
             return theta, None
         if kind not in ("llama3", "yarn", "linear"):
@@ -83,27 +102,38 @@ class Settings:
             )
         settings.require("factor")
         factor = settings.real("factor")
+        if factor <= 0:
+            raise UserError(f"{self.model_type}: rotary factor = {factor} is not positive")
         if kind == "linear":
             return theta, RopeScaling("linear", factor)
+        # Outside of the rotary settings it has priority, as transformers reads it.
         original = settings.whole("original_max_position_embeddings", self.whole("max_position_embeddings"))
+        original = self.whole("original_max_position_embeddings", original)
+        if original == 0:
+            raise UserError(f"{self.model_type}: original_max_position_embeddings = 0 is not positive")
         if kind == "llama3":
             settings.require("low_freq_factor", "high_freq_factor")
             low, high = settings.real("low_freq_factor"), settings.real("high_freq_factor")
+            if not low < high:
+                raise UserError(f"{self.model_type}: low_freq_factor = {low} must lie below high_freq_factor = {high}")
             return theta, RopeScaling("llama3", factor, original, low, high)
+        settings.refuse_null("truncate")
         scaling = RopeScaling(
             "yarn",
             factor,
             original,
-            beta_fast=settings.real("beta_fast", 32.0),
-            beta_slow=settings.real("beta_slow", 1.0),
+            # 0 stands for the default, as transformers reads it.
+            beta_fast=settings.real("beta_fast", 32.0) or 32.0,
+            beta_slow=settings.real("beta_slow", 1.0) or 1.0,
             attention_factor=settings.real("attention_factor", _yarn_attention_factor(settings, factor)),
             truncate=settings.flag("truncate", True),
         )
         return theta, scaling
 
     def rope_section(self) -> Settings:
-        """The keys of `rope_parameters` and, where it has them not, of `rope_scaling`."""
-        return Settings(self.section("rope_scaling").raw | self.section("rope_parameters").raw, self.model_type)
+        """The keys of `rope_scaling` or, where it is absent or empty, of `rope_parameters`: transformers merges nothing."""
+        settings = self.section("rope_scaling")
+        return settings if settings.raw or settings.nulls else self.section("rope_parameters")
 
     def _get(self, key: str, default: Any) -> Any:
         if key not in self.raw and default is _MISSING:
