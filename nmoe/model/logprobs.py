@@ -1,10 +1,11 @@
 """Log-probabilities and entropies of given tokens from hidden states, without a whole `[N, V]` of logits.
 
 Rows go through the head piece by piece: product, softmax, statistics, while the piece is in the cache. A piece has 2^20 logits
-(4 MB in fp32). What the backward pass needs of the vocabulary, `exp(logits - max)`, is kept where it is small, at most 2^24 values
-(64 MB) in one call; beyond that it is computed again piece by piece. So a call holds at most 64 MB + 3 pieces over its inputs
-and gradients, whatever N and V; a vocabulary beyond 2^20 makes the piece one row. A loss that uses the entropy's gradient costs one
-tensor more, as large as what is handled at once.
+(4 MB in fp32), or 256 rows where those are more: each piece reads the whole head and adds to its whole gradient, which with pieces
+of 6 rows took most of the time at a vocabulary of 152,000 (`benchmarks/head.py`). What the backward pass needs of the vocabulary,
+`exp(logits - max)`, is kept where it is small, at most 2^24 values (64 MB) or as many as the head has weights; beyond that it is
+computed again piece by piece. So a call holds at most 3 pieces and what is kept over its inputs and gradients, whatever N. A loss
+that uses the entropy's gradient costs one tensor more, as large as what is handled at once.
 """
 
 # Shapes: N rows, n the rows of a piece, D width, V vocabulary, M the largest kept set.
@@ -21,6 +22,7 @@ from nmoe.model.numerics import prepared
 from nmoe.model.products import input_gradient, weight_gradient
 
 _PIECE_LOGITS = 2**20
+_LEAST_ROWS = 256
 _KEPT_LOGITS = 2**24
 
 
@@ -47,16 +49,21 @@ class _HeadLogprobs(torch.autograd.Function):
         exps_NV = torch.empty(rows, vocabulary, dtype=dtype, device=x_ND.device) if keep else None
         head = prepared(weight_VD, exact)
         for piece in _pieces(rows, vocabulary):
-            shifted_nV = _shifted_logits(head, x_ND, temperature, kept_NM, piece)
-            exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[piece])
-            total_n = torch.sum(exps_nV, -1, out=total_N[piece])
-            log_total_n = total_n.log()
-            target_n = shifted_nV.gather(-1, targets_N[piece].unsqueeze(-1)).squeeze(-1)
-            torch.sub(target_n, log_total_n, out=logprobs_N[piece])
-            if kept_NM is not None:
-                shifted_nV.clamp_(min=-1e30)  # a token that is cut out has a logit of -inf, and 0 * -inf counts as 0
-            mean_n = torch.linalg.vecdot(exps_nV, shifted_nV).div_(total_n)
-            torch.sub(log_total_n, mean_n, out=entropy_N[piece])
+            logits_nV = _logits(head, x_ND[piece])
+            for part in _parts(piece, vocabulary):
+                part_nV = logits_nV[part.start - piece.start : part.stop - piece.start]
+                shifted_nV = _shifted(part_nV, temperature, kept_NM, part)
+                exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[part])
+                total_n = torch.sum(exps_nV, -1, out=total_N[part])
+                log_total_n = total_n.log()
+                target_n = shifted_nV.gather(-1, targets_N[part].unsqueeze(-1)).squeeze(-1)
+                torch.sub(target_n, log_total_n, out=logprobs_N[part])
+                if kept_NM is not None:
+                    shifted_nV.clamp_(
+                        min=-1e30
+                    )  # a token that is cut out has a logit of -inf, and 0 * -inf counts as 0
+                mean_n = torch.linalg.vecdot(exps_nV, shifted_nV).div_(total_n)
+                torch.sub(log_total_n, mean_n, out=entropy_N[part])
         ctx.save_for_backward(x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N, entropy_N)
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
@@ -69,40 +76,54 @@ class _HeadLogprobs(torch.autograd.Function):
         # What falls on p, of both outputs: onehot * grad - p * (grad + entropy_grad * H) - p log p * entropy_grad.
         scale_N = -(grad_N if entropy_grad_N is None else grad_N + entropy_grad_N * entropy_N) / total_N
         grad_x_ND = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=grad_N.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight_VD: Tensor | None = None
         rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
-        head = prepared(weight_VD, ctx.exact and exps_NV is None)
-        # Where all is kept, the products that follow take it whole.
-        for piece in _pieces(rows, vocabulary) if exps_NV is None else [slice(0, rows)]:
-            exps_nV = exps_NV
-            if exps_nV is None:
-                exps_nV = _shifted_logits(head, x_ND, ctx.temperature, kept_NM, piece).exp_()
+        head = prepared(weight_VD, ctx.exact) if exps_NV is None else None
+        # Where little is kept, the products that follow take it whole.
+        whole = exps_NV is not None and exps_NV.numel() <= _KEPT_LOGITS
+        for piece in [slice(0, rows)] if whole else _pieces(rows, vocabulary):
+            again_nV = None if head is None else _shifted(_logits(head, x_ND[piece]), ctx.temperature, kept_NM, piece)
+            exps_nV = exps_NV[piece] if again_nV is None else again_nV.exp_()
             entropic_nV = None
             if entropy_grad_N is not None:
                 entropic_nV = exps_nV / total_N[piece].unsqueeze(-1)
                 torch.special.entr(entropic_nV, out=entropic_nV)  # -p log p, and 0 where a token is cut out
                 entropic_nV.mul_(entropy_grad_N[piece].unsqueeze(-1))
             scale_n1 = scale_N[piece].unsqueeze(-1)
-            grad_nV = exps_nV.mul_(scale_n1) if exps_NV is None else exps_nV * scale_n1
+            grad_nV = exps_nV * scale_n1 if head is None else exps_nV.mul_(scale_n1)
             if entropic_nV is not None:
                 grad_nV.add_(entropic_nV)
             grad_nV.scatter_add_(-1, targets_N[piece].unsqueeze(-1), grad_N[piece].unsqueeze(-1))
             grad_nV = grad_nV.to(weight_VD.dtype)
             if grad_x_ND is not None:
                 grad_x_ND[piece] = input_gradient(grad_nV, weight_VD)
-            if grad_weight_VD is not None:
-                grad_weight_VD.add_(weight_gradient(x_ND[piece], grad_nV))
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight_VD = _plus_weight_gradient(grad_weight_VD, x_ND[piece], grad_nV, grad_N.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight_VD = (
+                torch.zeros_like(weight_VD) if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+            )
         return grad_x_ND, grad_weight_VD, None, None, None, None, None
 
 
-def _shifted_logits(
-    head: Callable[[Tensor], Tensor], x_ND: Tensor, temperature: float, kept_NM: Tensor | None, piece: slice
-) -> Tensor:
-    """The piece's logits in fp32 (fp64 for fp64 inputs) less the largest of each row."""
-    logits_nV = head(x_ND[piece])
-    logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, dtype: torch.dtype) -> Tensor:
+    """A piece's gradient of the head added to those of the pieces before, in `dtype`. A wide vocabulary's is as large as the head:
+    it is added to in place, where there is such a product, and lies as the head does, which saves a copy of it."""
+    if _is_wide(grad_nV.shape[-1]) and grad_nV.dtype == dtype:
+        return grad_nV.t() @ x_nD if sum_VD is None else sum_VD.addmm_(grad_nV.t(), x_nD)
+    if sum_VD is None:
+        sum_VD = torch.zeros(grad_nV.shape[-1], x_nD.shape[-1], dtype=dtype, device=x_nD.device)
+    return sum_VD.add_(weight_gradient(x_nD, grad_nV))
+
+
+def _logits(head: Callable[[Tensor], Tensor], x_nD: Tensor) -> Tensor:
+    """In fp32, or in fp64 for fp64 inputs."""
+    logits_nV = head(x_nD)
+    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+
+
+def _shifted(logits_nV: Tensor, temperature: float, kept_NM: Tensor | None, piece: slice) -> Tensor:
+    """The logits of these rows at the temperature, in place, less the largest of each row."""
     if temperature != 1.0:
         logits_nV.div_(temperature)
     if kept_NM is not None:
@@ -110,10 +131,22 @@ def _shifted_logits(
     return logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
 
 
+def _is_wide(vocabulary: int) -> bool:
+    """Whether a piece has more than its usual logits, for the sake of its rows."""
+    return vocabulary * _LEAST_ROWS > _PIECE_LOGITS
+
+
 def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
-    step = max(1, _PIECE_LOGITS // vocabulary)
+    step = max(_LEAST_ROWS, _PIECE_LOGITS // vocabulary)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def _parts(piece: slice, vocabulary: int) -> Iterator[slice]:
+    """The rows of a piece, taken so many at a time as lie in the cache from one operation to the next."""
+    step = max(1, _PIECE_LOGITS // vocabulary)
+    for start in range(piece.start, piece.stop, step):
+        yield slice(start, min(start + step, piece.stop))
 
 
 def head_logprobs(
@@ -130,7 +163,7 @@ def head_logprobs(
     `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `nmoe.model.numerics`.
     """
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    keep = needs_grad and x_ND.shape[0] * weight_VD.shape[0] <= _KEPT_LOGITS
+    keep = needs_grad and x_ND.shape[0] * weight_VD.shape[0] <= max(_KEPT_LOGITS, weight_VD.numel())
     logprobs_N, entropy_N = _HeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, kept_NM, exact, keep)
     return logprobs_N, entropy_N
 

@@ -8,7 +8,7 @@ other bits where a piece of work ends, by up to a unit in the last place, and wh
 "exact" takes the sigmoid from the exponential, which does not. Everything else works row by row.
 """
 
-# Shapes: N rows, D and F widths, R routed rows sorted by expert, E experts.
+# Shapes: N rows, D and F widths, V vocabulary, R routed rows sorted by expert, E experts.
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from nmoe.model.kernels.cpu.library import serves_exact
 Numerics = Literal["fast", "exact"]
 
 _MKL_ROWS_PER_THREAD = 8
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def least_rows(x: Tensor) -> int:
@@ -49,11 +50,18 @@ def linear(x_ND: Tensor, weight_FD: Tensor, exact: bool, bias_F: Tensor | None =
     return products.linear(enough_rows(x_ND, least_rows(x_ND)), weight_FD, bias_F)[: x_ND.shape[0]]
 
 
-def prepared(weight_FD: Tensor, exact: bool) -> Callable[[Tensor], Tensor]:
-    """`linear(x, weight, exact)` without gradients, for several x."""
-    if exact and serves_exact(weight_FD):
-        return products.prepared(weight_FD)
-    return lambda x_ND: linear(x_ND, weight_FD, exact)
+def head_product(x_ND: Tensor, weight_VD: Tensor, exact: bool) -> Tensor:
+    """`linear(x, weight, exact)` in fp32 at least: logits of some tens rounded to bf16 are wrong by some hundredths."""
+    return products.linear_in_fp32(x_ND, weight_VD) if x_ND.dtype in _LOW else linear(x_ND, weight_VD, exact)
+
+
+def prepared(weight_VD: Tensor, exact: bool) -> Callable[[Tensor], Tensor]:
+    """`head_product(x, weight, exact)` without gradients, for several x."""
+    if weight_VD.dtype in _LOW:
+        return products.prepared_in_fp32(weight_VD)
+    if exact and serves_exact(weight_VD):
+        return products.prepared(weight_VD)
+    return lambda x_ND: linear(x_ND, weight_VD, exact)
 
 
 def with_full_groups(

@@ -145,6 +145,24 @@ def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, exact:
     return out_NF
 
 
+def linear_in_fp32(x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+    """`x @ weight.T` in fp32, of a narrower x and weight, whose products fp32 holds exactly."""
+    wide_ND = x_ND.float()
+    if by_kernel(wide_ND, weight_FD):
+        return operations.linear(wide_ND, _packed(weight_FD, _panels_in_fp32), weight_FD.shape[0], None)
+    if torch.is_grad_enabled():
+        return linear(wide_ND, weight_FD.float())
+    return prepared_in_fp32(weight_FD)(x_ND)
+
+
+def prepared_in_fp32(weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
+    """`linear_in_fp32(x, weight)` without gradients, for several x: what has to be widened is widened once."""
+    if weight_FD.is_cuda:
+        return lambda x_ND: torch.mm(x_ND, weight_FD.t(), out_dtype=torch.float32)
+    wide_FD = weight_FD.float()
+    return lambda x_ND: linear(x_ND.float(), wide_FD)
+
+
 def prepared(weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
     """`linear(x, weight, exact=True)` without gradients, for several x: the weight is packed once."""
     panels = _panels_of(weight_FD, _panels)

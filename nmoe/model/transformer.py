@@ -21,7 +21,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.linear import Linear
 from nmoe.model.moe import MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.norm import RMSNorm
-from nmoe.model.numerics import Numerics, linear
+from nmoe.model.numerics import Numerics, head_product
 from nmoe.model.rope import rope_table
 
 
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Logits `[N, V]` in fp32 for the rows that are wanted."""
-        return linear(x_ND, self.head_weight, self.exact).float()
+        return head_product(x_ND, self.head_weight, self.exact).float()
 
     @property
     def head_weight(self) -> Tensor:

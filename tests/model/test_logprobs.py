@@ -43,6 +43,7 @@ def test_large_logits_do_not_overflow() -> None:
 def small_pieces(monkeypatch: pytest.MonkeyPatch, kept_logits: int) -> None:
     """Two rows of seven logits to a piece; `kept_logits = 0` computes everything again in the backward pass."""
     monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 20)
+    monkeypatch.setattr(logprobs, "_LEAST_ROWS", 1)
     monkeypatch.setattr(logprobs, "_KEPT_LOGITS", kept_logits)
 
 
@@ -131,7 +132,7 @@ def test_of_low_precision_products_everything_else_is_fp32() -> None:
     targets = torch.randint(300, (40,), generator=generator)
     logprobs_N, entropy = head_logprobs(states, head, targets)
     assert (logprobs_N.dtype, entropy.dtype) == (torch.float32, torch.float32)
-    logits = F.linear(states, head).float()
+    logits = F.linear(states.float(), head.float())  # not rounded to bf16 on the way
     reference = logits.log_softmax(-1)
     torch.testing.assert_close(logprobs_N, reference[torch.arange(40), targets], rtol=1e-6, atol=1e-5)
     logprobs_N.sum().backward()
@@ -141,6 +142,42 @@ def test_of_low_precision_products_everything_else_is_fp32() -> None:
     assert states.grad.dtype == head.grad.dtype == torch.bfloat16
     torch.testing.assert_close(states.grad.float(), d_logits @ head.float(), rtol=0.02, atol=0.05)
     torch.testing.assert_close(head.grad.float(), d_logits.T @ states.float(), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("kept_logits", [0, 2**24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wide_vocabulary_goes_through_the_head_by_many_rows(
+    monkeypatch: pytest.MonkeyPatch, kept_logits: int, dtype: torch.dtype
+) -> None:
+    """A piece of few rows would read the whole head for each, and add to its whole gradient."""
+    monkeypatch.setattr(logprobs, "_KEPT_LOGITS", kept_logits)
+    monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 2**12)
+    monkeypatch.setattr(logprobs, "_LEAST_ROWS", 32)
+    rows: list[int] = []
+    through_head = logprobs._logits
+
+    def counted(*args):
+        out = through_head(*args)
+        rows.append(out.shape[0])
+        return out
+
+    monkeypatch.setattr(logprobs, "_logits", counted)
+    generator = torch.Generator().manual_seed(5)
+    states = torch.randn(80, 16, generator=generator).to(dtype).requires_grad_()
+    head = (0.3 * torch.randn(3000, 16, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(3000, (80,), generator=generator)
+    logprobs_N, _ = head_logprobs(states, head, targets)
+    logprobs_N.sum().backward()
+    assert rows == [32, 32, 16] * (1 if kept_logits else 2)
+    logits = states.detach().float() @ head.detach().float().T
+    torch.testing.assert_close(logprobs_N, logits.log_softmax(-1)[torch.arange(80), targets], rtol=1e-5, atol=1e-5)
+    d_logits = F.one_hot(targets, 3000).float() - logits.softmax(-1)
+    assert states.grad is not None
+    assert head.grad is not None
+    assert head.grad.is_contiguous()
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.03}
+    torch.testing.assert_close(states.grad.float(), d_logits @ head.detach().float(), **tolerance)
+    torch.testing.assert_close(head.grad.float(), d_logits.T @ states.detach().float(), **tolerance)
 
 
 class Largest(TorchDispatchMode):
@@ -162,6 +199,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_holds_the_logits_of_all_rows(monkeypatch: pytest.MonkeyPatch, restricted: bool) -> None:
     rows, vocabulary, width = 4000, 500, 4
     monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 50 * vocabulary)
+    monkeypatch.setattr(logprobs, "_LEAST_ROWS", 1)
     monkeypatch.setattr(logprobs, "_KEPT_LOGITS", 0)
     states = torch.randn(rows, width, requires_grad=True)
     head = torch.randn(vocabulary, width, requires_grad=True)
@@ -184,6 +222,7 @@ def test_what_is_kept_for_the_backward_pass_is_bounded(monkeypatch: pytest.Monke
     with torch.no_grad(), Largest() as largest:
         monkeypatch.setattr(logprobs, "_KEPT_LOGITS", 3000)
         monkeypatch.setattr(logprobs, "_PIECE_LOGITS", 200)
+        monkeypatch.setattr(logprobs, "_LEAST_ROWS", 1)
         head_logprobs(states, head, targets)
     assert largest.elements < 1000  # without a gradient there is nothing to keep
 

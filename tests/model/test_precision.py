@@ -1,5 +1,7 @@
-"""Casting a model: everything takes the precision but the routers, whose numbers are those of the checkpoint to the bit."""
+"""Casting a model: everything takes the precision but the routers, whose numbers are those of the checkpoint to the bit, and the
+logits."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,12 @@ from tiny_models import tiny_family
 from torch import Tensor
 
 from nmoe.model.checkpoint import export_model, load_model, save_model
+from nmoe.model.kernels.cpu import library
+from nmoe.model.logprobs import head_logprobs
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import Precision, set_precision
+from nmoe.model.products import PackedWeights
 from nmoe.model.transformer import Transformer
 
 
@@ -52,3 +59,29 @@ def test_loading_and_storing_below_fp32_keeps_the_routers(tmp_path: Path, close_
     ):
         assert model.embedding.weight.dtype == torch.bfloat16
         assert all(torch.equal(tensor, before[name]) for name, tensor in routers(model).items())
+
+
+@pytest.mark.parametrize("where", ["learner", "engine", "engine without kernels"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@torch.no_grad()
+def test_logits_are_not_rounded(precision: Precision, where: str) -> None:
+    """Of states and weights in low precision, whose products fp32 holds: a rounded logit of 10 would be wrong by up to 0.03."""
+    model = set_precision(tiny_family("qwen3"), precision)
+    ids = torch.randint(48, (40,), generator=torch.Generator().manual_seed(0))
+    states = model(ids, torch.arange(40), PackedAttention([40], ids.device), RouterTrace())
+    assert states.dtype == model.head_weight.dtype == getattr(torch, precision)
+    expected = states.double() @ model.head_weight.double().T
+    rounded = expected.to(states.dtype).double()
+    with ExitStack() as stack:
+        if where != "learner":
+            stack.enter_context(PackedWeights().active())
+        if where == "engine":
+            stack.enter_context(library.in_use())
+        logits = model.logits(states)
+        logprobs, _ = head_logprobs(states, model.head_weight, ids)
+    assert logits.dtype == torch.float32
+    off = (logits - expected).abs().mean()
+    assert off < 1e-5
+    assert off < 0.01 * (rounded - expected).abs().mean()
+    reference = expected.log_softmax(-1)[torch.arange(40), ids]
+    torch.testing.assert_close(logprobs.double(), reference, rtol=0, atol=1e-4)

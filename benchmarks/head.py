@@ -1,0 +1,120 @@
+"""Times log-probabilities and entropies at the vocabulary of a released model against the plain product.
+
+    python benchmarks/head.py                     # V = 151,936 and D = 1024, as Qwen3-0.6B has them
+
+Three ways of use: training (gradients of states and head), a frozen head (adapters: of the states alone), and no gradient. Each is
+held against the matrix products that it can not do without, over all rows at once: one, two or three. Beside them stands what
+torch does with whole logits: F.linear, log_softmax and the entropy. Sides take turns; the figures are medians of CPU seconds, which
+other work on the machine disturbs less than the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from machine import machine, versions
+from torch import Tensor
+
+from nmoe.model.logprobs import head_logprobs
+from nmoe.model.products import input_gradient, linear, weight_gradient
+
+WAYS = ("training", "frozen head", "no gradient")
+
+
+def ours(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    return head_logprobs(x_ND, weight_VD, targets_N)
+
+
+def by_torch(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs_NV = F.linear(x_ND, weight_VD).float().log_softmax(-1)
+    with torch.no_grad():  # a metric, as in most recipes
+        entropy_N = -torch.linalg.vecdot(logprobs_NV.exp(), logprobs_NV)
+    return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), entropy_N
+
+
+def products(x_ND: Tensor, weight_VD: Tensor, way: str) -> None:
+    """The matrix products alone."""
+    with torch.no_grad():
+        logits_NV = linear(x_ND, weight_VD)
+        if way != "no gradient":
+            input_gradient(logits_NV, weight_VD)
+        if way == "training":
+            weight_gradient(x_ND, logits_NV)
+
+
+Side = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def run(side: Side, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, way: str) -> Tensor:
+    x_ND, weight_VD = x_ND.detach(), weight_VD.detach()
+    with torch.set_grad_enabled(way != "no gradient"):
+        x_ND.requires_grad_(way != "no gradient")
+        weight_VD.requires_grad_(way == "training")
+        logprobs_N, _ = side(x_ND, weight_VD, targets_N)
+        if way != "no gradient":
+            logprobs_N.sum().backward()
+    return logprobs_N.detach()
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the head against plain products at a large vocabulary")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument(
+        "--without-torch", action="store_true", help="leave torch's whole logits out, which take the most memory"
+    )
+    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.05 * torch.randn(arguments.vocabulary, arguments.width, generator=generator)
+    results = []
+    for rows in arguments.rows:
+        x = torch.randn(rows, arguments.width, generator=generator)
+        targets = torch.randint(arguments.vocabulary, (rows,), generator=generator)
+        for way in arguments.ways:
+            given = (x, weight, targets)
+            sides: dict[str, Callable[[], object]] = {
+                "nmoe": lambda given=given, way=way: run(ours, *given, way),
+                "products": lambda given=given, way=way: products(*given[:2], way),
+            }
+            if not arguments.without_torch:
+                sides["torch"] = lambda given=given, way=way: run(by_torch, *given, way)
+                apart = run(ours, *given, way) - run(by_torch, *given, way)
+                assert apart.abs().max() < 1e-3, f"log-probabilities differ by {apart.abs().max()}"
+            taken: dict[str, list[float]] = {name: [] for name in sides}
+            for _ in range(arguments.rounds):
+                for name, work in sides.items():
+                    taken[name].append(cpu_seconds(work))
+            found = {name: statistics.median(seconds) for name, seconds in taken.items()}
+            ratios = {f"nmoe / {name}": found["nmoe"] / found[name] for name in sides if name != "nmoe"}
+            results.append({"rows": rows, "way": way, **{f"{name}, CPU s": s for name, s in found.items()}, **ratios})
+            print(
+                json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in results[-1].items()}),
+                flush=True,
+            )
+    if arguments.out is not None:
+        settings = {"vocabulary": arguments.vocabulary, "width": arguments.width, "rounds": arguments.rounds}
+        report = {**settings, "machine": machine(), "versions": versions("torch"), "results": results}
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
