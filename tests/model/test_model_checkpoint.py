@@ -237,6 +237,9 @@ def test_a_tied_head_saved_all_the_same_and_tables_of_old_versions_say_nothing(t
     edit_tensors(lambda t: t.update(old))(tmp_path)
     untied = load_model(tmp_path)
     edit_config(tie_word_embeddings=True)(tmp_path)
+    with pytest.raises(UserError, match=r"lm_head\.weight is another tensor; set tie_word_embeddings to false"):
+        load_model(tmp_path)
+    edit_tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(tmp_path)
     tied = load_model(tmp_path)
     assert untied.head is not None
     assert tied.head is None
