@@ -40,6 +40,15 @@ class FakeSandbox:
             raise SandboxFileError("tool_error", f"{path}: no such file")
         return self.contents[path]
 
+    async def read_lines(self, path: str, first: int, count: int, *, limits: Limits | None = None) -> Result:
+        return Result("ok", 0, b"".join((await self.read(path)).splitlines(True)[first - 1 :][:count]), b"", 0.001)
+
+    async def edit(self, path: str, old: bytes, new: bytes) -> None:
+        content = await self.read(path)
+        if content.count(old) != 1:
+            raise SandboxFileError("tool_error", f"the text stands {content.count(old)} times in {path}, not once")
+        self.contents[path] = content.replace(old, new)
+
     async def write(self, path: str, data: bytes) -> None:
         self.contents[path] = data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import io
 import json
@@ -24,7 +25,7 @@ from nmoe.rl.problem import Problem
 from nmoe.rl.sandbox.api import Limits, Result
 from nmoe.rl.workspace.collect import collect
 from nmoe.rl.workspace.prepare import Prepared, Workspaces
-from nmoe.rl.workspace.sources import WorkspaceError
+from nmoe.rl.workspace.sources import MOST_KEPT, WorkspaceError
 from nmoe.rl.workspace.store import MARKER, lock, workspaces_root
 
 Open = Callable[..., Workspaces]
@@ -331,6 +332,86 @@ def test_what_can_not_be_kept_is_said(workspaces: Open, project: Path, root: Pat
     with pytest.raises(WorkspaceError, match="the workspace of x can not be kept: timeout"):
         asyncio.run(one.save(lost, prepared, "x", failed=True, limits=Limits()))  # type: ignore[arg-type]
     assert len(list(root.iterdir())) == 1
+
+
+def archive(*members: tuple[str, bytes | None]) -> Result:
+    """What tar says of files by their contents, and of directories by None."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size = (tarfile.DIRTYPE, 0) if content is None else (tarfile.REGTYPE, len(content))
+            tar.addfile(member, None if content is None else io.BytesIO(content))
+    return Result("ok", 0, out.getvalue(), b"", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        (archive(*(("/".join(["d" * 100] * depth), None) for depth in range(1, 61))), "File name too long"),
+        (archive(("n" * 300, b"x")), "File name too long"),
+        (archive(("a", b"x"), ("a/b", b"x")), "Not a directory|File exists"),
+        (
+            archive(*((f"{number}", b"") for number in range(MOST_KEPT + 1))),
+            f"{MOST_KEPT + 1} files and directories, too many",
+        ),
+        (Result("ok", 0, b"no archive" * 100, b"", 0.1), "can not be read"),
+    ],
+    ids=["deep", "long name", "a file as a directory", "many files", "no archive"],
+)
+def test_what_a_policy_left_never_raises_anything_else(
+    workspaces: Open, project: Path, root: Path, left: Result, reason: str
+) -> None:
+    one = workspaces(directory=str(project), keep="always")
+    prepared = prepare(one)
+    with pytest.raises(WorkspaceError, match=reason):
+        asyncio.run(one.save(Left(left), prepared, "x", failed=True, limits=Limits()))  # type: ignore[arg-type]
+    assert len(list(root.iterdir())) == 1, "no half of it stays"
+
+
+def test_a_full_disk_is_a_workspace_that_is_not_kept(
+    workspaces: Open, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = workspaces(directory=str(project), keep="always")
+    prepared = prepare(one)
+    monkeypatch.setattr("nmoe.rl.workspace.prepare.extract", full)
+    with pytest.raises(WorkspaceError, match="No space left on device"):
+        asyncio.run(one.save(Left(), prepared, "x", failed=True, limits=Limits()))  # type: ignore[arg-type]
+
+
+def test_copying_delays_nobody_else(workspaces: Open, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop turns while two workspaces are copied, one after the other."""
+    at_once = most = 0
+
+    def slow(_: bytes, tree: Path) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.2)
+        tree.mkdir()
+        at_once -= 1
+
+    one = workspaces(directory=str(project), keep="always")
+    prepared = prepare(one)
+    monkeypatch.setattr("nmoe.rl.workspace.prepare.extract", slow)
+
+    async def turns() -> int:
+        saving = asyncio.gather(
+            *(one.save(Left(), prepared, name, failed=True, limits=Limits()) for name in "ab")  # type: ignore[arg-type]
+        )
+        count = 0
+        while not saving.done():
+            count += 1
+            await asyncio.sleep(0.01)
+        await saving
+        return count
+
+    for _ in range(2):  # each batch of rollouts has an event loop of its own
+        assert asyncio.run(turns()) > 10
+    assert most == 1
 
 
 def make(root: Path, name: str, mb: float = 1.0, days: float = 0.0, env_id: str = "fix", **policy: float) -> Path:

@@ -95,6 +95,14 @@ class Sandbox(Protocol):
     async def read(self, path: str) -> bytes:
         """A regular file beneath the workspace, not larger than `file_mb`. Raises SandboxFileError."""
 
+    async def read_lines(self, path: str, first: int, count: int, *, limits: Limits | None = None) -> Result:
+        """`count` lines of a regular file from line `first`, counted from 1, found inside the sandbox: a file of any size costs the
+        caller `output_kb` at most, and the result ends as "output_limit" where that cuts them. Raises SandboxFileError."""
+
+    async def edit(self, path: str, old: bytes, new: bytes) -> None:
+        """Replaces the one place where `old` stands in a regular file, inside the sandbox. Raises SandboxFileError, as a
+        "tool_error" where it does not stand there exactly once."""
+
     async def write(self, path: str, data: bytes) -> None:
         """Replaces or makes a file beneath the workspace, directories included. Raises SandboxFileError."""
 

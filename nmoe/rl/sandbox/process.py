@@ -207,6 +207,14 @@ class ProcessSandbox:
         result = await self._call({"op": "read", "path": path}, [], self._file_limits())
         return self._done(result).stdout
 
+    async def read_lines(self, path: str, first: int, count: int, *, limits: Limits | None = None) -> Result:
+        header = {"op": "read_lines", "path": path, "first": first, "count": count}
+        result = await self._call(header, [], limits)
+        return result if result.failure == "output_limit" else self._done(result)
+
+    async def edit(self, path: str, old: bytes, new: bytes) -> None:
+        self._done(await self._call({"op": "edit", "path": path}, [old, new], self._file_limits()))
+
     async def write(self, path: str, data: bytes) -> None:
         self._done(await self._call({"op": "write", "path": path}, [data], self._file_limits()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -50,13 +51,7 @@ def builtin_tools(budget: BudgetSettings) -> dict[str, Tool]:
         lines: Annotated[int, Field(ge=1, description="how many lines to show")] = 200,
     ) -> ToolOutput:
         """Shows lines of a text file."""
-        content = await sandbox.read(path)
-        wanted = content.splitlines(keepends=True)[first_line - 1 : first_line - 1 + lines]
-        if content and not wanted:
-            return ToolOutput(
-                "", "tool_error", f"{path} has {len(content.splitlines())} lines, none from {first_line} on"
-            )
-        return ToolOutput(b"".join(wanted))
+        return _output(await sandbox.read_lines(path, first_line, lines, limits=limits), limits)
 
     async def write(
         path: _Path, content: Annotated[str, Field(description="the whole content")], sandbox: Sandbox
@@ -73,14 +68,10 @@ def builtin_tools(budget: BudgetSettings) -> dict[str, Tool]:
         ],
         new: Annotated[str, Field(description="the text to put in its place")],
         sandbox: Sandbox,
-    ) -> ToolOutput:
+    ) -> str:
         """Replaces a piece of a text file."""
-        content, sought = await sandbox.read(path), old.encode("utf-8", "replace")
-        count = content.count(sought)
-        if count != 1:
-            return ToolOutput("", "tool_error", f"the text stands {count} times in {path}, not once")
-        await sandbox.write(path, content.replace(sought, new.encode("utf-8", "replace")))
-        return ToolOutput(f"edited {path}")
+        await sandbox.edit(path, old.encode("utf-8", "replace"), new.encode("utf-8", "replace"))
+        return f"edited {path}"
 
     async def search(
         pattern: Annotated[str, Field(min_length=1, description="an extended regular expression, as grep -E takes it")],
@@ -108,7 +99,18 @@ def _output(result: Result, limits: Limits) -> ToolOutput:
         "internal_error": "the sandbox was lost",
     }
     reason = reasons.get(result.failure, "")
-    return ToolOutput(result.stdout + result.stderr, result.failure, reason)
+    said = result.stdout + result.stderr
+    if result.failure == "output_limit":
+        said = _whole_characters(said)
+    return ToolOutput(said, result.failure, reason)
+
+
+def _whole_characters(cut: bytes) -> bytes:
+    """UTF-8 that was cut anywhere, without the last character where the cut went through it."""
+    try:
+        return cut[: codecs.utf_8_decode(cut, "strict", False)[1]]
+    except UnicodeDecodeError:
+        return cut
 
 
 def _exit_reason(code: int | None) -> str:

@@ -29,13 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.environment import WorkspaceSettings
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.rl.problem import Problem
 from nmoe.rl.sandbox.api import WORKSPACE, Limits, Sandbox
 from nmoe.rl.workspace.bootstrap import bootstrap
 from nmoe.rl.workspace.sources import Source, WorkspaceError, extract, fill, identity_of, last_line, source_of
 from nmoe.rl.workspace.store import MAKING, MARKER, lock, now_utc, workspaces_root
 from nmoe.runs.storage import storage_errors, write_atomically
+
+# A file name may have 255 bytes.
+_KEPT_NAME_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Workspaces:
         self._makers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="workspace")
         self._ready: dict[Source, Future[Prepared]] = {}
         self._locks: list[int] = []
+        self._saving: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def prepare(self, problem: Problem) -> Prepared:
         """The workspace for a problem; made on first use. Raises WorkspaceError, the same one whoever asks."""
@@ -83,7 +87,9 @@ class Workspaces:
     ) -> Path | None:
         """Keeps what a trajectory left in its workspace, where the policy says so: the directory that holds it, or None.
 
-        `name` tells it from others: "run-step-problem-index". Raises WorkspaceError where the files can not be had.
+        `name` tells it from others: "run-step-problem-index". One is kept at a time and in a thread, so that a workspace that is
+        slow to copy delays nobody else's rollout and only one archive is in memory. Raises WorkspaceError where the files
+        cannot be had or written, for whatever reason: a policy chose their names, numbers and sizes.
         """
         keep = self._settings.keep
         if keep == "never" or (keep == "failed" and not failed):
@@ -91,17 +97,32 @@ class Workspaces:
         roomy = Limits(
             limits.wall_s, limits.cpu_s, limits.memory_mb, limits.processes, output_kb=2 * 1024 * limits.disk_mb
         )
-        result = await sandbox.run(["tar", "-cf", "-", "-C", WORKSPACE, "."], limits=roomy)
-        if result.failure != "ok":
-            raise WorkspaceError(
-                f"the workspace of {name} can not be kept: {result.failure} {last_line(result.stderr.decode(errors='replace'))}"
-            )
-        record = {**prepared.provenance, "kind": "kept", "name": name, "failed": failed, "made_utc": now_utc()}
-        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
-        final = self._root / f"kept-{safe}-{os.urandom(4).hex()}"
-        with self._making(record) as making:
-            extract(result.stdout, making / "tree")
-            os.rename(making, final)
+        async with self._one_at_a_time():
+            result = await sandbox.run(["tar", "-cf", "-", "-C", WORKSPACE, "."], limits=roomy)
+            if result.failure != "ok":
+                raise WorkspaceError(
+                    f"the workspace of {name} can not be kept: {result.failure} "
+                    f"{last_line(result.stderr.decode(errors='replace'))}"
+                )
+            record = {**prepared.provenance, "kind": "kept", "name": name, "failed": failed, "made_utc": now_utc()}
+            return await asyncio.to_thread(self._write_kept, result.stdout, record)
+
+    def _one_at_a_time(self) -> asyncio.Lock:
+        """The lock of the event loop that runs now; each batch of rollouts has a loop of its own."""
+        loop = asyncio.get_running_loop()
+        if self._saving is None or self._saving[0] is not loop:
+            self._saving = loop, asyncio.Lock()
+        return self._saving[1]
+
+    def _write_kept(self, archive: bytes, record: Mapping[str, Any]) -> Path:
+        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in record["name"])
+        final = self._root / f"kept-{safe[:_KEPT_NAME_CHARS]}-{os.urandom(4).hex()}"
+        try:
+            with self._making(record) as making:
+                extract(archive, making / "tree")
+                os.rename(making, final)
+        except (OSError, StorageError) as error:
+            raise WorkspaceError(f"the workspace of {record['name']} can not be kept: {error}") from error
         return final
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ from nmoe.config.environment import WorkspaceSettings
 from nmoe.errors import UserError
 from nmoe.rl.failures import Failure
 from nmoe.rl.problem import Problem
+
+# What is kept of one trajectory's workspace: more than this is no longer for people to look at.
+MOST_KEPT = 4096
+_UNPACK_S = 60.0
 
 
 class WorkspaceError(Exception):
@@ -128,17 +133,30 @@ def _git(repository: Path, *arguments: str, **environment: str) -> str:
 
 
 def extract(archive: bytes, directory: Path) -> None:
-    """Unpacks what a policy left; members that would lie or point outside are left out."""
+    """Unpacks what a policy left; members that would lie or point outside are left out.
+
+    Raises WorkspaceError for more members, or longer work, than is worth keeping, and for what is no archive.
+    """
+    until = time.monotonic() + _UNPACK_S
 
     def safe(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        if time.monotonic() > until:
+            raise WorkspaceError(f"the workspace took longer than {_UNPACK_S:g} s to copy")
         try:
             return tarfile.data_filter(member, path)
         except tarfile.FilterError:
             return None
 
     directory.mkdir()
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(directory, filter=safe)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            if (members := len(tar.getmembers())) > MOST_KEPT:
+                raise WorkspaceError(
+                    f"the workspace has {members} files and directories, too many to be kept: the most are {MOST_KEPT}"
+                )
+            tar.extractall(directory, filter=safe)
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise WorkspaceError(f"the archive of the workspace can not be read: {error}") from error
 
 
 def last_line(text: str) -> str:

@@ -159,6 +159,61 @@ def test_files(box: Box) -> None:
     assert box(box.sandbox.bash("cat a/b/c.txt")).stdout == b"short"
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"one", b"one\n", b"\n\n", b"one\ntwo\r\n\nfour", b"x\n" * 70_000 + b"y" * 70_000]
+)
+def test_lines_of_a_file(box: Box, content: bytes) -> None:
+    box(box.sandbox.write("a.txt", content))
+    lines = content.splitlines(True)
+
+    async def read(first: int, count: int) -> bytes:
+        roomy = replace(LIMITS, output_kb=1024)
+        try:
+            return (await box.sandbox.read_lines("a.txt", first, count, limits=roomy)).stdout
+        except SandboxFileError as error:
+            return str(error).encode()
+
+    for first in (1, 2, 3, len(lines), len(lines) + 1, 10**30):
+        for count in (1, 2, 10**30) if first else ():
+            wanted = b"".join(lines[first - 1 :][:count])
+            if lines and first > len(lines):
+                wanted = f"a.txt has {len(lines)} lines, none from {first} on".encode()
+            assert box(read(first, count)) == wanted, (first, count)
+
+
+def test_reading_lines_is_bounded(box: Box) -> None:
+    """Seven megabytes of short lines: neither the sandbox nor who asks holds more of them than the limit of the output."""
+    box(box.sandbox.bash("yes | head -c 7000000 > short"))
+    result = box(box.sandbox.read_lines("short", 1, 10**9, limits=replace(LIMITS, memory_mb=40)))
+    assert (result.failure, len(result.stdout)) == ("output_limit", 64 * 1024)
+    assert box(box.sandbox.read_lines("short", 3_499_999, 5)).stdout == b"y\ny\n"
+
+
+def test_a_piece_of_a_file_is_replaced_where_it_lies(box: Box) -> None:
+    box(box.sandbox.write("a.txt", b"one two three two"))
+    for old, times in ((b"two", 2), (b"four", 0)):
+        with pytest.raises(SandboxFileError, match=f"the text stands {times} times in a.txt, not once"):
+            box(box.sandbox.edit("a.txt", old, b"2"))
+    for old, new, content in ((b"one", b"first", b"first two three two"), (b" three two", b"", b"first two")):
+        box(box.sandbox.edit("a.txt", old, new))
+        assert box(box.sandbox.read("a.txt")) == content
+
+
+def test_a_path_is_not_cut_at_a_null_byte(box: Box) -> None:
+    box(box.sandbox.write("a.txt", b"one"))
+    for work in (
+        lambda: box.sandbox.read("a.txt\0.png"),
+        lambda: box.sandbox.read_lines("a.txt\0.png", 1, 1),
+        lambda: box.sandbox.edit("a.txt\0.png", b"one", b"two"),
+        lambda: box.sandbox.write("a.txt\0.png", b"two"),
+        lambda: box.sandbox.write("new\0/b.txt", b"two"),
+    ):
+        with pytest.raises(SandboxFileError, match="a path has no null byte") as caught:
+            box(work())
+        assert caught.value.failure == "tool_error"
+    assert box(box.sandbox.bash("ls; cat a.txt")).stdout == b"a.txt\none"
+
+
 LINKS = """
 ln -s /etc/passwd link; ln -s / root; ln -s a dir; mkdir a; echo x > a/file; mkfifo fifo
 echo o > a/other; ln a/other hard; mkdir -p /tmp/out; echo t > /tmp/out/file
@@ -193,6 +248,10 @@ def test_paths_stay_beneath_the_workspace(box: Box, path: str, read: str | None,
         return None
 
     assert box(failure(box.sandbox.read(path))) == read
+    assert box(failure(box.sandbox.read_lines(path, 1, 1))) == read
+    assert box(failure(box.sandbox.edit(path, b"o\n", b"o\n"))) == (
+        "tool_error" if path in ("a/file", "nothing") else write
+    )
     assert box(failure(box.sandbox.write(path, b"y"))) == write
     assert box(box.sandbox.bash("cat /tmp/out/file")).stdout == b"t\n"
 

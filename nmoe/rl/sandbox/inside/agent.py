@@ -76,6 +76,10 @@ class Agent:
                     act = child.python(blobs[0].decode())
                 case "read":
                     act = files.read(self._workspace, header["path"])
+                case "read_lines":
+                    act = files.read_lines(self._workspace, header["path"], header["first"], header["count"])
+                case "edit":
+                    act = files.edit(self._workspace, header["path"], *blobs)
                 case "write":
                     act = files.write(self._workspace, header["path"], blobs[0])
                 case "put":

@@ -25,6 +25,53 @@ def read(workspace: str, path: str) -> Callable[[], None]:
     return act
 
 
+def read_lines(workspace: str, path: str, first: int, count: int) -> Callable[[], None]:
+    """Writes `count` lines of a regular file from line `first`, counted from 1, to standard output; each ends with its newline.
+
+    Ends as "tool_error" where a file that is not empty has no line `first`. Holds one block in memory, whatever the lines are.
+    """
+
+    def act() -> None:
+        descriptor = _open(workspace, path, os.O_RDONLY | os.O_NONBLOCK)
+        line, wanted = 1, range(first, first + count)
+        ended = True  # whether what was read so far ends with a newline
+        while line < wanted.stop and (block := os.read(descriptor, 1 << 16)):
+            start = 0
+            while start < len(block) and line < wanted.stop:
+                # Lines before the first are counted block by block, those that are wanted one by one.
+                if line < first and line + (newlines := block.count(b"\n", start)) < first:
+                    line, start, ended = line + newlines, len(block), block.endswith(b"\n")
+                    continue
+                end = block.find(b"\n", start) + 1
+                ended = end > 0
+                stop = end or len(block)
+                if line in wanted:
+                    _write_all(1, block[start:stop])
+                line, start = line + ended, stop
+        lines = line - ended
+        if 0 < lines < first:
+            _end("tool_error", f"{path} has {lines} lines, none from {first} on")
+
+    return act
+
+
+def edit(workspace: str, path: str, old: bytes, new: bytes) -> Callable[[], None]:
+    """Replaces the one place in a regular file where `old` stands. Ends as "tool_error" where there is none, or more."""
+
+    def act() -> None:
+        descriptor = _open(workspace, path, os.O_RDWR | os.O_NONBLOCK, only_name=True)
+        content = b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
+        count = content.count(old)
+        if count != 1:
+            _end("tool_error", f"the text stands {count} times in {path}, not once")
+        place = content.index(old)
+        os.lseek(descriptor, place, os.SEEK_SET)
+        _write_all(descriptor, new + content[place + len(old) :])
+        os.ftruncate(descriptor, len(content) - len(old) + len(new))
+
+    return act
+
+
 def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
     """Replaces a file, or makes it and the directories above it."""
 
@@ -66,6 +113,8 @@ def put(workspace: str, entries: Sequence[tuple[str, str, int]], blobs: Sequence
 
 
 def _relative(workspace: str, path: str) -> str:
+    if "\0" in path:
+        _end("tool_error", "a path has no null byte")
     return os.path.relpath(path, workspace) if os.path.isabs(path) else path
 
 
