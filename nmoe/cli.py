@@ -548,6 +548,13 @@ def replay(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR_OR_RUN", help="Its tokenizer, where that is not in the same replay/.")
     ] = None,
+    allow_user_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-user-code",
+            help="Import and run what the bundle names: tools and rewards of your own, a workspace's bootstrap.",
+        ),
+    ] = False,
 ) -> None:
     """Go through a recorded trajectory again: render the prompt, read the turns, run the tools, grade, and with a checkpoint
     rescore. Exit code 1 where anything comes out differently; the first difference is named with its place.
@@ -560,7 +567,7 @@ def replay(
     """
     from nmoe.eval.replay import replay_command
 
-    for line in replay_command(bundle, checkpoint, tokenizer):
+    for line in replay_command(bundle, checkpoint, tokenizer, allow_user_code=allow_user_code):
         typer.echo(line)
 
 

@@ -21,6 +21,7 @@ from nmoe.model.precision import set_precision
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.recipes.setup import ModelIdentity
 from nmoe.rl.rollout.bundle import Bundle, read_bundle
+from nmoe.rl.rollout.named_code import named_code, refuse_named_code
 from nmoe.rl.rollout.recorder import TOKENIZER
 from nmoe.rl.rollout.replay import Check, replay
 from nmoe.rl.rollout.trajectory import Trajectory
@@ -44,14 +45,21 @@ class ReplayDifferenceError(UserError):
     exit_code = 1
 
 
-def replay_command(path: Path, checkpoint: Path | None, tokenizer_of: Path | None) -> Iterator[str]:
-    """Yields a line for each check. Raises ReplayDifferenceError with the first difference, UserError for bad input."""
+def replay_command(
+    path: Path, checkpoint: Path | None, tokenizer_of: Path | None, *, allow_user_code: bool = False
+) -> Iterator[str]:
+    """Yields a line for each check. Raises ReplayDifferenceError with the first difference, UserError for bad input and, unless
+    `allow_user_code`, for a bundle that names code to run outside a sandbox."""
     bundle = read_bundle(path)
     record = bundle.record
     yield (
         f"{path}: step {record['step']}, problem {record['problem']}, sample {record['index']}, kept as {bundle.reason}; "
         f"{record['failure']}, reward {record['reward']:g}"
     )
+    if allow_user_code:
+        yield from (f"{'runs':<12} {one}" for one in named_code(bundle))
+    else:
+        refuse_named_code(bundle)
     tokenizer = _tokenizer(bundle, checkpoint, tokenizer_of)
 
     async def checks() -> list[Check]:
@@ -61,7 +69,10 @@ def replay_command(path: Path, checkpoint: Path | None, tokenizer_of: Path | Non
             in_force = str((bundle.sandbox or {}).get("in_force"))
             workspaces = Workspaces(settings.env_id, settings.workspace, in_force)
         try:
-            return [check async for check in replay(bundle, tokenizer, sandboxes, workspaces)]
+            return [
+                check
+                async for check in replay(bundle, tokenizer, sandboxes, workspaces, allow_user_code=allow_user_code)
+            ]
         finally:
             await sandboxes.close()
             if workspaces is not None:

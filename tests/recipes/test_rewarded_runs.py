@@ -62,7 +62,7 @@ def test_rewards_are_in_the_score_the_samples_the_metrics_and_the_replays(reinfo
             assert sample["reward"] == sample["components"]["correctness"] + 0.5 * sample["components"]["mine"]
             assert sample["trainer_state"] == {"global_step": step - 1, "max_steps": 3}
     bundle = next(path for path in sorted((run / "replay").iterdir()) if "-sampled-" in path.name)
-    assert "rewards      mine asked again: the same" in list(replay_command(bundle, None, None))
+    assert "rewards      mine asked again: the same" in list(replay_command(bundle, None, None, allow_user_code=True))
 
 
 def test_a_value_that_is_no_reward_stops_the_run_with_its_sample(reinforce: Reinforce, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def kept(directory: Path, environment: Environment, tokenizer: Tokenizer, trajec
 def differences(path: Path, tokenizer: Tokenizer, answers: list[Result]) -> dict[str, str]:
     async def run() -> list[Check]:
         sandboxes: Any = FakeSandboxes(FakeSandbox(answers))
-        return [check async for check in replay(read_bundle(path), tokenizer, sandboxes)]
+        return [check async for check in replay(read_bundle(path), tokenizer, sandboxes, allow_user_code=True)]
 
     return {check.name: check.difference for check in asyncio.run(run()) if check.difference is not None}
 
@@ -119,6 +119,54 @@ def test_tools_return_the_same(used: tuple[Environment, Trajectory], tokenizer: 
     (again,) = [read_bundle(path).trajectory()]
     assert again.tool_events == used[1].tool_events
     assert again.turns == used[1].turns
+
+
+def test_code_that_a_bundle_names_runs_only_when_it_is_allowed(
+    environment: Make, harmony: Harmony, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle of an environment without any code of the user's own, after someone has written names into it."""
+    demo = environment('[task_pool]\ntype = "generated"\ntask_type = "sort"\n')
+    path = kept(tmp_path / "replay", demo, tokenizer, play(demo, [final(harmony)], []))
+    tokenizer.save(tmp_path / "replay/tokenizer")
+    assert list(replay_command(path, None, None))[-1] == "all the same"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted.py").write_text("open('ran', 'w')\ndef f(completions, **_):\n    return [0.0]\n")
+    planted = {
+        "rewards": (
+            [
+                {"name": "a", "type": "function", "call": "subprocess:getoutput"},
+                {"name": "b", "type": "function", "call": "planted:f"},
+                {"name": "c", "type": "function", "call": "nowhere:f"},
+                {"name": "d", "type": "function", "call": "planted:f", "replay": False},
+            ],
+            r"reward function subprocess:getoutput from .*/subprocess\.py; reward function planted:f from .*/planted\.py; "
+            r"reward function nowhere:f \(there is no module 'nowhere', in the working directory or installed\)\. The bundle",
+        ),
+        "tools": ({"use": ["bash", "planted:f"]}, r"your rights: tool planted:f from .*/planted\.py\. "),
+        "workspace": (
+            {"repository": "evil", "base_commit": "0", "bootstrap": "pip"},
+            r"git in .*evil, as \[workspace\] repository; the bootstrap 'pip' of .*evil, as",
+        ),
+        "sandbox": (
+            {"settings": {"python": "/tmp/evil"}, "in_force": ""},
+            r"the program /tmp/evil, as \[sandbox\] python",
+        ),
+    }
+    written = json.loads((path / FILE).read_text())
+    for part, (value, named) in planted.items():
+        inside = {"settings": {**written["settings"], part: value}} if part != "sandbox" else {"sandbox": value}
+        (path / FILE).write_text(json.dumps({**written, **inside}))
+        with pytest.raises(UserError, match=f"replaying it would run.*{named}.*--allow-user-code"):
+            list(replay_command(path, None, None))
+        with pytest.raises(UserError, match="--allow-user-code"):
+            asyncio.run(anext(replay(read_bundle(path), tokenizer)))
+    assert not (tmp_path / "ran").exists()
+    (path / FILE).write_text(json.dumps({**written, "settings": {**written["settings"], "tools": planted["tools"][0]}}))
+    lines = replay_command(path, None, None, allow_user_code=True)
+    assert [next(lines) for _ in range(2)][1] == f"runs         tool planted:f from {tmp_path / 'planted.py'}"
+    with pytest.raises(UserError, match="planted:f: has no docstring"):
+        list(lines)
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_tool_that_returns_something_else_is_named(
@@ -303,7 +351,7 @@ def test_a_trajectory_in_a_sandbox_replays_by_the_command(
         sandbox={"settings": SANDBOX.model_dump(mode="json"), "in_force": sandboxes.describe()},
     )
     (path,) = recorder.write(1, [trajectory])
-    lines = list(replay_command(path, None, None))
+    lines = list(replay_command(path, None, None, allow_user_code=True))
     assert "tools        3 calls and what they returned: the same" in lines
     assert lines[-1] == "all the same"
     content = json.loads((path / FILE).read_text())
@@ -312,7 +360,7 @@ def test_a_trajectory_in_a_sandbox_replays_by_the_command(
     with pytest.raises(
         ReplayDifferenceError, match=r"first difference: tools: turn 1, call 1/0, python\.output: \"43 "
     ):
-        list(replay_command(path, None, None))
+        list(replay_command(path, None, None, allow_user_code=True))
 
 
 FILES = REAL + '[workspace]\ndirectory = "files"\nbootstrap = "requirements"\nkeep = "always"\n'
@@ -364,12 +412,12 @@ def test_a_trajectory_on_files_replays_on_the_same_files(
         *(tmp_path / "replay", demo, tokenizer), seed=0, sample_rate=1.0, per_failure=0, sandbox=record
     )
     (path,) = recorder.write(1, trajectories[:1])
-    assert list(replay_command(path, None, None))[-1] == "all the same"
+    assert list(replay_command(path, None, None, allow_user_code=True))[-1] == "all the same"
     (files / "number.txt").write_text("43\n")
     with pytest.raises(
         ReplayDifferenceError, match=r"first difference: workspace: workspace\.content: .* \(and tools\)"
     ):
-        list(replay_command(path, None, None))
+        list(replay_command(path, None, None, allow_user_code=True))
 
 
 def test_files_that_do_not_go_into_the_sandbox_mask_the_sample(
@@ -422,11 +470,11 @@ def test_code_is_judged_again(environment: Make, harmony: Harmony, tokenizer: To
         *(tmp_path / "replay", demo, tokenizer), seed=0, sample_rate=1.0, per_failure=0, sandbox=record
     )
     for path in recorder.write(1, group.trajectories):
-        assert list(replay_command(path, None, None))[-1] == "all the same"
+        assert list(replay_command(path, None, None, allow_user_code=True))[-1] == "all the same"
     content = json.loads((path / FILE).read_text())
     content["trajectory"]["metadata"]["tests"] = json.dumps(["assert add(1, 2) == 4"])
     (path / FILE).write_text(json.dumps(content))
     with pytest.raises(
         ReplayDifferenceError, match=r"first difference: grade: grade\.score: 0\.0 in the bundle, 1\.0 now"
     ):
-        list(replay_command(path, None, None))
+        list(replay_command(path, None, None, allow_user_code=True))

@@ -22,6 +22,7 @@ from nmoe.rl.rewards.conversation import samples_of
 from nmoe.rl.rewards.reward import Rating, RewardError
 from nmoe.rl.rewards.rewards import with_ratings
 from nmoe.rl.rollout.bundle import Bundle
+from nmoe.rl.rollout.named_code import refuse_named_code
 from nmoe.rl.rollout.trajectory import Trajectory
 from nmoe.rl.sandbox.api import OpensSandboxes
 from nmoe.rl.tasks import TASKS
@@ -55,13 +56,18 @@ async def replay(
     tokenizer: Tokenizer,
     sandboxes: OpensSandboxes | None = None,
     workspaces: Workspaces | None = None,
+    *,
+    allow_user_code: bool = False,
 ) -> AsyncIterator[Check]:
     """Every check that needs no model, in the order in which a trajectory came about. `sandboxes` are for tools that want one,
     `workspaces` for an environment that gives them files.
 
     A record that does not fit together ends the replay with its first check. Raises UserError for a tokenizer or a task that the
-    trajectory was not made with, and for tools that are not there.
+    trajectory was not made with, for tools that are not there and, before anything of it runs, for code that the bundle names
+    unless `allow_user_code`.
     """
+    if not allow_user_code:
+        refuse_named_code(bundle)
     if tokenizer.fingerprint != bundle.tokenizer:
         raise UserError(
             f"{bundle.path}: rendered with the tokenizer {bundle.tokenizer}, and this one is {tokenizer.fingerprint}; name "

@@ -44,7 +44,7 @@ def checks(tmp_path: Path, tokenizer: Tokenizer) -> Callable[[Environment, Traje
         (path,) = recorder.write(7, [trajectory])
 
         async def collect() -> dict[str, Check]:
-            return {check.name: check async for check in replay(read_bundle(path), tokenizer)}
+            return {check.name: check async for check in replay(read_bundle(path), tokenizer, allow_user_code=True)}
 
         return asyncio.run(collect())
 
