@@ -25,6 +25,8 @@ class Limits:
     `cpu_s`, `memory_mb` and `processes` are those of the whole process tree; threads count as processes. Memory that files on
     the tmpfs take is bounded by `disk_mb`, apart from `memory_mb`. `file_mb` is the largest size of one file, `output_kb` the
     largest sum of what is written to standard output and error.
+
+    A call may take up to `starved_s` longer than `wall_s`, by as much as it was starved: ready to run while others had the CPUs.
     """
 
     wall_s: float = 10.0
@@ -34,6 +36,7 @@ class Limits:
     file_mb: int = 64
     disk_mb: int = 64
     output_kb: int = 64
+    starved_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Result:
     `failure` is "ok", "timeout" (wall clock or CPU), "out_of_memory", "output_limit", "disk_full", "sandbox_denied",
     "command_not_found", "nonzero_exit", or "internal_error" where the sandbox itself was lost. `exit_code` is minus the number of
     the signal that ended the command, and None where the sandbox stopped it. The output is what came until then, never more
-    than `output_kb`.
+    than `output_kb`. `cpu_s` is the CPU time of the whole process tree; `starved_s` how long it was ready to run while others had
+    the CPUs, measured only where the limits have `starved_s`.
     """
 
     failure: Failure
@@ -53,6 +57,8 @@ class Result:
     stdout: bytes
     stderr: bytes
     wall_s: float
+    cpu_s: float = 0.0
+    starved_s: float = 0.0
 
 
 class SandboxSetupError(UserError):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nmoe.rl.sandbox.api import Result, SandboxSetupError
+from nmoe.rl.sandbox.interpreter import beside
 
 if TYPE_CHECKING:
     from nmoe.rl.sandbox.sandboxes import Sandboxes
@@ -44,8 +45,14 @@ def user():
     if os.getuid() == 0 or any("Cap" in line and int(line.split()[1], 16) for line in open("/proc/self/status")):
         return
     raise OSError
+def beside():
+    for directory, shown in target["beside"].items():
+        if set(os.listdir(directory)) - set(shown):
+            return
+    raise OSError
 reader, writer = os.pipe()
 attempt("reading a file of the host", lambda: open(target["file"]).read())
+attempt("seeing what lies beside the interpreter", beside)
 attempt("reading the environment of its own keeper", lambda: open("/proc/1/environ").read())
 attempt("writing outside its workspace", lambda: open("/usr/escaped", "w"))
 attempt("connecting to a TCP port of the host", lambda: connect(socket.AF_INET, ("127.0.0.1", target["port"])))
@@ -85,6 +92,7 @@ async def probe(sandboxes: Sandboxes) -> None:
             "name": name,
             "disk_mb": limits.disk_mb,
             "processes": limits.processes,
+            "beside": beside(sandboxes.interpreter),
         }
         async with await sandboxes.open_cold() as sandbox:
             attempts = await sandbox.python(_ATTEMPTS.format(target=json.dumps(target)), limits=limits)

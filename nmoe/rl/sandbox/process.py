@@ -277,7 +277,7 @@ class ProcessSandbox:
                 return Result(self._lost, None, b"", b"the sandbox is closed", 0.0)
             message = request({**header, "limits": asdict(limits)}, blobs)
             try:
-                async with asyncio.timeout(limits.wall_s + _GRACE_S):
+                async with asyncio.timeout(limits.wall_s + limits.starved_s + _GRACE_S):
                     return await self._exchange(process.control, message, channel, limits)
             except (TimeoutError, LostError, OSError, ValueError) as error:
                 # An agent that is late is held up by what it runs; one that is gone was killed by something else.
@@ -302,7 +302,7 @@ class ProcessSandbox:
         if header > _MAX_HEADER or body > limits.output_kb * 1024:
             raise LostError
         line = await _receive(control, header)
-        failure, exit_code, wall_s, out, err = parse_answer(line, await _receive(control, body))
+        failure, exit_code, times, out, err = parse_answer(line, await _receive(control, body))
         if failure not in FAILURES:
             raise LostError
-        return Result(failure, exit_code, out, err, wall_s)
+        return Result(failure, exit_code, out, err, *times)

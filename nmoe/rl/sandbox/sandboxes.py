@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.rl.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
+from nmoe.rl.sandbox.interpreter import interpreter_of
 from nmoe.rl.sandbox.process import ProcessSandbox, Starter
+from nmoe.rl.sandbox.uids import free_uid, has_uids
 from nmoe.rl.sandbox.warm import WarmSandboxes
 from nmoe.rl.sandbox.workspace import entries_of
 
 _ROOT = str(Path(__file__).parents[3])
 _START_DEADLINE_S = 20.0
-_UIDS = 65536
 _INODES_PER_MB = 256
 # All that a process inside finds in its environment. A fixed hash seed: a trajectory that is replayed iterates over sets as before.
 _ENVIRONMENT = {
@@ -45,10 +44,10 @@ class Sandboxes:
         """Starts one sandbox and tries to leave it. Raises SandboxSetupError where the level is not in force, with a remedy."""
         self.settings = settings or SandboxSettings()
         self.limits = limits or Limits()
-        self._python, self._visible, self._site = _interpreter(self.settings)
+        self.interpreter = interpreter_of(self.settings)
         # What a script calls python is the same interpreter.
-        environment = {**_ENVIRONMENT, "PATH": f"{os.path.dirname(self._python)}:{_ENVIRONMENT['PATH']}"}
-        self._starter = Starter(self._python, _ROOT, environment)
+        path = ":".join([*self.interpreter.directories, _ENVIRONMENT["PATH"]])
+        self._starter = Starter(self.interpreter.python, _ROOT, {**_ENVIRONMENT, "PATH": path})
         self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
@@ -68,10 +67,11 @@ class Sandboxes:
             if self._bubblewrap
             else "Landlock and namespaces, without bubblewrap"
         )
-        user = "a uid of its own each" if os.getuid() == 0 else f"uid {os.getuid()} in a user namespace each"
+        own = has_uids(self.settings.first_uid)
+        user = "a uid of its own each" if own else f"uid {os.getuid()} in a user namespace each"
         return (
             f"{entered}, seccomp, no network, {user}, memory and CPU time of the process tree watched every 20 ms, "
-            f"disk {self.limits.disk_mb} MB, Python {self._python}"
+            f"disk {self.limits.disk_mb} MB, Python {self.interpreter.python}"
         )
 
     async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
@@ -101,15 +101,16 @@ class Sandboxes:
 
     async def open_cold(self) -> ProcessSandbox:
         """One that is started now, not taken from those that wait. Raises SandboxSetupError."""
-        uid, lock = _free_uid(self.settings.first_uid) if os.getuid() == 0 else (None, None)
+        uid, lock = free_uid(self.settings.first_uid) if has_uids(self.settings.first_uid) else (None, None)
         plan = {
             "level": self.settings.level,
             "uid": uid,
             "disk_mb": self.limits.disk_mb,
             "inodes": self.limits.disk_mb * _INODES_PER_MB,
-            "visible": self._visible,
-            "site": self._site,
-            "python": self._python,
+            "visible": self.interpreter.visible,
+            "links": self.interpreter.links,
+            "site": self.interpreter.site,
+            "python": self.interpreter.python,
             "bubblewrap": self._bubblewrap,
         }
         try:
@@ -121,22 +122,6 @@ class Sandboxes:
                 raise SandboxSetupError(_remedy(self.settings.level, str(error))) from None
             raise
         return ProcessSandbox(process, self.limits, lock)
-
-
-def _interpreter(settings: SandboxSettings) -> tuple[str, list[str], list[str]]:
-    """The interpreter's path, the directories outside /usr that have to be visible for it and by the settings, and those with
-    its packages: the module site, which would find them, takes 19 ms of a cold start."""
-    python = settings.python or os.path.realpath(sys.executable)
-    if not os.access(python, os.X_OK):
-        raise SandboxSetupError(f"sandbox.python: {python} is no program; name a Python interpreter, 3.11 or newer")
-    # Of a virtual environment both it and what it was made from have to be there.
-    prefixes = {os.path.dirname(os.path.dirname(path)) for path in (os.path.abspath(python), os.path.realpath(python))}
-    for path in settings.visible:
-        if not os.path.exists(path):
-            raise SandboxSetupError(f"sandbox.visible: {path} does not exist")
-    found = {*prefixes, *map(os.path.abspath, settings.visible)}
-    site = [str(path) for prefix in sorted(prefixes) for path in Path(prefix).glob("lib/python3*/*-packages")]
-    return python, sorted(path for path in found if path != "/" and not f"{path}/".startswith("/usr/")), site
 
 
 def _find_bubblewrap() -> str:
@@ -160,25 +145,6 @@ def _remedy(level: str, reason: str) -> str:
         "a runtime that allows them, such as --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
         + (", and Landlock (Linux 5.13 or newer, booted with lsm=landlock,...)" if level == "landlock" else "")
     )
-
-
-def _free_uid(first: int) -> tuple[int, socket.socket]:
-    """A uid that no live sandbox on this machine has. The lock is an abstract socket's name, which ends with its process."""
-    for uid in _round_from(first, os.getpid()):
-        lock = socket.socket(socket.AF_UNIX)
-        try:
-            lock.bind(f"\0nmoe-sandbox-uid-{uid}")
-        except OSError:
-            lock.close()
-        else:
-            return uid, lock
-    raise SandboxSetupError(f"sandbox_setup_failed: all {_UIDS} uids from {first} on are in use")
-
-
-def _round_from(first: int, offset: int) -> Iterator[int]:
-    # Another process most likely begins elsewhere, so that the first try is free.
-    for index in range(_UIDS):
-        yield first + (offset * 61 + index) % _UIDS
 
 
 def _in_a_thread(check: Callable[[Sandboxes], Coroutine[None, None, None]], sandboxes: Sandboxes) -> None:

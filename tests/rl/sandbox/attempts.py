@@ -190,7 +190,16 @@ finally:
     _refused("x32 calls", "call(0x40000000 + 39)", None, ("ENOSYS",)),
     _refused("calls newer than the filter", "call(470)", None, ("ENOSYS",)),
     _refused("typing into a terminal", "fcntl.ioctl(os.pipe()[0], 0x5412, b'x')", "ENOTTY"),
+    # a smaller share of the CPU, so as to look starved
+    _refused("a worse priority", "os.setpriority(os.PRIO_PROCESS, 0, 5)"),
+    _refused("idle scheduling", "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"),
+    _refused("one CPU of several", "os.sched_setaffinity(0, os.sched_getaffinity(0))"),
     # memory that shows nowhere
+    _refused("a pair of sockets of the network", "socket.socketpair(socket.AF_INET)", "ENOTSUP"),
+    _refused("a larger buffer to send from", "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)"),
+    _refused("a larger buffer to receive in", "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)"),
+    _refused("a buffer beyond the limit", "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, 32, 1 << 20)"),
+    _refused("a larger pipe", "fcntl.fcntl(os.pipe()[0], 1031, 1 << 20)"),
     _refused("an executable in memory", "os.memfd_create('x')"),
     _refused("secret memory", "call(447, 0)", None),
     _refused("shared memory of System V", "call(31, call(29, 0, 4096, 0o1600), 0, 0)"),

@@ -220,6 +220,37 @@ time.sleep(0.1)
     alive(box)
 
 
+FILL = """
+import os, socket, time
+def fill(one):
+    one.setblocking(False)
+    try:
+        while True: one.send(bytes(1 << 16))
+    except BlockingIOError: pass
+"""
+SOCKETS = f"""{FILL}
+for _ in range(20):
+    if os.fork() == 0: break
+keep = []
+try:
+    while True:
+        keep.append(socket.socketpair())
+        for one in keep[-1]: fill(one)
+except OSError: time.sleep(60)
+"""
+# Nobody accepts, and whoever wrote is gone: the descriptors of one process hold them all.
+BACKLOG = f"""{FILL}
+server = socket.socket(socket.AF_UNIX)
+server.bind("/tmp/server")
+server.listen(4096)
+while True:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(1)
+        one.connect("/tmp/server")
+        fill(one)
+"""
+
+
 @pytest.mark.parametrize(
     "hoard",
     [
@@ -227,8 +258,10 @@ time.sleep(0.1)
         "import mmap\nkeep = []\nwhile True: keep.append(mmap.mmap(-1, 8 << 20)); keep[-1].write(b'x' * (8 << 20))",
         "import os, time\nfor _ in range(8):\n    if os.fork() == 0: keep = b'x' * (40 << 20); time.sleep(60)\ntime.sleep(60)",
         "import mmap, time\nshared = mmap.mmap(-1, 200 << 20)\nfor n in range(200): shared.write(b'x' * (1 << 20))\ntime.sleep(9)",
+        SOCKETS,
+        BACKLOG,
     ],
-    ids=["heap", "maps", "many processes", "shared"],
+    ids=["heap", "maps", "many processes", "shared", "sockets", "backlog"],
 )
 def test_memory_is_that_of_the_tree(box: Box, hoard: str) -> None:
     before = available_mb()
@@ -245,6 +278,13 @@ def test_memory_is_that_of_the_tree(box: Box, hoard: str) -> None:
     assert box(watched()).failure in ("out_of_memory", "timeout")
     assert before - lowest < 128 + 1500, "of gigabytes asked for, no more was had than the limit and what 20 ms can add"
     alive(box)
+
+
+def test_a_hundred_sockets_are_no_hoard(box: Box) -> None:
+    assert (
+        python(box, "import socket\nkeep = [socket.socketpair() for _ in range(50)]\nprint(len(keep))").stdout
+        == b"50\n"
+    )
 
 
 def test_sharing_is_not_counted_twice(box: Box) -> None:

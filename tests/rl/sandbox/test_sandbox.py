@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import socket
 import time
@@ -15,7 +16,7 @@ from rl.sandbox.conftest import LIMITS, Box
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.errors import UserError
-from nmoe.rl.sandbox import probe
+from nmoe.rl.sandbox import probe, uids
 from nmoe.rl.sandbox.api import Access, SandboxFileError, SandboxSetupError
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 
@@ -486,3 +487,28 @@ def test_no_bubblewrap_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxSetupError, match=r"sandbox_setup_failed.*apt-get install bubblewrap"):
         Sandboxes(SandboxSettings(level="bubblewrap"), LIMITS)
+
+
+def test_uids_are_those_that_the_user_namespace_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"uid": "0 0 4294967295", "gid": "0 0 4294967295"}
+    monkeypatch.setattr(
+        uids, "open", lambda path: io.StringIO(known[path[len("/proc/self/") : -len("_map")]]), raising=False
+    )
+    monkeypatch.setattr(uids.os, "getuid", lambda: 0)
+    assert uids.has_uids(1_900_000_000)
+    # A container to whose root few ids were given.
+    known.update(uid="0 1000 1\n1 100000 65536", gid="0 1000 1\n1 100000 65536")
+    with pytest.raises(SandboxSetupError, match=r"knows uids 1 to 65536 and gids 1 to 65536 alone.* first_uid = 32769"):
+        uids.has_uids(1_900_000_000)
+    assert uids.has_uids(32769)
+    uid, lock = uids.free_uid(32769)
+    lock.close()
+    assert 32769 <= uid <= 65536
+    # `unshare -Ur`
+    known.update(uid="0 1000 1", gid="0 1000 1")
+    with pytest.raises(
+        SandboxSetupError, match=r"knows uids 0 to 0 .* as an ordinary user instead, without `unshare -r`"
+    ):
+        uids.has_uids(1_900_000_000)
+    monkeypatch.setattr(uids.os, "getuid", lambda: 1000)
+    assert not uids.has_uids(1_900_000_000)

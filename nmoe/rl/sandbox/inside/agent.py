@@ -55,7 +55,7 @@ class Agent:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.environ.pop("PWD", None)  # bubblewrap sets it, and it would be wrong after the first change of directory
-        self._send(answer("ok", None, 0.0, b"", b""))
+        self._send(answer("ok", None, (0.0, 0.0, 0.0), b"", b""))
         if not select.select([self._control], [], [], _IDLE_S)[0]:
             # Nobody is waiting: what most code imports, so that a call finds it there.
             for name in _LIKELY:
@@ -123,7 +123,8 @@ class Agent:
         stated = _drain(status[0])
         os.close(status[0])
         failure = failure or self._failure(exit_code, stated)
-        self._send(answer(failure, exit_code, time.monotonic() - began, watched.out, watched.err))
+        times = time.monotonic() - began, watched.cpu_s, watched.starvation.seconds
+        self._send(answer(failure, exit_code, times, watched.out, watched.err))
 
     def _enter(
         self, limits: dict[str, float], stdin: int, stdout: int, stderr: int, status: int, channel: int | None
@@ -232,9 +233,11 @@ class _Call:
         self._control, self._pid, self._feed, self._stdin = control, pid, feed, memoryview(stdin)
         self._streams = {out: self.out, err: self.err}
         self._limits = limits
+        self._began = self._looked = began
         self._deadline = began + limits["wall_s"]
         self._room = int(limits["output_kb"] * 1024)
-        self._reaped_s = 0.0
+        self.cpu_s = 0.0  # of what has ended
+        self.starvation = watch.Starvation()
         self._status: int | None = None
 
     def watch(self) -> tuple[str | None, int | None]:
@@ -253,13 +256,12 @@ class _Call:
         next_watch = time.monotonic() + _WATCH_EVERY_S
         while failure is None:
             now = time.monotonic()
-            if now >= self._deadline:
-                failure = "timeout"
-                break
-            if now >= next_watch:
+            if now >= min(next_watch, self._deadline):
                 failure = self._passed()
-                next_watch = time.monotonic() + _WATCH_EVERY_S
-                continue
+                if failure:
+                    break
+                now = time.monotonic()
+                next_watch = now + _WATCH_EVERY_S
             ended = False
             for descriptor, events in poll.poll(max(0.0, min(self._deadline, next_watch) - now) * 1000):
                 if descriptor == self._control.fileno():
@@ -290,12 +292,19 @@ class _Call:
     def _passed(self) -> str | None:
         self._reap()
         resident, seconds = watch.usage()
-        if seconds + self._reaped_s > self._limits["cpu_s"]:
+        if seconds + self.cpu_s > self._limits["cpu_s"]:
             return "timeout"
-        allowed = self._limits["memory_mb"] * _MIB
+        allowed = self._limits["memory_mb"] * _MIB - watch.socket_memory()
         if resident > allowed and watch.shared_memory_once() > allowed:
             return "out_of_memory"
-        return None
+        if self._limits["starved_s"]:
+            now = time.monotonic()
+            self.starvation.look(now - self._looked)
+            self._looked = now
+            more_s = min(self.starvation.seconds, self._limits["starved_s"])
+            self._deadline = self._began + self._limits["wall_s"] + more_s
+        # A child that ended in time is not late because this process is.
+        return "timeout" if self._status is None and time.monotonic() >= self._deadline else None
 
     def _read(self, stream: int) -> bool:
         """Takes what there is, up to the limit; False where there is nothing more now."""
@@ -327,7 +336,7 @@ class _Call:
             return False
         if pid == self._pid:
             self._status = status
-        self._reaped_s += used.ru_utime + used.ru_stime
+        self.cpu_s += used.ru_utime + used.ru_stime
         return bool(pid)
 
     def _kill(self) -> None:

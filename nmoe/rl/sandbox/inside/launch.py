@@ -124,12 +124,12 @@ def _is_directory(name: str) -> bool:
     return os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")
 
 
-def _links() -> list[tuple[str, str]]:
-    """(text, where) of symbolic links: those from / to /usr that the host has, and the usual ones of /dev."""
+def _links(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    """(text, where) of symbolic links: those from / to /usr that the host has, the usual ones of /dev, and the interpreter's."""
     names = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
     found = [(os.readlink(f"/{name}"), f"/{name}") for name in names if os.path.islink(f"/{name}")]
     found += [(f"/proc/self/fd/{number}", f"/dev/{name}") for number, name in enumerate(("stdin", "stdout", "stderr"))]
-    return [*found, ("/proc/self/fd", "/dev/fd")]
+    return [*found, ("/proc/self/fd", "/dev/fd"), *plan["links"]]
 
 
 def _readable(plan: dict[str, Any]) -> list[str]:
@@ -152,7 +152,7 @@ def _enter_bubblewrap(plan: dict[str, Any]) -> NoReturn:
     arguments += ["--proc", "/proc", "--size", str(1 << 20), "--tmpfs", "/dev"]
     for name in _DEVICES:
         arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for text, inside in _links():
+    for text, inside in _links(plan):
         arguments += ["--symlink", text, inside]
     for name, inside in _DISK_DIRECTORIES.items():
         arguments += ["--bind", f"{_STAGE}/disk/{name}", inside]
@@ -216,7 +216,8 @@ def _build_root(plan: dict[str, Any]) -> None:
     for name in _DEVICES:
         _like(f"/dev/{name}", f"{root}/dev/{name}")
         kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
-    for text, inside in _links():
+    for text, inside in _links(plan):
+        os.makedirs(os.path.dirname(root + inside), exist_ok=True)
         os.symlink(text, root + inside)
     for name, inside in _DISK_DIRECTORIES.items():
         os.makedirs(root + inside)

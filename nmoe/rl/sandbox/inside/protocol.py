@@ -25,14 +25,23 @@ def parse_request(header: bytes, body: bytes) -> tuple[dict[str, Any], list[byte
     return fields, _split(body, sizes)
 
 
-def answer(failure: str, exit_code: int | None, wall_s: float, out: bytes | bytearray, err: bytes | bytearray) -> bytes:
-    return _message(f"{failure} {exit_code} {wall_s:.6f} {len(out)}", (out, err))
+def answer(
+    failure: str,
+    exit_code: int | None,
+    times: tuple[float, float, float],
+    out: bytes | bytearray,
+    err: bytes | bytearray,
+) -> bytes:
+    """`times`: wall clock, CPU and starved seconds."""
+    shown = " ".join(f"{one:.6f}" for one in times)
+    return _message(f"{failure} {exit_code} {shown} {len(out)}", (out, err))
 
 
-def parse_answer(header: bytes, body: bytes) -> tuple[str, int | None, float, bytes, bytes]:
+def parse_answer(header: bytes, body: bytes) -> tuple[str, int | None, tuple[float, float, float], bytes, bytes]:
     """Raises ValueError for what `answer` does not write."""
-    failure, code, wall_s, size = header.decode("ascii").split(" ")
-    return failure, None if code == "None" else int(code), float(wall_s), body[: int(size)], body[int(size) :]
+    failure, code, wall_s, cpu_s, starved_s, size = header.decode("ascii").split(" ")
+    times = float(wall_s), float(cpu_s), float(starved_s)
+    return failure, None if code == "None" else int(code), times, body[: int(size)], body[int(size) :]
 
 
 def _message(header: str, blobs: Sequence[bytes | bytearray]) -> bytes:

@@ -36,13 +36,19 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190),
     "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    # a smaller share of the CPU by choice: what waits for one would look starved by others (nmoe.rl.grading.code.verify)
+    "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
 }  # fmt: skip
 
 # (x86_64, aarch64) of the calls that some arguments make harmful, and of clone3, whose flags no filter can read.
-_CLONE, _CLONE3, _SOCKET, _IOCTL, _PERSONALITY, _PRLIMIT = (
+_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _SETSOCKOPT, _FCNTL, _IOCTL, _PERSONALITY, _PRLIMIT = (
     (56, 220),
     (435, 435),
     (41, 198),
+    (53, 199),
+    (54, 208),
+    (72, 25),
     (16, 29),
     (135, 92),
     (302, 261),
@@ -52,6 +58,9 @@ _NEWER_THAN_THIS_LIST = 463
 _NEW_NAMESPACES = 0x7E020000
 _AF_UNIX = 1
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+# Larger buffers hold memory that no process's size shows.
+_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
+_F_SETPIPE_SZ = 1031
 
 # seccomp_data: nr at 0, arch at 4, arguments from 16, eight bytes each, the low half first
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16
@@ -80,7 +89,12 @@ def filter_program() -> bytes:
         if number is not None:
             lines += _if(_EQUAL, number, _ERROR | errno.EPERM)
     lines += _argument(_CLONE[column], 0, _if(_ANY_BIT, _NEW_NAMESPACES, _ERROR | errno.EPERM))
-    lines += _argument(_SOCKET[column], 0, _unless(_EQUAL, _AF_UNIX, _ERROR | errno.EPERM))
+    for family_first in (_SOCKET, _SOCKETPAIR):
+        lines += _argument(family_first[column], 0, _unless(_EQUAL, _AF_UNIX, _ERROR | errno.EPERM))
+    sizes = (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
+    refused = [line for size in sizes for line in _if(_EQUAL, size, _ERROR | errno.EPERM)]
+    lines += _argument(_SETSOCKOPT[column], 2, refused)
+    lines += _argument(_FCNTL[column], 1, _if(_EQUAL, _F_SETPIPE_SZ, _ERROR | errno.EPERM))
     lines += _argument(
         _IOCTL[column],
         1,

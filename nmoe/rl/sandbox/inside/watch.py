@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _socket as socket
 import os
 
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
@@ -24,6 +25,58 @@ def usage() -> tuple[int, float]:
     return resident, seconds
 
 
+def _most_of_a_socket() -> int:
+    """Bytes of memory that one socket can hold: messages are taken until they fill its buffer, and one more."""
+    one = socket.socket(socket.AF_UNIX)
+    size = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    one.close()
+    return 2 * size + 65536
+
+
+_SOCKET = _most_of_a_socket()
+
+
+def socket_memory() -> int:
+    """The most bytes that the sockets of this network namespace can hold, whoever has them open or let go of them full.
+
+    What they do hold shows nowhere: no process has it mapped.
+    """
+    try:
+        with open("/proc/net/sockstat", "rb") as file:
+            return int(file.readline().split()[2]) * _SOCKET
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class Starvation:
+    """How long the processes waited for a CPU that others had, from the kernel's account of every thread (/proc/PID/schedstat).
+
+    While one of them waits and together they run for less than one CPU's time, what is missing to that is starvation: processes
+    that only crowd one another out are not starved, and one that sleeps does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._before: dict[str, tuple[int, int]] = {}
+
+    def look(self, elapsed_s: float) -> None:
+        """`elapsed_s`: since the last look."""
+        now: dict[str, tuple[int, int]] = {}
+        ran = waited = 0
+        for thread in _threads():
+            try:
+                with open(f"/proc/{thread}/schedstat", "rb") as file:
+                    fields = file.read().split()
+                now[thread] = int(fields[0]), int(fields[1])
+            except (OSError, IndexError, ValueError):
+                continue
+            before = self._before.get(thread, (0, 0))
+            ran += max(0, now[thread][0] - before[0])
+            waited += max(0, now[thread][1] - before[1])
+        self._before = now
+        self.seconds += max(0.0, min(waited / 1e9, elapsed_s - ran / 1e9))
+
+
 def shared_memory_once() -> int:
     """Bytes of memory with every shared page counted once among those that share it. Walks page tables: slower than `usage`."""
     total = 0
@@ -43,3 +96,14 @@ def shared_memory_once() -> int:
 
 def _pids() -> list[str]:
     return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _threads() -> list[str]:
+    """ "PID/task/TID" of every thread."""
+    found = []
+    for pid in _pids():
+        try:
+            found += [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+        except OSError:
+            continue
+    return found
