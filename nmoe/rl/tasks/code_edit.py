@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 
 from nmoe.errors import UserError
+from nmoe.rl.grading.code.extract import fenced_blocks
 from nmoe.rl.grading.code.verify import Tests, verify_in
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Metadata, Problem
@@ -14,12 +14,11 @@ from nmoe.rl.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
 from nmoe.rl.tasks.records import Record, files, text, texts
 from nmoe.rl.tasks.task import Attempt, QuestionTask
 
-_BLOCK = re.compile(r"^```[^\n`]*?([^\s`]+)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-
 
 class CodeEditTask(QuestionTask):
     """Records have `problem`, the workspace's `files`, the hidden `tests` (both path -> content), a `solution` (the files that it
-    changes) and, where there are any, `protected` paths, which are restored before the tests run.
+    changes) and, where there are any, `protected` paths, which are restored before the tests run. The tests see protected
+    modules as they were: they are loaded where the tests run, and not in the solution's process.
 
     A trajectory with tools is judged by the workspace that it leaves. Without tools, files are changed by fenced blocks with
     the path behind the opening fence (```` ```python calc.py ````) and the whole new content between.
@@ -65,7 +64,7 @@ class CodeEditTask(QuestionTask):
         if attempt.sandbox is not None:
             verdict = await self._judge(problem, attempt, attempt.sandbox)
         else:
-            changes = {path: content.encode() for path, content in _BLOCK.findall(attempt.answer)}
+            changes = _changes(attempt.answer)
             if not changes:
                 return Verdict.of(False, "tests", "no file was changed")
             verdict = await self._judge_changes(problem, attempt, changes)
@@ -89,12 +88,11 @@ class CodeEditTask(QuestionTask):
             return await self._judge(problem, attempt, sandbox)
 
     async def _judge(self, problem: Problem, attempt: Attempt, sandbox: Sandbox) -> Verdict:
-        workspace = self.files(problem)
-        for path in json.loads(str(problem.metadata["protected"])):
+        for path, content in self._protected(problem).items():
             try:
                 # Whatever lies in its place, a directory or a link, goes first.
                 await sandbox.run(["rm", "-rf", "--", path], cwd="/workspace")
-                await sandbox.write(path, workspace[path])
+                await sandbox.write(path, content)
             except SandboxFileError as error:
                 return _unwritten(path, error)
         return await verify_in(attempt.opens_sandboxes, sandbox, self._tests(problem), None)
@@ -103,7 +101,11 @@ class CodeEditTask(QuestionTask):
         tests: dict[str, str] = json.loads(str(problem.metadata["tests"]))
         paths = [*self.files(problem), *json.loads(problem.gold)]
         modules = {path.partition("/")[0].removesuffix(".py") for path in paths if path.endswith(".py")}
-        return Tests("files", tuple(tests.values()), modules=tuple(sorted(modules)))
+        return Tests("files", tuple(tests.values()), modules=tuple(sorted(modules)), protected=self._protected(problem))
+
+    def _protected(self, problem: Problem) -> dict[str, bytes]:
+        workspace = self.files(problem)
+        return {path: workspace[path] for path in json.loads(str(problem.metadata["protected"]))}
 
 
 def _unwritten(path: str, error: SandboxFileError) -> Verdict:
@@ -114,5 +116,17 @@ def _unwritten(path: str, error: SandboxFileError) -> Verdict:
     return Verdict.of(False, "tests", f"{path} can not be written: {error}")
 
 
+def _changes(answer: str) -> dict[str, bytes]:
+    """The files that fenced blocks name with the last word behind the opening fence, and their contents."""
+    named = ((info.split(), content) for info, content in fenced_blocks(answer))
+    # A text may hold what UTF-8 has no form for.
+    return {words[-1]: content.encode("utf-8", "replace") for words, content in named if words}
+
+
 def _blocks(changed: Mapping[str, str]) -> str:
-    return "\n".join(f"```{path}\n{content.rstrip(chr(10))}\n```" for path, content in changed.items())
+    """An answer that changes these files; its fences are longer than any in them."""
+    longest = max(
+        (len(line) - len(line.lstrip("`")) for text in changed.values() for line in text.split("\n")), default=0
+    )
+    fence = "`" * max(3, longest + 1)
+    return "\n".join(f"{fence}{path}\n{content.rstrip(chr(10))}\n{fence}" for path, content in changed.items())

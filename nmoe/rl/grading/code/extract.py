@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import ast
-import re
+from collections.abc import Iterator
 
-_FENCE = re.compile(r"^(`{3,}|~{3,})[^\n`]*\n(.*?)^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 # A parser is linear in the text but takes 100 times its size in memory.
 MAX_CODE_CHARS = 100_000
 
 
 def code_of(answer: str) -> str:
     """Total: any answer gives some text."""
-    blocks = _FENCE.findall(answer[: 2 * MAX_CODE_CHARS])
-    return blocks[-1][1] if blocks else answer
+    blocks = [code for _, code in fenced_blocks(answer[: 2 * MAX_CODE_CHARS])]
+    return blocks[-1] if blocks else answer
+
+
+def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The info and the content of every fenced block, as Markdown has them: ("python stats.py", "x = 1\\n").
+
+    A block begins with a line of three or more backticks or tildes and its info, and ends with a line of the same fence alone. A
+    fence that no later line closes is text. Takes time linear in the text: a regular expression would look for the end anew
+    at every fence.
+    """
+    lines = text.split("\n")
+    fences = [_fence(line) for line in lines]
+    last_end = {line.rstrip(" \t"): place for place, line in enumerate(lines) if fences[place]}
+    place = 0
+    while place < len(lines):
+        fence = fences[place]
+        if fence and "`" not in lines[place][len(fence) :] and last_end.get(fence, -1) > place:
+            end = place + 1
+            while lines[end].rstrip(" \t") != fence:
+                end += 1
+            content = "".join(f"{line}\n" for line in lines[place + 1 : end])
+            yield lines[place][len(fence) :].strip(), content
+            place = end
+        place += 1
+
+
+def _fence(line: str) -> str:
+    """The backticks or tildes that a line begins with, if they are three or more."""
+    mark = line[:1]
+    length = len(line) - len(line.lstrip(mark)) if mark in ("`", "~") and mark else 0
+    return mark * length if length >= 3 else ""
 
 
 def definitions(code: str) -> tuple[str, ...]:

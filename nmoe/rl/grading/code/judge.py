@@ -9,13 +9,15 @@ no `__eq__` of the solution's decides a test.
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -122,34 +124,44 @@ class Remote:
 
 
 class RemoteModule(ModuleType):
-    """A module of the workspace: its data are copies, its functions and classes stand-ins."""
+    """A module of the workspace: its data are copies, its functions and classes stand-ins. A protected module below it is the
+    judge's own."""
 
-    def __init__(self, channel: Channel, name: str) -> None:
+    def __init__(self, channel: Channel, name: str, protected: Mapping[str, str]) -> None:
         super().__init__(name)
         self.__dict__["_channel"] = channel
+        self.__dict__["_protected"] = protected
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if f"{self.__name__}.{name}" in self._protected:
+            return importlib.import_module(f"{self.__name__}.{name}")
         value = self._channel.ask("get", [self.__name__, name])
         return Remote(self._channel, [self.__name__, name]) if isinstance(value, Handle) else value
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports of the workspace's modules give stand-ins."""
+    """Imports of the workspace's modules give stand-ins, but for those of `protected` (name -> file here), which are loaded here:
+    what they say is no solution's to change."""
 
-    def __init__(self, channel: Channel, modules: Sequence[str]) -> None:
+    def __init__(self, channel: Channel, modules: Sequence[str], protected: Mapping[str, str]) -> None:
         self._channel = channel
         self._modules = modules
+        self._protected = protected
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name in self._protected:
+            file = self._protected[name]
+            below: list[str] | None = [] if file.endswith("/__init__.py") else None
+            return importlib.util.spec_from_file_location(name, file, submodule_search_locations=below)
         if name.partition(".")[0] not in self._modules:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return RemoteModule(self._channel, spec.name)
+        return RemoteModule(self._channel, spec.name, self._protected)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
@@ -215,7 +227,7 @@ def main(spec: dict[str, Any], nonce: str) -> None:
         channel.answer()
         channel.calls = 0
         if "modules" in spec:
-            sys.meta_path.insert(0, _Finder(channel, spec["modules"]))
+            sys.meta_path.insert(0, _Finder(channel, spec["modules"], spec["protected"]))
         _RUNNERS[spec["kind"]](spec, lambda name: Remote(channel, [name]))
         passed, reason = True, "all tests pass"
     except (EOFError, WireError, OSError) as error:
