@@ -117,8 +117,8 @@ def graders() -> Iterator[Sandboxes]:
 
 @pytest.fixture
 def judge(graders: Sandboxes, loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """The verdict on an answer, with a second for what does not end."""
-    monkeypatch.setattr(verify, "LIMITS", verify.LIMITS.__class__(wall_s=1.5, cpu_s=1.5))
+    """The verdict on an answer, with a second for what does not end, and longer where others have the CPUs."""
+    monkeypatch.setattr(verify, "LIMITS", verify.LIMITS.__class__(wall_s=1.5, cpu_s=1.5, starved_s=15.0))
 
     def judged(task_type: str, answer: str, record: dict[str, object] | None = None) -> Verdict:
         problem = problem_of(task_type, record or RECORDS[task_type])
@@ -317,7 +317,8 @@ def test_numbers_of_numpy_are_numbers(judge: Judge) -> None:
         "test_list": ["assert double(3) == 6", "assert big(3) is True", "assert {double(1): 0} == {2: 0}"],
     }
     numpy = "import numpy\ndef double(x):\n    return numpy.int64(x) * 2\ndef big(x):\n    return numpy.float32(x) > 2"
-    assert judge("mbpp", numpy, record).outcome == "correct"
+    verdict = judge("mbpp", numpy, record)
+    assert verdict.outcome == "correct", verdict
     assert judge("mbpp", numpy.replace("* 2", "* 3"), record).outcome == "incorrect"
 
 
