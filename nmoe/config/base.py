@@ -72,7 +72,14 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
-        conflicts = list(self.conflicts())
+        conflicts = [*self._paths_that_are_none(), *self.conflicts()]
         if conflicts:
             raise ConflictError(conflicts)
         return self
+
+    def _paths_that_are_none(self) -> Iterator[Conflict]:
+        """No system opens a path with a null character; Python's complaint about one would name no key."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and "\0" in value and any(isinstance(mark, DataPath) for mark in field.metadata):
+                yield Conflict(name, "is a path, and has a null character")

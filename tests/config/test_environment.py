@@ -243,3 +243,16 @@ def test_tools_that_can_not_be(table: str, reason: str) -> None:
 def test_boxed_text_has_no_form_for_calls() -> None:
     (refusal,) = refusals('format = "boxed"\n' + GENERATED + '[tools]\nuse = ["bash"]\n')
     assert "the boxed format has no form for calls" in refusal
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        '[task_pool]\ntype = "jsonl"\ntask_type = "sort"\npath = "a\\u0000.jsonl"\n',
+        '[task_pool]\ntype = "hf"\ntask_type = "sort"\ndataset = "a\\u0000"\n',
+        GENERATED + '[workspace]\ndirectory = "a\\u0000"\n',
+    ],
+)
+def test_a_path_has_no_null_character(table: str) -> None:
+    with pytest.raises(ConfigError, match=r"(path|dataset|directory)\b.* is a path, and has a null character"):
+        environment(table)

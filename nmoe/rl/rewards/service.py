@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _PASSING = frozenset({408, 409, 425, 429})
 # Those to what this one request says, such as a text that is too long. No other attempt helps, other requests may be welcome.
 _OF_THE_REQUEST = frozenset({400, 413, 422})
+# A service that has refused so many and accepted none is asked in a way that it does not take, such as with a model's wrong name.
+_MOST_REFUSED = 8
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _SHOWN_CHARS = 200
 
@@ -45,6 +47,7 @@ class Service:
         self._transport = transport
         self._client: httpx2.AsyncClient | None = None
         self._free = asyncio.Semaphore(settings.concurrency)
+        self._accepted = self._refused = 0
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -59,7 +62,7 @@ class Service:
 
     async def post(self, content: Any) -> Any:
         """The JSON that comes back. Raises UnavailableError when every attempt failed or the service can not take this content,
-        and RewardError where it refuses requests like this, as with a wrong address or token."""
+        and RewardError where it refuses requests like this, as with a wrong address or token, or has refused all that it got."""
         reason = ""
         for attempt in range(self._settings.retries + 1):
             async with self._free:
@@ -90,11 +93,18 @@ class Service:
         if response.status_code in _PASSING or response.status_code >= 500:
             return f"status {response.status_code}: {said}", _retry_after_s(response), None
         if response.status_code in _OF_THE_REQUEST:
+            self._refused += 1
+            if not self._accepted and self._refused >= _MOST_REFUSED:
+                raise RewardError(
+                    f"{self._who}: the service has refused all of its first {self._refused} requests, this one with status "
+                    f"{response.status_code}: {said}"
+                )
             raise UnavailableError(f"{self._settings.url}: status {response.status_code}: {said}")
         if response.status_code != 200:
             raise RewardError(
                 f"{self._who}: the service refuses the request with status {response.status_code}: {said}"
             )
+        self._accepted += 1
         try:
             return "", 0.0, json.loads(response.content)
         except (ValueError, RecursionError):

@@ -131,6 +131,22 @@ def test_what_is_no_judgement_masks_the_sample_and_is_no_zero(
     assert rollout_metrics(group.trajectories)["grader_error_rate"] == 0.5
 
 
+def test_a_judge_that_refuses_all_it_is_asked_stops_the_run(environment: Make, play: Play) -> None:
+    """One that has answered before may refuse as many as it likes."""
+    refused: Answer = (400, "the model judge-large does not exist")
+    with serving(lambda *_: refused) as asked:
+        demo = environment(judge(asked.url, concurrency=1))
+        assert {one.grade.failure for one in play(demo, list("1234567")).trajectories} == {"grader_error"}
+        with pytest.raises(
+            UserError, match="refused all of its first 8 requests, this one with status 400: 'the model judge-l"
+        ):
+            play(demo, ["8"])
+    with serving(lambda number, _: refused if number else says("Score: 5")) as asked:
+        demo = environment(judge(asked.url, concurrency=1))
+        failures = [one.grade.failure for one in play(demo, [str(number) for number in range(12)]).trajectories]
+        assert sorted(failures) == ["grader_error"] * 11 + ["ok"]
+
+
 def test_judgements_are_kept_by_content(environment: Make, play: Play, tmp_path: Path) -> None:
     kept = {"cache": str(tmp_path / "judgements")}
     with serving(lambda number, _: says(f"Score: {number}" if number < 3 else "?")) as asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import subprocess
 from dataclasses import replace
@@ -12,6 +13,7 @@ from rl.sandbox.conftest import LIMITS, Box, sandboxes_of
 
 from nmoe.rl.grading.code import verify
 from nmoe.rl.sandbox.api import Limits, Result
+from nmoe.rl.sandbox.inside import watch
 
 SAID = b'\nkey {"passed": false, "reason": "the solution\'s process ended"}\n'
 PASSED = b'\nkey {"passed": true, "reason": "all tests pass"}\n'
@@ -54,15 +56,40 @@ def test_cpu_time_is_reported(box: Box) -> None:
     assert 0.25 < spun.cpu_s < 1.0
 
 
-def test_sleeping_and_crowding_oneself_out_is_no_starvation(box: Box) -> None:
-    """Eight spinning processes on fewer CPUs wait for one another; together they have all that they could."""
-    limits = replace(LIMITS, wall_s=0.4, cpu_s=60.0, starved_s=0.3)
+def test_sleep_is_not_starved(box: Box) -> None:
+    limits = replace(LIMITS, wall_s=0.4, starved_s=5.0)
     slept = box(box.sandbox.bash("sleep 9", limits=limits))
     assert slept.failure == "timeout"
-    assert slept.wall_s < 0.4 + 0.3
-    assert slept.starved_s <= 0.1
-    unwatched = box(box.sandbox.bash("sleep 9", limits=replace(limits, starved_s=0.0)))
-    assert unwatched.starved_s == 0.0
+    assert slept.wall_s < 9
+    unwatched = box(box.sandbox.bash("while :; do :; done", limits=replace(limits, starved_s=0.0)))
+    assert (unwatched.failure, unwatched.starved_s) == ("timeout", 0.0)
+
+
+def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds that threads have run and waited since they began, before and after each look."""
+    now: dict[str, tuple[int, int]] = {}
+    monkeypatch.setattr(watch, "_threads", lambda: list(now))
+    monkeypatch.setattr(
+        watch,
+        "open",
+        lambda path, _: io.BytesIO(b"%d %d 7" % tuple(10**6 * one for one in now[path.split("/")[2]])),
+        raising=False,
+    )
+    one = watch.Starvation()
+
+    def look(elapsed_s: float, **threads: tuple[int, int]) -> float:
+        before = one.seconds
+        now.clear()
+        now.update(threads)
+        one.look(elapsed_s)
+        return round(one.seconds - before, 6)
+
+    assert look(1.0, a=(100, 900)) == 0.9
+    assert look(1.0, a=(100, 900)) == 0.0, "it slept"
+    assert look(1.0, a=(400, 1000)) == 0.1, "it waited a little, and slept"
+    assert look(1.0, a=(1200, 3000), b=(1000, 2000), c=(200, 3000)) == 0.0, "three crowd one another out on two CPUs"
+    assert look(1.0, a=(1400, 4000), c=(300, 3900)) == 0.7, "together they had three tenths of one; b has ended"
+    assert look(1.0) == 0.0
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="all else runs on the CPU that is crowded")
