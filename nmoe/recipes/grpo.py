@@ -170,6 +170,8 @@ class _Loop:
     def _step(self, step: int) -> None:
         """One step: sample, update on what was worth it, publish."""
         began = time.perf_counter()
+        # Neither an evaluation nor a step that published nothing may leave a prefix behind: a resumed run would not find it.
+        self.engine.forget_prefixes()
         rollouts = self.sampler.sample(step)
         metrics = rollout_metrics(rollouts.trajectories) | rollouts.metrics()
         learn_began = time.perf_counter()
@@ -214,6 +216,7 @@ class _Loop:
         if self.probe is None or self.probe_start is None:
             return
         self.probe.load_state(self.probe_start)  # always the same problems
+        self.engine.forget_prefixes()
         results: list[Evaluation] = evaluate(
             self.engine,
             self.probe,

@@ -167,6 +167,13 @@ class NativeEngine:
         self._flush(commit)
         await committed
 
+    def forget_prefixes(self) -> None:
+        """Has what is sampled next find no prefix of what was sampled before: under fast numerics a prefix that is found can give
+        other bits than one that is computed. To be called between two runs."""
+        if self._running:
+            raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
+        self._core.pool.forget()
+
     def stats(self) -> EngineStats:
         return self._core.stats()
 
