@@ -8,11 +8,11 @@ arXiv:2110.14168, section 4.2); the majority is that of self-consistency (Wang e
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 
-from nmoe.eval.evaluate import Evaluation, is_correct, summarise
-from nmoe.eval.statistics import paired_difference, wilson
+from nmoe.eval.evaluate import Evaluation, is_correct, share_of, summarise
+from nmoe.eval.statistics import paired_difference
+from nmoe.eval.voting import majorities
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.scorer import Scorer
@@ -43,14 +43,14 @@ def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scor
 def best_of_n(
     greedy: Sequence[Group], groups: Sequence[Group], scores: Sequence[Sequence[float]], env_id: str, temperature: float
 ) -> list[Evaluation]:
-    """Evaluations over the same problems: one greedy sample, the mean of n, the answer that most of n give, the one that scored
-    highest, any of n (what an oracle would choose), and the scorer's choice less the majority's, problem by problem. Of several
-    that tie the first sampled is chosen. `greedy` has one sample of each problem, `groups` n, `scores` a number for each."""
+    """Evaluations over the same problems: one greedy sample; of n the mean, pass@k up to any of n (an oracle's choice), and
+    the answer that most give; the sample that scored highest; and the scorer's choice less the majority's, problem by problem.
+    Of several that tie the first sampled is chosen. `greedy` has one sample of each problem, `groups` n, `scores` a number for
+    each."""
     samples = len(groups[0].trajectories)
     rows = [[is_correct(trajectory) for trajectory in group.trajectories] for group in groups]
-    voted = [row[place] for row, place in zip(rows, map(_majority, groups), strict=True)]
+    voted = [row[place] for row, place in zip(rows, majorities(groups), strict=True)]
     chosen = [row[values.index(max(values))] for row, values in zip(rows, scores, strict=True)]
-    mean, oracle = summarise(groups, env_id, temperature)[:2]
     low, high = -1.0, 1.0  # a single problem says nothing of the spread between problems
     if len(rows) > 1:
         difference = paired_difference(list(map(float, voted)), list(map(float, chosen)))
@@ -58,21 +58,7 @@ def best_of_n(
     gain = (sum(chosen) - sum(voted)) / len(rows)
     return [
         summarise(greedy, env_id, 0.0)[0],
-        mean,
-        _rate(f"majority@{samples}", env_id, voted),
-        _rate(f"best_of@{samples}", env_id, chosen),
-        oracle,
+        *(one for one in summarise(groups, env_id, temperature) if one.dataset == env_id),
+        share_of(f"best_of@{samples}", env_id, chosen),
         Evaluation(f"best_of@{samples} - majority@{samples}", env_id, len(rows), gain, low, high),
     ]
-
-
-def _majority(group: Group) -> int:
-    """The first sample that gives the answer most samples give; the first of all where none gives any."""
-    answers = [None if t.grade.answer is None else t.grade.answer.strip() for t in group.trajectories]
-    votes = Counter(answer for answer in answers if answer is not None)
-    return answers.index(votes.most_common(1)[0][0]) if votes else 0
-
-
-def _rate(mode: str, env_id: str, outcomes: Sequence[bool]) -> Evaluation:
-    interval = wilson(sum(outcomes), len(outcomes))
-    return Evaluation(mode, env_id, len(outcomes), sum(outcomes) / len(outcomes), interval.low, interval.high)

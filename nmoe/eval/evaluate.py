@@ -9,7 +9,8 @@ from typing import Any
 from nmoe.config.environment import task_types
 from nmoe.engine.api import Engine
 from nmoe.errors import UserError
-from nmoe.eval.statistics import clustered_mean, wilson
+from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
+from nmoe.eval.voting import majorities
 from nmoe.rl.environment import Environment
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
@@ -53,8 +54,10 @@ def evaluate(
 ) -> list[Evaluation]:
     """Correctness over the next `problems` distinct problems of the environment: all of them first, then by source.
 
-    One sample per problem gives pass@1 with Wilson's interval; several give the mean over samples with an interval
-    clustered by problem, and pass@k for k = samples: the share of problems that any sample solved.
+    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with Wilson's interval. Several samples of each give
+    `sampling_pass@1`, the mean over samples with an interval clustered by problem; `pass@k` for every k from 2 to the number of
+    samples, the chance that one at least of k is right; and `majority@n`, the share of problems where the answer that most
+    samples give is right.
     """
     refuse_open_problems(environment)
     groups = sample_problems(
@@ -124,22 +127,26 @@ def refuse_open_problems(environment: Environment) -> None:
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
     """Evaluations of graded groups: overall, by source where there are several, and by level and subject where problems name
     them: "math", "math/level=Level 5", "math/subject=Algebra"."""
+    voted = majorities(groups) if len(groups[0].trajectories) > 1 else [0] * len(groups)
+    rows = list(zip(groups, voted, strict=True))
     sources = sorted({group.problem.source for group in groups})
-    parts = [(env_id, list(groups))]
+    parts = [(env_id, rows)]
     if len(sources) > 1:
-        parts += [(f"{env_id}/{source}", [g for g in groups if g.problem.source == source]) for source in sources]
+        parts += [
+            (f"{env_id}/{source}", [row for row in rows if row[0].problem.source == source]) for source in sources
+        ]
     named = sorted({name for group in groups for name in group.problem.groups})
-    parts += [(f"{env_id}/{name}", [g for g in groups if name in g.problem.groups]) for name in named]
+    parts += [(f"{env_id}/{name}", [row for row in rows if name in row[0].problem.groups]) for name in named]
     return [evaluation for dataset, part in parts for evaluation in _evaluations(dataset, part, temperature)]
 
 
-def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> list[Evaluation]:
+def _evaluations(dataset: str, rows: Sequence[tuple[Group, int]], temperature: float) -> list[Evaluation]:
+    """Of groups, each with the place of the sample that the majority chooses."""
+    groups = [group for group, _ in rows]
     samples = len(groups[0].trajectories)
     if samples == 1:
-        correct = sum(is_correct(group.trajectories[0]) for group in groups)
-        interval = wilson(correct, len(groups))
         mode = "greedy_pass@1" if temperature == 0 else "sampling_pass@1"
-        return [Evaluation(mode, dataset, len(groups), correct / len(groups), interval.low, interval.high)]
+        return [share_of(mode, dataset, [is_correct(group.trajectories[0]) for group in groups])]
     outcomes = [[is_correct(t) for t in group.trajectories] for group in groups]
     mean = sum(map(sum, outcomes)) / (samples * len(outcomes))
     low, high = 0.0, 1.0  # a single problem says nothing of the spread between problems
@@ -149,12 +156,28 @@ def _evaluations(dataset: str, groups: Sequence[Group], temperature: float) -> l
             [place for place, row in enumerate(outcomes) for _ in row],
         ).interval
         low, high = max(low, interval.low), min(high, interval.high)
-    solved = sum(any(row) for row in outcomes)
-    best = wilson(solved, len(groups))
     return [
         Evaluation("sampling_pass@1", dataset, len(groups), mean, low, high),
-        Evaluation(f"sampling_pass@{samples}", dataset, len(groups), solved / len(groups), best.low, best.high),
+        *(_pass_at(k, dataset, [sum(row) for row in outcomes], samples) for k in range(2, samples)),
+        share_of(f"pass@{samples}", dataset, [any(row) for row in outcomes]),
+        share_of(f"majority@{samples}", dataset, [row[place] for row, (_, place) in zip(outcomes, rows, strict=True)]),
     ]
+
+
+def _pass_at(k: int, dataset: str, correct: Sequence[int], samples: int) -> Evaluation:
+    """The mean over problems, with the interval of a mean."""
+    rates = [pass_at_k(count, samples, k) for count in correct]
+    low, high = 0.0, 1.0
+    if len(rates) > 1:
+        interval = clustered_mean(rates, range(len(rates))).interval
+        low, high = max(low, interval.low), min(high, interval.high)
+    return Evaluation(f"pass@{k}", dataset, len(rates), sum(rates) / len(rates), low, high)
+
+
+def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
+    """The share of problems solved, one outcome each, with Wilson's interval."""
+    interval = wilson(sum(outcomes), len(outcomes))
+    return Evaluation(mode, dataset, len(outcomes), sum(outcomes) / len(outcomes), interval.low, interval.high)
 
 
 def is_correct(trajectory: Trajectory) -> bool:

@@ -64,6 +64,12 @@ def clustered_mean(values: Sequence[float], cluster_ids: Sequence[Hashable]) -> 
     return Estimate(mean, standard_error, Interval(mean - half_width, mean + half_width))
 
 
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """The chance that one at least of k samples is right, from `correct` right ones of `samples` >= k: `1 - C(n - c, k) / C(n, k)`,
+    the estimate without bias (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
     """Mean of b - a over problems that both answered, with the paired t interval (95%).
 

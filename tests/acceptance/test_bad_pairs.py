@@ -132,9 +132,11 @@ def test_pairs_from_samples(base: Path, workshop: Path, nmoe: Nmoe, config: Call
     assert modes == [
         "greedy_pass@1",
         "sampling_pass@1",
+        "pass@2",
+        "pass@3",
+        "pass@4",
         "majority@4",
         "best_of@4",
-        "sampling_pass@4",
         "best_of@4 - majority@4",
     ]
 

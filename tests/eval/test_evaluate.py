@@ -95,27 +95,44 @@ def test_one_sample_of_each_problem(temperature: float, mode: str, tmp_path: Pat
 
 def test_several_samples_give_the_mean_and_pass_at_k(tmp_path: Path, tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, "++ +- -- -- ++ +- -- -- +- --")
-    mean, any_of = evaluated(engine, ONE, tmp_path / "e.toml", problems=10, samples=2, temperature=1.0)
+    mean, any_of, majority = evaluated(engine, ONE, tmp_path / "e.toml", problems=10, samples=2, temperature=1.0)
     assert (mean.mode, mean.dataset, mean.problems, mean.value) == ("sampling_pass@1", "skills", 10, 0.35)
     # Of each problem's two deviations from 0.35: 1.3, 0.3, -0.7, -0.7, 1.3, 0.3, -0.7, -0.7, 0.3, -0.7.
     standard_error = math.sqrt(10 / 9 * (2 * 1.3**2 + 3 * 0.3**2 + 5 * 0.7**2) / 20**2)
     half = 2.262157163 * standard_error  # Student's 0.975 quantile with 9 degrees of freedom
     assert (mean.low, mean.high) == (pytest.approx(0.35 - half), pytest.approx(0.35 + half))
-    assert any_of == Evaluation("sampling_pass@2", "skills", 10, 0.5, *wilson(5, 10))
+    assert any_of == Evaluation("pass@2", "skills", 10, 0.5, *wilson(5, 10))
+    # Of two answers that differ the first is taken.
+    assert majority == Evaluation("majority@2", "skills", 10, 0.5, *wilson(5, 10))
+
+
+def test_every_k_from_one_sampling(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "++-- +--- ----")
+    results = evaluated(engine, ONE, tmp_path / "e.toml", problems=3, samples=4, temperature=1.0)
+    assert {one.mode: one.value for one in results} == {
+        "sampling_pass@1": pytest.approx((1 / 2 + 1 / 4) / 3),
+        "pass@2": pytest.approx((5 / 6 + 1 / 2) / 3),  # of six pairs one is all wrong, of three of six
+        "pass@3": pytest.approx((1 + 3 / 4) / 3),
+        "pass@4": pytest.approx(2 / 3),
+        # "no" is an answer too: two say each in the first problem, of which the first counts.
+        "majority@4": pytest.approx(1 / 3),
+    }
+    assert all(one.low < one.value < one.high and one.problems == 3 for one in results)
 
 
 def test_an_interval_stays_between_0_and_1(tmp_path: Path, tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, "++ +- --")
-    mean, any_of = evaluated(engine, ONE, tmp_path / "e.toml", problems=3, samples=2, temperature=1.0)
+    mean, any_of, _ = evaluated(engine, ONE, tmp_path / "e.toml", problems=3, samples=2, temperature=1.0)
     assert mean == Evaluation("sampling_pass@1", "skills", 3, 0.5, 0.0, 1.0)
-    assert any_of == Evaluation("sampling_pass@2", "skills", 3, pytest.approx(2 / 3), *wilson(2, 3))
+    assert any_of == Evaluation("pass@2", "skills", 3, pytest.approx(2 / 3), *wilson(2, 3))
 
 
 def test_one_problem_says_nothing_of_the_spread_between_problems(tmp_path: Path, tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, "+-+-")
-    mean, any_of = evaluated(engine, ONE, tmp_path / "e.toml", problems=1, samples=4, temperature=1.0)
+    mean, of_two, _, any_of, _ = evaluated(engine, ONE, tmp_path / "e.toml", problems=1, samples=4, temperature=1.0)
     assert mean == Evaluation("sampling_pass@1", "skills", 1, 0.5, 0.0, 1.0)
-    assert any_of == Evaluation("sampling_pass@4", "skills", 1, 1.0, *wilson(1, 1))
+    assert of_two == Evaluation("pass@2", "skills", 1, pytest.approx(5 / 6), 0.0, 1.0)
+    assert any_of == Evaluation("pass@4", "skills", 1, 1.0, *wilson(1, 1))
 
 
 def test_each_source_of_a_mixture_has_its_own_value(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -32,7 +32,7 @@ def correctness(workshop: Path) -> Callable[[Path], float]:
         directory = resolve_checkpoint(run)
         tokenizer, model = Tokenizer.load(directory), load_model(directory)
         environment = Environment.from_toml(workshop / "reverse.toml", tokenizer).held_out()
-        mean, _ = evaluate(
+        mean, *_ = evaluate(
             NativeEngine(model, 256),
             environment,
             model.config.context_tokens,

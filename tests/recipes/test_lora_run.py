@@ -44,7 +44,7 @@ def correctness(run: Path, environment: Path) -> float:
     tokenizer, model = Tokenizer.load(directory), load_policy(directory)[0]
     held_out = Environment.from_toml(environment, tokenizer).held_out()
     engine = NativeEngine(model, 256)
-    mean, _ = evaluate(engine, held_out, 64, problems=120, samples=6, temperature=1.0, max_new_tokens=20, seed=0)
+    mean, *_ = evaluate(engine, held_out, 64, problems=120, samples=6, temperature=1.0, max_new_tokens=20, seed=0)
     return mean.value
 
 

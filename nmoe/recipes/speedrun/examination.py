@@ -105,7 +105,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
         pass16=[
             evaluation
             for evaluation in summarise(ask(held_out(), PASS16_PROBLEMS, 16, 1.0), env_id, 1.0)
-            if evaluation.mode == "sampling_pass@16"
+            if evaluation.mode == "pass@16"
         ],
         longer=summarise(longer_sampled, longer_id, 1.0),
         longer_greedy=summarise(ask(beyond(), LONGER_PROBLEMS, 1, 0.0), longer_id, 0.0),

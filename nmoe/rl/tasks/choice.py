@@ -59,6 +59,10 @@ class MultipleChoiceTask(QuestionTask):
             return Verdict.of(False, "choice", "names no single option")
         return Verdict.of(letter == problem.gold, "choice", f"chose {letter}")
 
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        letters = [read_letter(answer, _texts(problem)) for answer in (one, other)]
+        return letters[0] == letters[1] if letters[0] is not None else one.strip() == other.strip()
+
 
 def read_letter(answer: str, texts: list[str]) -> str | None:
     """The letter of the option that an answer names; None where it names none, or more than one."""

@@ -57,8 +57,15 @@ class MathTask(QuestionTask):
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, f"({problem.gold}) + 1"
 
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        if one.strip() == other.strip():
+            return True
+        if max(len(one), len(other)) > MAX_ANSWER_CHARS:
+            return False
+        return (await grade_answer(one, other, any_order=_in_any_order(problem))).outcome == "correct"
+
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        any_order = bool(_ANY_ORDER.search(problem.question)) and not _IN_ORDER.search(problem.question)
+        any_order = _in_any_order(problem)
         verdict = settle(problem.gold, attempt.answer, any_order=any_order)
         if verdict is not None:
             return verdict
@@ -67,6 +74,10 @@ class MathTask(QuestionTask):
         if read_number(normalize(problem.gold)) is not None and _UNEVALUATED.search(attempt.answer):
             return Verdict.of(False, "symbolic", "an expression, where the answer is a number")
         return await grade_answer(problem.gold, attempt.answer, any_order=any_order)
+
+
+def _in_any_order(problem: Problem) -> bool:
+    return bool(_ANY_ORDER.search(problem.question)) and not _IN_ORDER.search(problem.question)
 
 
 def _squeezed(text: str) -> str:

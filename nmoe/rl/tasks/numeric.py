@@ -26,5 +26,11 @@ class NumericTask(QuestionTask):
         assert number is not None, "check_gold refuses a gold that is no number"
         return problem.gold, str(number.value + 1)
 
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        if one.strip() == other.strip():
+            return True
+        verdict = settle(one, other)
+        return verdict is not None and verdict.outcome == "correct"
+
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         return settle(problem.gold, attempt.answer) or Verdict.of(False, "numeric", "an expression, not a number")

@@ -86,6 +86,9 @@ class Task(Protocol):
         """Whether the attempt is right. Total: any answer, however long or strange, gets a verdict, and in bounded time. What it
         raises is a defect of the task and stops the run."""
 
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        """Whether two answers to a problem are one, right or wrong, as a vote among samples counts them. Total, as `verify`."""
+
 
 class GeneratedTask(Task, Protocol):
     """A task that can make its own problems."""
@@ -120,6 +123,9 @@ class QuestionTask:
 
     def split_key(self, question: str) -> str:
         return question
+
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        return one.strip() == other.strip()
 
 
 def group_metadata(record: Mapping[str, Any]) -> dict[str, str | int | float]:

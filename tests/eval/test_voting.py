@@ -1,0 +1,40 @@
+"""Majority vote: answers are counted by what their task finds equal."""
+
+from __future__ import annotations
+
+import pytest
+
+from nmoe.engine.api import Sampling
+from nmoe.eval.voting import majorities
+from nmoe.rl.grading.grade import Grade
+from nmoe.rl.problem import Problem
+from nmoe.rl.rollout.trajectory import Group, Trajectory
+from nmoe.rl.turn import single_turn
+
+
+def group(task_type: str, *answers: str | None, question: str = "?", **metadata: str) -> Group:
+    problem = Problem("p", task_type, question, "", "p", metadata)
+    grades = [Grade(0.0, {}, "ok", {}, answer) for answer in answers]
+    return Group(
+        problem, [Trajectory(problem, i, (0,), single_turn((1,)), g, Sampling(8)) for i, g in enumerate(grades)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("voters", "place"),
+    [
+        (group("math", "0.5", "1/2", r"\frac12", "3", "3"), 0),
+        (group("gsm8k", "3", "3", "0.5", "1/2", "50/100"), 2),
+        (group("math", r"x^2+1", "7", r"1+x^2", r"x^2 + 1"), 0),
+        # Digits are compared as text: "0135" is not the number 135.
+        (group("sort", "135", "0135", "135 "), 0),
+        (group("sort", "0135", "135", "00135", "135"), 1),
+        (group("multiple_choice", "C", "(B)", "B", "two", options='["one", "two", "three"]'), 1),
+        (group("math", None, None, "4"), 2),
+        (group("math", None, None), 0),
+        (group("math", "5", "4"), 0),
+        (group("math", "(1,2)", "2,1", "1,2", question="List both, separated by commas."), 1),
+    ],
+)
+def test_the_majority_is_counted_by_the_grader(voters: Group, place: int) -> None:
+    assert majorities([voters]) == [place]
