@@ -57,7 +57,10 @@ class RecordsSection(DatasetSettings):
         default=None, gt=0, description="passes over the records, in place of run.steps; 0.5 is half of them"
     )
     held_out: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the records kept from training, to evaluate on"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the records kept from training, to evaluate on: all of a prompt or none",
     )
     held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(
         default=None, min_length=1, description="records of their own to evaluate on, read as those of `path` are"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmoe.config.dataset import DatasetSettings, Kind
+from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.records import read_records
 from nmoe.data.rendering import IGNORED, Rendered, Renderer, render
 from nmoe.errors import UserError
@@ -35,12 +35,15 @@ class Examples:
     def __init__(self) -> None:
         self._ids, self._labels = array("i"), array("i")
         self._ends, self._records = array("q", [0]), array("q")
+        self._prompts: dict[int, str] = {}
         self.described: list[str] = []
         self.records = 0
         self.overlong: list[str] = []
 
-    def add(self, rendered: Rendered) -> None:
-        """Takes a sequence of the record read last, up to its last learned token: nothing is predicted from what follows."""
+    def add(self, rendered: Rendered, prompt: str) -> None:
+        """Takes a sequence of the record read last, which asks `prompt`, up to its last learned token: nothing is predicted from
+        what follows."""
+        self._prompts[self.records] = hashlib.sha256(prompt.encode(errors="replace")).hexdigest()
         end = max(place for place, label in enumerate(rendered.labels) if label != IGNORED) + 1
         self._ids.extend(rendered.ids[:end])
         self._labels.extend(rendered.labels[:end])
@@ -87,10 +90,11 @@ class Examples:
         return lines
 
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
-        """The examples of most records, and those of a `share` of them, one at least, drawn by the seed. Raises UserError where
-        nothing is left of the first."""
-        records = sorted(set(self._records))
-        drawn = set(random.Random(f"held out/{seed}").sample(records, max(1, round(share * len(records)))))
+        """The examples of most records, and those of about a `share` of them, one at least, drawn by the seed, all of a prompt or
+        none. Raises UserError where one of the two would be empty."""
+        records = list(self._prompts)
+        drawn = {records[place] for place in held_out(list(self._prompts.values()), share, seed)}
+        refuse_empty("records", len(records), len(drawn), share)
         parts = Examples(), Examples()
         for index, record in enumerate(self._records):
             part, run = parts[record in drawn], slice(self._ends[index], self._ends[index + 1])
@@ -98,10 +102,9 @@ class Examples:
             part._labels.extend(self._labels[run])
             part._ends.append(len(part._ids))
             part._records.append(record)
+            part._prompts[record] = self._prompts[record]
         for part in parts:
-            part.records = len(set(part._records))
-        if len(parts[0]) == 0:
-            raise UserError(f"of {len(records)} records a share of {share:g} held out leaves none to train on")
+            part.records = len(part._prompts)
         return parts
 
 
@@ -125,7 +128,7 @@ def read_examples(
             if len(rendered.ids) - 1 > context_tokens:
                 examples.overlong.append(record.where)
             elif any(label != IGNORED for label in rendered.labels[1:]):
-                examples.add(rendered)
+                examples.add(rendered, prompt_of(record))
     if len(examples) == 0:
         left_out = f"; {len(examples.overlong):,} are longer than its context of {context_tokens:,} tokens"
         raise UserError(

@@ -8,13 +8,13 @@ that it reads nothing else here either: the last message of each side, without i
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nmoe.config.dataset import DatasetSettings
+from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Messages, Preference, read_records
 from nmoe.data.rendering import Rendered, Renderer, split_reasoning
@@ -23,7 +23,7 @@ from nmoe.errors import UserError
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sequences, of which the first was preferred, and where their record lies.
+    """Two sequences, of which the first was preferred, where their record lies, and what it asks.
 
     Example: `Pair("pairs.jsonl:1", Rendered([5, 6, 7, 2], [-100, -100, 7, 2]), Rendered([5, 6, 9, 2], [-100, -100, 9, 2]))`.
     """
@@ -31,6 +31,7 @@ class Pair:
     where: str
     chosen: Rendered
     rejected: Rendered
+    prompt: str = ""
 
     @property
     def sides(self) -> tuple[Rendered, Rendered]:
@@ -89,7 +90,7 @@ def _pair(record: Preference, renderer: Renderer, chosen: Messages, rejected: Me
                 "holds; put all but the last into the prompt"
             )
         sides += sequences
-    return Pair(record.where, *sides)
+    return Pair(record.where, sides[0], sides[1], prompt_of(record))
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,13 @@ class Pairs:
         return digest.hexdigest()
 
     def split(self, share: float, seed: int) -> tuple[Pairs, Pairs]:
-        """Most pairs, and a `share` of them, one at least, drawn by the seed. Raises UserError where none is left."""
-        count = max(1, round(share * len(self.pairs)))
-        drawn = set(random.Random(f"held out/{seed}").sample(range(len(self.pairs)), count))
+        """Most pairs, and about a `share` of them, one at least, drawn by the seed, all of a prompt or none. Raises UserError where
+        one of the two would be empty."""
+        drawn = held_out([pair.prompt for pair in self.pairs], share, seed)
         parts: tuple[list[Pair], list[Pair]] = [], []
         for number, pair in enumerate(self.pairs):
             parts[number in drawn].append(pair)
-        if not parts[0]:
-            raise UserError(f"of {len(self.pairs)} pairs a share of {share:g} held out leaves none to train on")
+        refuse_empty("pairs", len(self.pairs), len(drawn), share)
         return Pairs(parts[0], self.notes), Pairs(parts[1], [])
 
 

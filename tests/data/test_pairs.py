@@ -109,7 +109,7 @@ def test_a_side_of_reasoning_alone_has_nothing_to_judge(tmp_path: Path, tokenize
 
 
 def test_pairs_are_held_out_by_the_seed(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    records = [PLAIN | {"rejected": str(number)} for number in range(100, 120)]
+    records = [PLAIN | {"prompt": f"Sort: {number}", "rejected": str(number)} for number in range(100, 120)]
     pairs = read(tmp_path / "p.jsonl", tokenizer, *records)
     kept, held_out = pairs.split(0.25, seed=1)
     assert len(held_out.pairs) == 5
@@ -122,3 +122,23 @@ def test_pairs_are_held_out_by_the_seed(tmp_path: Path, tokenizer: Tokenizer) ->
     )
     with pytest.raises(UserError, match=r"of 20 pairs a share of 0\.99 held out leaves none to train on"):
         pairs.split(0.99, seed=1)
+
+
+def test_no_prompt_is_on_both_sides(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    records = [
+        PLAIN | {"prompt": f"Sort: {number % 8}", "rejected": str(rejected)}
+        for number in range(100, 140)
+        for rejected in (number, number, 77)
+    ]
+    pairs = read(tmp_path / "p.jsonl", tokenizer, *records)
+    for make in (completion_pair, answer_pair):
+        pairs = read(tmp_path / "p.jsonl", tokenizer, *records, make=make)
+        for seed in range(5):
+            kept, held_out = pairs.split(0.25, seed)
+            asked, asked_again = ({pair.prompt for pair in part.pairs} for part in (kept, held_out))
+            assert (len(asked), len(asked_again), len(held_out.pairs)) == (6, 2, 30)
+            assert not asked & asked_again
+    with pytest.raises(
+        UserError, match="all 3 pairs have one prompt, which is trained on or evaluated on and not both"
+    ):
+        read(tmp_path / "p.jsonl", tokenizer, *records[:3]).split(0.3, seed=0)

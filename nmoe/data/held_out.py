@@ -1,0 +1,59 @@
+"""Which records are held out: all of a prompt or none, so that nothing that is trained on asks what is evaluated on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from nmoe.data.messages import ChatMessage
+from nmoe.data.records import Conversation, Preference, Prompt, PromptCompletion, Record, Stepwise, Text
+from nmoe.errors import UserError
+
+
+def prompt_of(record: Record) -> str:
+    """What a record asks, as a text to compare with others: its prompt, or a conversation up to the assistant's first message. A
+    text, and a conversation that nobody begins, is whole what it is."""
+    match record:
+        case Text():
+            return record.text
+        case Conversation():
+            said = record.messages
+            first = next((place for place, message in enumerate(said) if message.role == "assistant"), len(said))
+            return _written(said[:first] if any(message.role == "user" for message in said[:first]) else said)
+        case Prompt() | PromptCompletion() | Preference() | Stepwise():
+            return _written(record.prompt)
+
+
+def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
+    """The places of about a `share` of records, one at least, by the prompt of each. Prompts are taken whole, in the order of their
+    hash with the seed: a record that is added or left out moves few others. None where all have one prompt."""
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt, []).append(place)
+    order = sorted(
+        places, key=lambda prompt: hashlib.sha256(f"held out/{seed}/{prompt}".encode(errors="replace")).digest()
+    )
+    wanted = max(1, round(share * len(prompts)))
+    drawn: set[int] = set()
+    for prompt in order:
+        if len(drawn) + len(places[prompt]) <= wanted:
+            drawn.update(places[prompt])
+    if not drawn and len(places) > 1:
+        smallest: list[int] = min(places.values(), key=len)
+        drawn.update(smallest)
+    return drawn
+
+
+def refuse_empty(kind: str, count: int, drawn: int, share: float) -> None:
+    """Raises UserError where so many records with this share held out leave nothing to train or to evaluate on."""
+    if drawn == count:
+        raise UserError(f"of {count} {kind} a share of {share:g} held out leaves none to train on")
+    if drawn == 0:
+        raise UserError(
+            f"all {count} {kind} have one prompt, which is trained on or evaluated on and not both; name data of its own to "
+            "evaluate on in records.held_out_path"
+        )
+
+
+def _written(messages: Sequence[ChatMessage]) -> str:
+    return "\x1e".join(f"{message.role}\x1f{message.content.strip()}" for message in messages)
