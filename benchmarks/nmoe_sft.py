@@ -11,6 +11,7 @@ import numpy as np
 from sft_workload import ADAM_BETAS, ADAM_EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Case, Step
 from side import answer
 
+from nmoe.data.documents import Document
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.optimizer import OptimizerSettings
@@ -43,7 +44,7 @@ class NmoeSft:
     def step(self, rows: list[list[int]]) -> Step:
         """One step of training on these sequences."""
         began = time.perf_counter()
-        batch = document_batch([np.array(row) for row in rows])
+        batch = document_batch([Document(np.array(row)) for row in rows])
         result = self.learner.forward_backward(batch, cross_entropy).result()
         update = self.learner.optim_step().result()
         return Step(time.perf_counter() - began, result.loss, update.grad_norm)

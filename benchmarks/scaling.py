@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from machine import machine, versions
 
+from nmoe.data.documents import Document
 from nmoe.engine.api import Request, Sampling
 from nmoe.engine.native.core import EngineCore
 from nmoe.learner.learner import Learner
@@ -65,7 +66,7 @@ def train_seconds(model: Transformer, count: int, length: int, repeats: int) -> 
     learner = Learner(model, OptimizerSettings(1e-4), total_steps=10, tokens_per_microbatch=count * length)
     generator = np.random.default_rng(0)
     rows = [generator.integers(model.config.vocab_size, size=length + 1) for _ in range(count)]
-    batch = document_batch(rows)
+    batch = document_batch([Document(row) for row in rows])
 
     def act() -> None:
         learner.forward_backward(batch, cross_entropy).result()

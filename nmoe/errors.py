@@ -23,3 +23,9 @@ class InfrastructureError(UserError):
     """Nothing could be judged, because what tools or verifiers need was not to be had: the exit code is 1."""
 
     exit_code = 1
+
+
+class ShortfallError(UserError):
+    """Everything ran, and a figure is not what was promised: the exit code is 1."""
+
+    exit_code = 1

@@ -36,6 +36,7 @@ threads = 1
 
 [model]
 tokenizer = "HERE/tokenizer"
+router_bias_rate = 0.001
 
 [model.shape]
 hidden_size = 64
@@ -46,7 +47,6 @@ head_dim = 16
 experts = 4
 experts_per_token = 2
 expert_width = 64
-router_bias_rate = 0.001
 rope_theta = 1000.0
 context_tokens = 64
 

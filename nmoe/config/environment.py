@@ -59,7 +59,9 @@ class GeneratedPool(Section):
     difficulty: Annotated[tuple[int, int], Field(strict=False)] = Field(
         default=(1, 3), description="[least, most], both at least 1 and included; each task says what it counts"
     )
-    split: Literal["train", "eval", "all"] = Field(default="train", description="the part of all problems to draw from")
+    split: Literal["train", "validation", "eval", "all"] = Field(
+        default="train", description="the part of all problems to draw from"
+    )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
     max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
 
@@ -139,7 +141,9 @@ class ReasoningGymPool(Section):
     type: Literal["reasoning_gym"]
     dataset: str = Field(min_length=1, description="name of the dataset in reasoning-gym, such as `leg_counting`")
     config: dict[str, Any] = Field(default={}, description="the dataset's own settings, such as `{min_animals = 2}`")
-    split: Literal["train", "eval", "all"] = Field(default="train", description="the part of all problems to draw from")
+    split: Literal["train", "validation", "eval", "all"] = Field(
+        default="train", description="the part of all problems to draw from"
+    )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
     max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
 
@@ -445,18 +449,20 @@ def load_environment(named: Path) -> EnvironmentSettings:
     return load(find_environment(str(named)), EnvironmentSettings)
 
 
-def held_out(settings: EnvironmentSettings) -> EnvironmentSettings | None:
-    """The same environment over problems that training never meets: the `eval` split of its generated and reasoning-gym pools.
+def held_out(
+    settings: EnvironmentSettings, split: Literal["validation", "eval"] = "eval"
+) -> EnvironmentSettings | None:
+    """The same environment over problems that training never meets: this split of its generated and reasoning-gym pools.
 
     None where that can not be promised, because a pool is a dataset or does not train on the `train` split.
     """
     pool = settings.task_pool
     if isinstance(pool, GeneratedPool | ReasoningGymPool) and pool.split == "train":
-        pool = pool.model_copy(update={"split": "eval"})
+        pool = pool.model_copy(update={"split": split})
     elif isinstance(pool, MixturePool) and all(
         isinstance(source, GeneratedPool | ReasoningGymPool) and source.split == "train" for source in pool.sources
     ):
-        sources = tuple(source.model_copy(update={"split": "eval"}) for source in pool.sources)
+        sources = tuple(source.model_copy(update={"split": split}) for source in pool.sources)
         pool = pool.model_copy(update={"sources": sources})
     else:
         return None

@@ -63,8 +63,6 @@ class ModelShape(Section):
         default="softmax", description="how router logits become scores"
     )
     renormalize: bool = Field(default=True, description="scale the chosen experts' scores to sum to 1")
-    router_bias_rate: float = Field(default=0.0, ge=0, description="step of loss-free load balancing; 0: off")
-    router_aux_loss_coef: float = Field(default=0.0, ge=0, description="weight of the load-balancing loss; 0: off")
     qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys")
     tie_embeddings: bool = Field(default=True, description="one matrix for embedding and output head")
     rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
@@ -96,6 +94,14 @@ class ModelSection(Section):
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="of weights and activations; below float32 the optimizer holds float32 masters of the weights",
+    )
+    router_bias_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="step of loss-free load balancing, 0: off; default: as the checkpoint was trained, and off in RL and self-play",
+    )
+    router_aux_loss_coef: float | None = Field(
+        default=None, ge=0, description="weight of the load-balancing loss, 0: off; default: as router_bias_rate"
     )
     checkpoint_activations: bool = Field(
         default=False, description="keep only each block's input for the backward pass, which runs the block again"
@@ -247,6 +253,10 @@ class BatchSection(Section):
     )
     max_refills: int = Field(
         default=1, ge=0, description="how many times a step samples more prompts for groups that teach nothing"
+    )
+    favour_unsolved: bool = Field(
+        default=False,
+        description="draw the problems of a source in proportion to the share of it that is not solved yet, at least a tenth",
     )
     solve_rate: Array[float] = Field(
         default=(0.0, 1.0), description="lowest and highest mean correctness of a group that is trained on"
@@ -503,8 +513,27 @@ class EvalSection(Section):
     every_steps: int = Field(default=0, ge=0, description="steps between evaluations; 0: none during the run")
     problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None, description="held-out environment, or its `path`; default: the training environment's eval split"
+        default=None, description="held-out environment, or its `path`; default: a split of the training environment"
     )
+    split: Literal["validation", "eval"] = Field(
+        default="eval",
+        description="the training environment's split to evaluate on; what decides when a run ends is not what it is judged by",
+    )
+    temperature: float = Field(default=0.0, ge=0, description="0: greedy; otherwise one sample at this temperature")
+    enough: float | None = Field(
+        default=None, gt=0, le=1, description="the run ends when every source of problems is solved at this rate"
+    )
+    patience: int | None = Field(
+        default=None, gt=0, description="the run ends after so many evaluations in a row in which no source got better"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        for key in ("enough", "patience"):
+            if getattr(self, key) is not None and self.every_steps == 0:
+                yield Conflict(key, "looks at evaluations, of which there are none during the run; set every_steps")
+        if self.environment is not None and self.split != "eval":
+            yield Conflict("split", "is of the training environment, and eval.environment names another")
 
 
 class CheckpointSection(Section):

@@ -15,22 +15,44 @@ from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 
-Document = NDArray[np.int64]
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, of which the first `prompt` are read and not learned: `Document(np.array([5, 6, 7, 2]), prompt=2)` predicts
+    7 and 2, `Document(np.array([5, 6, 7, 2]))` everything after the first token."""
+
+    ids: NDArray[np.int64]
+    prompt: int = 0
+
+    @property
+    def positions(self) -> int:
+        """How many positions are run: all but the last token's."""
+        return len(self.ids) - 1
+
+    @property
+    def learned(self) -> NDArray[np.bool_]:
+        """Whether the token after each position is learned, `[positions]`."""
+        return np.arange(1, len(self.ids)) >= self.prompt
 
 
 def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list[Document]:
     """One document per row of what `nmoe.data.rows` reads: `{"text": "..."}`, which is encoded and ended by <|endoftext|>, or
-    `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell.
+    `{"token_ids": [...]}`, taken as it is, for documents with control tokens that no text can spell. Beside it,
+    `"prompt_tokens": 9` says that the first nine tokens are read and not learned: a question whose digits are chance teaches
+    nothing but noise.
 
-    Documents longer than `context_tokens` are cut into pieces of that length. Raises UserError, with file and line, for a
-    row that is neither, an id beyond the vocabulary, or a file without documents.
+    Documents longer than `context_tokens` are cut into pieces of that length, of which those without a learned token are left out.
+    Raises UserError, with file and line, for a row that is neither, an id beyond the vocabulary, or a file without documents.
     """
     end = [tokenizer.special_id("<|endoftext|>")]
     documents: list[Document] = []
     for where, record in read_rows(path):
         ids = _ids(record, tokenizer, end, where)
+        prompt = _prompt_tokens(record, len(ids), where)
         for start in range(0, max(1, len(ids) - 1), context_tokens):
-            documents.append(np.array(ids[start : start + context_tokens + 1], dtype=np.int64))
+            piece = np.array(ids[start : start + context_tokens + 1], dtype=np.int64)
+            if prompt - start < len(piece):
+                documents.append(Document(piece, max(0, prompt - start)))
     if not documents:
         raise UserError(f"{path}: holds no documents; each line is a JSON object with `text` or `token_ids`")
     return documents
@@ -51,6 +73,17 @@ def _ids(record: Mapping[str, Any], tokenizer: Tokenizer, end: list[int], where:
     return ids
 
 
+def _prompt_tokens(record: Mapping[str, Any], tokens: int, where: str) -> int:
+    prompt = record.get("prompt_tokens", 0)
+    if type(prompt) is not int or prompt < 0:
+        raise UserError(f"{where}: prompt_tokens is {prompt!r}, and has to be a count of tokens")
+    if prompt and "token_ids" not in record:
+        raise UserError(f"{where}: prompt_tokens counts `token_ids`, and this document is text")
+    if prompt >= tokens:
+        raise UserError(f"{where}: prompt_tokens = {prompt} leaves none of {tokens} tokens to learn")
+    return prompt
+
+
 @dataclass(frozen=True)
 class DocumentSource:
     """Documents of one kind, with their share of the tokens relative to the weights of the other sources."""
@@ -61,19 +94,19 @@ class DocumentSource:
 
     @property
     def tokens(self) -> int:
-        """Predicted tokens of an epoch."""
-        return sum(len(document) - 1 for document in self.documents)
+        """Positions that an epoch runs."""
+        return sum(document.positions for document in self.documents)
 
 
 class DocumentMixture:
     """Documents of several sources, each in an order that is a pure function of (seed, epoch), handed out by a token budget.
 
-    The next document is always of the source that is furthest behind: the one with the fewest predicted tokens for its weight,
+    The next document is always of the source that is furthest behind: the one with the fewest positions for its weight,
     the first such where several are level. So nothing is drawn, and after any number of documents a source of share w is
     never ahead of w of all tokens by more than the longest document's, and never behind by more than that for each other source.
 
     position: how many documents of each source were handed out; whoever sets it goes on from there.
-    fingerprint: a digest of the tokens of all documents, source by source, and of the weights.
+    fingerprint: a digest of all documents, source by source, and of the weights.
     """
 
     def __init__(self, sources: Sequence[DocumentSource], seed: int) -> None:
@@ -85,7 +118,8 @@ class DocumentMixture:
         digest = hashlib.sha256()
         for source in sources:
             digest.update(f"{source.weight!r}/{len(source.documents)}/".encode())
-            digest.update(b"".join(document.tobytes() for document in source.documents))
+            digest.update(b"".join(document.ids.tobytes() for document in source.documents))
+            digest.update(np.array([document.prompt for document in source.documents], dtype=np.int64).tobytes())
         self.fingerprint = digest.hexdigest()
 
     @property
@@ -97,12 +131,11 @@ class DocumentMixture:
         self._documents_handed_out = list(position)
         for index, (source, handed_out) in enumerate(zip(self._sources, position, strict=True)):
             epoch, place = divmod(handed_out, len(source.documents))
-            begun = sum(len(source.documents[i]) - 1 for i in self._order(index, epoch)[:place])
+            begun = sum(source.documents[i].positions for i in self._order(index, epoch)[:place])
             self._tokens_handed_out[index] = epoch * source.tokens + begun
 
     def take(self, tokens: int) -> list[tuple[int, Document]]:
-        """The next documents, each with the index of its source: as many as stay within `tokens` predicted tokens, at least
-        one."""
+        """The next documents, each with the index of its source: as many as stay within `tokens` positions, at least one."""
         taken: list[tuple[int, Document]] = []
         budget = tokens
         while True:
@@ -110,13 +143,12 @@ class DocumentMixture:
             source = self._sources[index]
             epoch, place = divmod(self._documents_handed_out[index], len(source.documents))
             document = source.documents[self._order(index, epoch)[place]]
-            predicted = len(document) - 1
-            if taken and predicted > budget:
+            if taken and document.positions > budget:
                 return taken
             taken.append((index, document))
-            budget -= predicted
+            budget -= document.positions
             self._documents_handed_out[index] += 1
-            self._tokens_handed_out[index] += predicted
+            self._tokens_handed_out[index] += document.positions
 
     def _order(self, index: int, epoch: int) -> list[int]:
         if self._orders[index][0] != epoch:

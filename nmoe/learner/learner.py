@@ -22,7 +22,7 @@ from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scor
 from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
-from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, move_router_bias
+from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
@@ -99,7 +99,9 @@ class Learner:
         """Adds this batch's gradient to what has gathered since the last `optim_step`."""
         config = self.model.config
         balancing = config.routed_experts > 0 and config.router_aux_loss_coef > 0
-        share_YE = self._load_shares(batch) if balancing else None
+        # The auxiliary loss needs the whole batch's shares before the first backward pass; a single part's own forward has them.
+        alone = self.ranks.size == 1 and batch.tokens <= self.tokens_per_microbatch
+        share_YE = self._load_shares(batch) if balancing and not alone else None
         experts = config.routed_experts
         part = _Part(RoutingStatistics.empty(len(config.moe_layers), experts) if experts else None)
         for micro, rows_T, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
@@ -108,7 +110,8 @@ class Learner:
             objective_sum, statistics = objective(outputs, _scored(micro))
             total = objective_sum
             auxiliary = 0.0
-            if share_YE is not None:
+            if balancing:
+                share_YE = load_shares(count_load(trace, config.experts)) if share_YE is None else share_YE
                 extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
                 auxiliary = float(extra.detach())
                 total = total + extra
@@ -129,8 +132,8 @@ class Learner:
 
     @torch.no_grad()
     def _load_shares(self, batch: Batch) -> Tensor:
-        """Share of the batch's router picks per layer and expert. The auxiliary loss needs the whole batch's shares before
-        the first backward; otherwise its gradient would depend on how the batch was split."""
+        """Share of the batch's router picks per layer and expert, `[Y, E]`, by a forward pass of all parts: with the shares of one
+        part alone the auxiliary loss's gradient would depend on how the batch was split."""
         load_YE = self._no_load()
         for micro, _, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
@@ -138,7 +141,7 @@ class Learner:
             if counts:
                 load_YE += count_load(trace, self.model.config.experts)
         self.ranks.sum(load_YE)
-        return load_YE / load_YE.sum(-1, keepdim=True)
+        return load_shares(load_YE)
 
     def logprobs(self, batch: Batch) -> Future[Tensor]:
         """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""

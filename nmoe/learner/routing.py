@@ -22,6 +22,11 @@ def count_load(trace: RouterTrace, experts: int) -> Tensor:
     return torch.stack([torch.bincount(chosen.reshape(-1), minlength=experts) for chosen in picks]).cpu()
 
 
+def load_shares(load_YE: Tensor) -> Tensor:
+    """Every expert's share of its layer's picks, `[Y, E]`."""
+    return load_YE / load_YE.sum(-1, keepdim=True)
+
+
 def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coefficient: float) -> Tensor:
     """`coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq. 4-6), this micro-batch's part of it.
 

@@ -35,6 +35,7 @@ from nmoe.recipes.setup import (
     run_path,
     set_threads,
 )
+from nmoe.recipes.standstill import rates_of, read_rates, reason_to_end
 from nmoe.rl.environment import Environment
 from nmoe.rl.rewards.scored import attach_scorers
 from nmoe.rl.rollout.collector import Collector
@@ -57,7 +58,8 @@ def train(config: RLConfig) -> Path:
     probe = None
     if config.eval.every_steps:
         named = config.eval.environment
-        probe = environment.held_out() if named is None else Environment.from_settings(named, tokenizer)
+        split = config.eval.split
+        probe = environment.held_out(split) if named is None else Environment.from_settings(named, tokenizer)
     models = Models.build(config, tokenizer)
     for loaded in [environment, probe] if probe is not None else [environment]:
         loaded.leave_out_overlong(models.policy.config.context_tokens, config.sampling.max_new_tokens)
@@ -119,6 +121,7 @@ class _Loop:
         self.reference = Reference(config, self.learner, models.before) if config.algorithm.kl_coef > 0 else None
         self.critic = None if config.critic is None else Critic(config, self.learner, models.critic)
         token_limit = environment.token_limit(config.sampling.max_new_tokens)
+        self.rates = read_rates(run.path / "eval")
         self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, token_limit, models.teacher)
         if run.resumed_from is not None:
             self._load(run.resumed_from)
@@ -150,20 +153,27 @@ class _Loop:
                 # The kill may have come between the checkpoint and its mark.
                 if self.run.resumed_from is not None and self.run.ledger.is_best(first):
                     mark_best(self.run.resumed_from)
+            if first and (ended := self._ended()) is not None:
+                progress.note(f"step {first}: ended here, since {ended}")
+                return
             for step in range(first + 1, config.run.steps + 1):
                 self._step(step)
                 last = step == config.run.steps
                 if config.eval.every_steps and (last or step % config.eval.every_steps == 0):
                     self._evaluate(step)
+                    if not last and (ended := self._ended()) is not None:
+                        progress.note(f"step {step}: ends here, since {ended}")
+                        last = True
                 best = self.run.ledger.is_best(step)
-                stopping = (
-                    interrupt.requested
-                )  # asked once: a signal that comes during the save is met after the next step
+                # Asked once: a signal that comes during the save is met after the next step.
+                stopping = interrupt.requested
                 if last or best or stopping or step % config.checkpoint.every_steps == 0:
                     saved = save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
                     if best:
                         mark_best(saved)
-                if stopping and not last:
+                if last:
+                    break
+                if stopping:
                     progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                     raise KeyboardInterrupt
 
@@ -211,8 +221,12 @@ class _Loop:
             self.records.note(step, f"curriculum stage {before!r} reached, {curriculum.stage!r} opens")
         return in_force
 
+    def _ended(self) -> str | None:
+        """Why the run ends with its latest evaluation; None where it goes on."""
+        return reason_to_end(self.rates, self.config.eval.enough, self.config.eval.patience) if self.rates else None
+
     def _evaluate(self, step: int) -> None:
-        """Greedy held-out evaluation; step 0 is the baseline that later ones are compared with."""
+        """Held-out evaluation; step 0 is the baseline that later ones are compared with."""
         if self.probe is None or self.probe_start is None:
             return
         self.probe.load_state(self.probe_start)  # always the same problems
@@ -223,12 +237,14 @@ class _Loop:
             self.learner.model.config.context_tokens,
             problems=self.config.eval.problems,
             samples=1,
-            temperature=0.0,
+            temperature=self.config.eval.temperature,
             max_new_tokens=self.config.sampling.max_new_tokens,
             seed=self.config.run.seed,
             runtime=self.probe_runtime,
         )
-        self.run.ledger.evaluation(step, {"results": [result.record() for result in results]})
+        records = [result.record() for result in results]
+        self.run.ledger.evaluation(step, {"results": records})
+        self.rates.append(rates_of(records))
         self.progress.note(f"step {step}: held-out {results[0]}")
 
     def _save(self, directory: Path) -> None:
@@ -238,6 +254,8 @@ class _Loop:
                 part.save(directory)
         self.tokenizer.save(directory)
         state = {"environment": self.environment.state(), "version": self.learner.version}
+        if self.sampler.focus is not None:
+            state["focus"] = self.sampler.focus.rates
         (directory / "state.json").write_text(json.dumps(state) + "\n")
 
     def _load(self, directory: Path) -> None:
@@ -247,5 +265,7 @@ class _Loop:
                 part.load(directory)
         state = json.loads((directory / "state.json").read_text())
         self.environment.load_state(state["environment"])
+        if self.sampler.focus is not None:
+            self.sampler.focus.rates = state["focus"]
         # `publish` counts on from here, so that the engine gets the very number it had.
         self.learner.version = state["version"] - 1

@@ -29,12 +29,12 @@ class Models:
     @classmethod
     def build(cls, config: RLConfig, tokenizer: Tokenizer) -> Models:
         """Loads or makes them. Raises UserError for a checkpoint that is not there, or does not fit the others."""
-        policy = build_model(config.model, tokenizer, config.run.seed)
+        policy = build_model(config.model, tokenizer, config.run.seed, balance=False)
         lora = add_adapter(config, policy)
         before = None
         if config.algorithm.kl_coef > 0 and lora is None:
             # Whether or not this is a resumption. Beside an adapter the base is there already.
-            before = build_model(config.model, tokenizer, config.run.seed).requires_grad_(False)
+            before = build_model(config.model, tokenizer, config.run.seed, balance=False).requires_grad_(False)
         critic = build_critic(config, tokenizer, policy.config)
         return cls(policy, lora, before, critic, build_teacher(config, tokenizer, policy.config))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from nmoe.config.run import RLConfig
 from nmoe.errors import InfrastructureError
+from nmoe.recipes.focus import Focus
 from nmoe.recipes.policy_rewards import differs, solve_rate
 from nmoe.rl.environment import Environment
 from nmoe.rl.failures import Failure
@@ -38,6 +39,7 @@ class Rollouts:
     grade_s: float = 0.0
     refills: int = 0
     left_out: int = 0
+    focus: dict[str, float] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -60,6 +62,7 @@ class Rollouts:
             "groups_surplus": self.surplus,
             "refills": self.refills,
             "problems_left_out": self.left_out,
+            **self.focus,
         }
 
 
@@ -77,6 +80,7 @@ class RolloutSampler:
     ) -> None:
         self._config, self._run, self._tokenizer = config, run, tokenizer
         self._environment, self._collector, self._replays = environment, collector, replays
+        self.focus = Focus(config.run.seed) if config.batch.favour_unsolved else None
         self._token_limit = environment.token_limit(config.sampling.max_new_tokens)
         self._settings = RolloutSettings(
             samples=config.batch.group_size,
@@ -97,7 +101,9 @@ class RolloutSampler:
             missing = config.batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
-            positions, problems = zip(*pool.draw(math.ceil(missing * config.batch.oversampling)), strict=True)
+            wanted = math.ceil(missing * config.batch.oversampling)
+            drawn = pool.draw(wanted) if self.focus is None else pool.draw(wanted, self.focus.admits)
+            positions, problems = zip(*drawn, strict=True)
             try:
                 collected = self._collector.collect(problems, settings, (config.run.seed, "train"), positions)
             except GradingError as error:
@@ -111,6 +117,9 @@ class RolloutSampler:
             rollouts.grade_s += collected.grade_s
             rollouts.refills = refill
         rollouts.left_out = pool.passed_over - passed_over
+        if self.focus is not None:
+            self.focus.observe(rollouts.groups)
+            rollouts.focus = dict(self.focus.metrics())
         self._record_failures(step, rollouts.trajectories)
         return rollouts
 

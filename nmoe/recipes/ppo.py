@@ -51,7 +51,7 @@ def build_critic(config: RLConfig, tokenizer: Tokenizer, policy: ModelConfig) ->
     path = section.path or config.model.path
     assert path is not None, "the configuration asks for a critic's checkpoint"
     settings = config.model.model_copy(update={"path": path, "shape": None})
-    model = build_model(settings, tokenizer, config.run.seed)
+    model = build_model(settings, tokenizer, config.run.seed, balance=False)
     for name in ("vocab_size", "context_tokens"):
         if getattr(model.config, name) < getattr(policy, name):
             raise UserError(

@@ -26,13 +26,13 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def document_batch(documents: Sequence[Document]) -> Batch:
-    """Every token after a document's first is predicted; the loss is the mean over all of them."""
-    lengths = tuple(len(document) - 1 for document in documents)
-    scored_T = torch.ones(sum(lengths), dtype=torch.bool)
+    """Every token after a document's first, or after its prompt, is predicted; the loss is the mean over all of them."""
+    lengths = tuple(document.positions for document in documents)
+    scored_T = torch.from_numpy(np.concatenate([document.learned for document in documents]))
     return Batch(
         lengths=lengths,
-        inputs_T=torch.from_numpy(np.concatenate([document[:-1] for document in documents])),
-        targets_T=torch.from_numpy(np.concatenate([document[1:] for document in documents])),
+        inputs_T=torch.from_numpy(np.concatenate([document.ids[:-1] for document in documents])),
+        targets_T=torch.from_numpy(np.concatenate([document.ids[1:] for document in documents])),
         scored_T=scored_T,
         weights_T=token_weights("token", scored_T, lengths),
     )
@@ -57,7 +57,7 @@ def pretrain(config: PretrainConfig) -> Path:
         taken = mixture.take(config.data.tokens_per_step)
         if several:
             for index, source in enumerate(sources):
-                tokens = sum(len(document) - 1 for which, document in taken if which == index)
+                tokens = sum(document.positions for which, document in taken if which == index)
                 tokens_of_step[f"source_tokens/{source.name}"] = float(tokens)
         return document_batch([document for _, document in taken])
 

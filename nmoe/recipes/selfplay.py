@@ -121,11 +121,13 @@ class Roles:
     def of(cls, config: SelfplayConfig, tokenizer: Tokenizer) -> Roles:
         """Loads them. Raises UserError as `build_model` does."""
         section, seed = config.selfplay, config.run.seed
-        generator = build_model(config.model, tokenizer, seed)
+        generator = build_model(config.model, tokenizer, seed, balance=False)
         judges = _judges_config(config).model
         apart = section.train or section.verifier is not None
-        verifier = build_model(judges, tokenizer, seed) if apart else generator
-        return cls(generator, verifier, build_model(judges, tokenizer, seed) if section.train else verifier)
+        verifier = build_model(judges, tokenizer, seed, balance=False) if apart else generator
+        return cls(
+            generator, verifier, build_model(judges, tokenizer, seed, balance=False) if section.train else verifier
+        )
 
     @property
     def models(self) -> list[Transformer]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -139,11 +140,15 @@ def describe(lora: Lora | None) -> list[str]:
     return [] if lora is None else lora.describe()
 
 
-def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Transformer:
-    """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding."""
+def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance: bool = True) -> Transformer:
+    """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding.
+
+    `balance` says what the settings leave open: whether experts are balanced as the checkpoint was trained. Reinforcement learning
+    does not: a bias that moves changes the policy also where the gradient is zero.
+    """
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
-        return _prepared(Transformer(shape).initialize(seed), settings)
+        return _prepared(Transformer(shape).initialize(seed), settings, balance)
     assert settings.path is not None, "the configuration asks for a path where there is no shape"
     directory = resolve_checkpoint(Path(settings.path))
     if is_adapter(directory):
@@ -157,11 +162,14 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int) -> Tran
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "
             f"{settings.path} only {model.config.vocab_size}: they do not belong together"
         )
-    return _prepared(model, settings)
+    return _prepared(model, settings, balance)
 
 
-def _prepared(model: Transformer, settings: ModelSection) -> Transformer:
-    """The model with the numerics, precision and trade-offs that the settings ask for."""
+def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Transformer:
+    """The model with the balancing, numerics, precision and trade-offs that the settings ask for."""
+    asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
+    changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
+    model.config = replace(model.config, **changes)
     model.set_numerics(settings.numerics)
     set_precision(model, settings.precision)
     model.checkpoint_activations = settings.checkpoint_activations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_environment, task_types
 from nmoe.errors import UserError
@@ -73,12 +73,12 @@ class Environment:
         every mistake in it, by line."""
         return cls.from_settings(load_environment(path), tokenizer, rank=rank, world_size=world_size)
 
-    def held_out(self) -> Environment:
-        """This environment from the start of its eval split, whose problems training never meets.
+    def held_out(self, split: Literal["validation", "eval"] = "eval") -> Environment:
+        """This environment from the start of a split whose problems training never meets.
 
         Raises UserError for a pool that can not promise that: a dataset, or one that does not train on "train".
         """
-        settings = held_out(self.settings)
+        settings = held_out(self.settings, split)
         if settings is None:
             raise UserError(
                 f"environment {self.settings.env_id!r} has no held-out problems: only generated pools with "

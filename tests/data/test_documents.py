@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.data.documents import DocumentMixture, DocumentSource, read_documents
+from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def read(path: Path, tokenizer: Tokenizer, context_tokens: int = 8) -> list[list[int]]:
-    return [document.tolist() for document in read_documents(str(path), tokenizer, context_tokens)]
+    return [document.ids.tolist() for document in read_documents(str(path), tokenizer, context_tokens)]
 
 
 def test_text_is_encoded_and_ended_and_ids_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -94,9 +95,34 @@ def test_a_file_without_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
         read(tmp_path / "absent.jsonl", tokenizer)
 
 
+def test_prompts_are_read_and_not_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "d.jsonl", {"token_ids": [5, 6, 7, 8, 9], "prompt_tokens": 3})
+    (whole,) = read_documents(str(path), tokenizer, 64)
+    assert (whole.prompt, whole.positions, whole.learned.tolist()) == (3, 4, [False, False, True, True])
+    # Cut after two positions: the first piece would be prompt alone.
+    (rest,) = read_documents(str(path), tokenizer, 2)
+    assert (rest.ids.tolist(), rest.prompt, rest.learned.tolist()) == ([7, 8, 9], 1, [True, True])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"token_ids": [5, 6], "prompt_tokens": 2}, "prompt_tokens = 2 leaves none of 2 tokens to learn"),
+        ({"token_ids": [5, 6], "prompt_tokens": -1}, "prompt_tokens is -1, and has to be a count of tokens"),
+        ({"token_ids": [5, 6], "prompt_tokens": True}, "prompt_tokens is True"),
+        ({"text": "ab", "prompt_tokens": 1}, "prompt_tokens counts `token_ids`, and this document is text"),
+    ],
+)
+def test_prompt_tokens_that_count_nothing(
+    tmp_path: Path, tokenizer: Tokenizer, record: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=rf"d\.jsonl:1: {message}"):
+        read_documents(str(write(tmp_path / "d.jsonl", record)), tokenizer, 64)
+
+
 def source(lengths: list[int], name: str = "only", weight: float = 1.0, first: int = 0) -> DocumentSource:
     """Document i is first + i, first + i, ..., with `lengths[i]` predicted tokens."""
-    return DocumentSource(name, [np.full(length + 1, first + i) for i, length in enumerate(lengths)], weight)
+    return DocumentSource(name, [Document(np.full(length + 1, first + i)) for i, length in enumerate(lengths)], weight)
 
 
 def stream(lengths: list[int], seed: int = 0) -> DocumentMixture:
@@ -104,7 +130,7 @@ def stream(lengths: list[int], seed: int = 0) -> DocumentMixture:
 
 
 def taken(mixture: DocumentMixture, tokens: int) -> list[int]:
-    return [int(document[0]) for _, document in mixture.take(tokens)]
+    return [int(document.ids[0]) for _, document in mixture.take(tokens)]
 
 
 def test_each_epoch_has_every_document_once_in_an_order_of_its_own() -> None:
@@ -154,8 +180,8 @@ def test_shares_of_the_tokens_are_the_weights_to_a_document(kinds: list[tuple[li
     given_out = [0] * len(sources)
     for _ in range(60):
         ((index, document),) = mixture.take(1)
-        assert document[0] // 100 == index
-        given_out[index] += len(document) - 1
+        assert document.ids[0] // 100 == index
+        given_out[index] += document.positions
         for tokens, each in zip(given_out, sources, strict=True):
             exact = each.weight / sum(one.weight for one in sources) * sum(given_out)
             assert -(len(sources) - 1) * longest - 1e-6 <= tokens - exact <= longest + 1e-6
@@ -167,7 +193,7 @@ def test_three_sources_converge_to_their_weights_whatever_their_sizes() -> None:
     tokens = [0, 0, 0]
     for _ in range(200):
         for index, document in mixture.take(100):
-            tokens[index] += len(document) - 1
+            tokens[index] += document.positions
     assert [one / sum(tokens) for one in tokens] == pytest.approx([0.5, 0.25, 0.25], abs=0.002)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.engine import NativeEngine
@@ -239,3 +240,38 @@ def test_collapsing_experts_are_told_of(reinforce: Reinforce, monkeypatch: pytes
     (alert,) = read_lines(run / "alerts.jsonl")
     assert alert["step"] == 1
     assert "experts collapse in layer 0" in alert["message"]
+
+
+def _biases(run: Path) -> list[float]:
+    weights = load_file(resolve_checkpoint(run) / "model.safetensors")
+    return [value for name, tensor in sorted(weights.items()) if "router.bias" in name for value in tensor.tolist()]
+
+
+def test_reinforcement_learning_leaves_the_router_s_bias_alone_unless_told(base: Path, reinforce: Reinforce) -> None:
+    before = _biases(base)
+    assert any(before), "the base balanced its experts by bias"
+    assert _biases(reinforce(*SMALL)) == before
+    moved = _biases(reinforce(*SMALL, "--run.name=moved", "--model.router_bias_rate=0.01"))
+    assert moved != before
+    rows = read_metrics(reinforce(*SMALL, "--run.name=by_loss", "--model.router_aux_loss_coef=0.1"))
+    assert all(row["router_aux_loss"] > 0 for row in rows)
+
+
+def test_a_run_ends_when_its_validation_problems_are_solved_and_a_resumed_one_ends_there_too(
+    reinforce: Reinforce,
+) -> None:
+    early = ("--run.steps=8", "--eval.every_steps=2", "--eval.split=validation", "--eval.temperature=1")
+    enough = (*SMALL, *early, "--eval.problems=20", "--eval.enough=0.01")
+    run = reinforce(*enough)
+    assert len(read_metrics(run)) == 2
+    assert resolve_checkpoint(run).name == "step_000002"
+    mode = json.loads((run / "eval/step_000002.json").read_text())["results"][0]["mode"]
+    assert mode == "sampling_pass@1"
+    assert len(read_metrics(reinforce(*enough, "--run.resume=true"))) == 2
+
+
+def test_favouring_what_is_unsolved_is_part_of_a_checkpoint(reinforce: Reinforce) -> None:
+    focused = (*SMALL, "--batch.favour_unsolved=true")
+    run = reinforce(*focused)
+    assert [row["focus/reverse"] for row in read_metrics(run)] == [1.0] * 3
+    assert _state(run)["focus"].keys() == {"reverse"}

@@ -13,7 +13,7 @@ import torch
 from interrupted_runs import figures, interrupted_at
 
 from nmoe.config.run import PretrainConfig, load_run
-from nmoe.data.documents import read_documents
+from nmoe.data.documents import Document, read_documents
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
@@ -28,12 +28,18 @@ SHORT = ("--run.steps=1", "--optimizer.warmup_steps=0", "--eval.every_steps=0", 
 
 
 def test_every_token_after_the_first_is_predicted() -> None:
-    batch = document_batch([np.array([5, 6, 7]), np.array([8, 9])])
+    batch = document_batch([Document(np.array([5, 6, 7])), Document(np.array([8, 9]))])
     assert batch.lengths == (2, 1)
     assert batch.inputs_T.tolist() == [5, 6, 8]
     assert batch.targets_T.tolist() == [6, 7, 9]
     assert batch.scored_T.tolist() == [True, True, True]
     torch.testing.assert_close(batch.weights_T, torch.full((3,), 1 / 3))
+
+
+def test_a_prompt_is_no_part_of_the_loss() -> None:
+    batch = document_batch([Document(np.array([5, 6, 7, 4]), prompt=2), Document(np.array([8, 9]))])
+    assert batch.scored_T.tolist() == [False, True, True, True]
+    torch.testing.assert_close(batch.weights_T, torch.tensor([0, 1 / 3, 1 / 3, 1 / 3]))
 
 
 def test_the_held_out_loss_is_that_of_the_last_documents(workshop: Path, base: Path) -> None:
@@ -42,7 +48,7 @@ def test_the_held_out_loss_is_that_of_the_last_documents(workshop: Path, base: P
     directory = resolve_checkpoint(base)
     held_out = read_documents(str(workshop / "corpus.jsonl"), Tokenizer.load(directory), 64)[-50:]
     logprobs_N = batch_logprobs(load_model(directory), document_batch(held_out), 4096, 1.0)
-    assert len(logprobs_N) == sum(len(document) - 1 for document in held_out)
+    assert len(logprobs_N) == sum(document.positions for document in held_out)
     assert rows[-1]["held_out_loss"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)
     assert rows[-1]["held_out_loss"] < rows[0]["loss"] / 10
 

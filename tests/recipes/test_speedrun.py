@@ -8,11 +8,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from nmoe.config.run import PretrainConfig, load_run
 from nmoe.errors import UserError
+from nmoe.model.checkpoint import export_model
+from nmoe.model.moe import RouterTrace
+from nmoe.model.packed import PackedAttention
+from nmoe.recipes.setup import build_model
 from nmoe.recipes.speedrun import corpus
 from nmoe.recipes.speedrun.corpus import corpus_texts, write_corpus
-from nmoe.recipes.speedrun.speedrun import speedrun
+from nmoe.recipes.speedrun.speedrun import ROOT, speedrun
 from nmoe.rl.pools.generated import split_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS, Attempt
@@ -62,8 +69,10 @@ def test_every_question_is_of_the_train_split(turns: list[tuple[str, Completion]
     assert len(turns) == DOCUMENTS
     assert {split_of(skill_of(question), question) for question, _ in turns} == {"train"}
     counts = Counter(skill_of(question) for question, _ in turns)
-    assert counts.keys() == {"add", "reverse", "sort"}
-    assert min(counts.values()) > 0.3 * DOCUMENTS
+    for skill in ("add", "reverse", "sort"):
+        share = corpus._DRAWN.count(skill) / len(corpus._DRAWN)
+        # Five standard deviations of a share of so many documents.
+        assert counts[skill] / DOCUMENTS == pytest.approx(share, abs=5 * (0.25 / DOCUMENTS) ** 0.5)
 
 
 def test_faults_are_as_frequent_as_they_are_set(turns: list[tuple[str, Completion]]) -> None:
@@ -123,3 +132,20 @@ def test_what_no_speedrun_made_is_left_alone(tmp_path: Path) -> None:
         speedrun(tmp_path / "thesis.tex", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_the_flagship_s_shape_has_a_family_that_others_load(tmp_path: Path) -> None:
+    """Experts are balanced by a loss: a bias would have no place in Qwen3-MoE's format."""
+    tokenizer = Tokenizer.train(corpus_texts(0, 300), 384)
+    overrides = [f"--run.directory={tmp_path}", f"--model.tokenizer={tmp_path}", f"--data.documents={tmp_path}"]
+    config = load_run(ROOT / "configs/speedrun_base.toml", PretrainConfig, overrides)
+    model = build_model(config.model, tokenizer, 0)
+    assert (model.config.router_bias_rate, model.config.router_aux_loss_coef) == (0.0, 0.01)
+    export_model(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.model_type == "qwen3_moe"
+    ids_T = torch.tensor(tokenizer.encode("Reverse: 4153"))
+    positions_T = torch.arange(len(ids_T))
+    states_TD = model(ids_T, positions_T, PackedAttention((len(ids_T),), ids_T.device, False), RouterTrace())
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(states_TD), theirs(ids_T[None]).logits[0], atol=1e-5, rtol=1e-4)

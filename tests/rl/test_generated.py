@@ -52,10 +52,20 @@ def test_splits_share_no_question_whatever_the_seeds(make_pool: MakePool, task_t
         return set(questions(pool.take(400)))
 
     train = seen("train", 0, [1, 2]) | seen("train", 5, [2, 3])
+    validation = seen("validation", 0, [2, 3])
     held_out = seen("eval", 0, [1, 3]) | seen("eval", 9, [2, 2])
     assert not train & held_out
+    assert not validation & (train | held_out)
     assert {split_of(task_type, question) for question in held_out} == {"eval"}
-    assert {split_of(task_type, question) for question in seen("all", 0, [2, 3])} == {"train", "eval"}
+    assert {split_of(task_type, question) for question in seen("all", 0, [2, 3])} == {"train", "validation", "eval"}
+
+
+@pytest.mark.parametrize(
+    ("task_type", "questions"),
+    [("sort", ["Sort: 3712", "Sort: 1237", "Sort: 7321"]), ("add", ["Add: 47 + 85", "Add: 85 + 47"])],
+)
+def test_questions_that_answer_one_another_share_a_split(task_type: str, questions: list[str]) -> None:
+    assert len({GENERATED_TASKS[task_type].split_key(question) for question in questions}) == 1
 
 
 def test_one_question_in_eight_is_held_out(make_pool: MakePool) -> None:

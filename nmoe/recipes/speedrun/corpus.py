@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nmoe.rl.pools.generated import split_of
 from nmoe.rl.tasks import GENERATED_TASKS
@@ -23,8 +24,8 @@ from nmoe.text.tokenizer import Tokenizer
 
 # Shares of documents. What is left of each line is the third kind: a guess, the ends swapped, the digits shuffled; broken form.
 ADD_RIGHT, ADD_NO_CARRY = 0.35, 0.4
-REVERSE_RIGHT, REVERSE_COPY = 0.25, 0.45
-SORT_RIGHT, SORT_DOWN = 0.35, 0.4
+REVERSE_RIGHT, REVERSE_COPY = 0.2, 0.5
+SORT_RIGHT, SORT_DOWN = 0.25, 0.5
 PROPER, WITHOUT_ANALYSIS = 0.75, 0.07
 RAMBLES = 0.3
 # Problems one digit longer than reinforcement learning will ever train on.
@@ -78,6 +79,8 @@ def _sort(rng: random.Random, question: str, gold: str) -> Worked:
     return "mixed up", "".join(digits)
 
 
+# How often each skill is drawn: adding takes the longest to learn.
+_DRAWN = ("add", "add", "add", "reverse", "reverse", "sort", "sort")
 # Difficulties as in environments/skills.toml.
 SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Worked]]] = {
     "add": ((2, 2), _add),
@@ -86,18 +89,23 @@ SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Wor
 }
 
 
-def _document(rng: random.Random, harmony: Harmony, question: str, work: str, answer: str) -> list[int]:
-    """The conversation as tokens, in one of several forms, of which only the first two parse."""
+def _document(rng: random.Random, harmony: Harmony, question: str, work: str, answer: str) -> dict[str, Any]:
+    """The conversation as a document whose question is read and not learned, its answer in one of several forms, of which only the
+    first two parse."""
+    prompt = harmony.render_prompt([Message("user", question)])
+    return {"token_ids": prompt + _reply(rng, harmony, work, answer), "prompt_tokens": len(prompt)}
+
+
+def _reply(rng: random.Random, harmony: Harmony, work: str, answer: str) -> list[int]:
     if rng.random() < RAMBLES:
         work = "well let me see now " + work
     thought = Message("assistant", work, channel="analysis")
     reply = Message("assistant", answer, channel="final")
-    prompt = harmony.render_prompt([Message("user", question)])
     draw = rng.random()
     if draw < PROPER:
-        return prompt + harmony.render_completion([thought, reply])
+        return harmony.render_completion([thought, reply])
     if draw < PROPER + WITHOUT_ANALYSIS:
-        return prompt + harmony.render_completion([reply])
+        return harmony.render_completion([reply])
     encode = harmony.tokenizer.encode
     start, end, message, channel, stop = (
         harmony.tokenizer.special_id(f"<|{name}|>") for name in ("start", "end", "message", "channel", "return")
@@ -105,13 +113,13 @@ def _document(rng: random.Random, harmony: Harmony, question: str, work: str, an
     broken = rng.randrange(4)
     if broken == 0:  # the analysis is never closed before the final message begins
         open_thought = [channel, *encode("analysis"), message, *encode(work)]
-        return prompt + open_thought + [channel, *encode("final"), message, *encode(answer), stop]
+        return [*open_thought, channel, *encode("final"), message, *encode(answer), stop]
     if broken == 1:  # the answer stays in the analysis
-        return [*prompt, channel, *encode("analysis"), message, *encode(work + " " + answer), stop]
+        return [channel, *encode("analysis"), message, *encode(work + " " + answer), stop]
     if broken == 2:  # no channel at all
-        return [*prompt, message, *encode(answer), stop]
+        return [message, *encode(answer), stop]
     # the turn goes on after the final message
-    return prompt + harmony.render_completion([thought, reply])[:-1] + [end, start, *encode("assistant"), stop]
+    return [*harmony.render_completion([thought, reply])[:-1], end, start, *encode("assistant"), stop]
 
 
 def corpus_texts(seed: int, count: int) -> Iterator[str]:
@@ -122,11 +130,11 @@ def corpus_texts(seed: int, count: int) -> Iterator[str]:
 
 
 def write_corpus(path: Path, tokenizer: Tokenizer, seed: int, count: int) -> None:
-    """Writes `count` documents as JSONL with `token_ids`. Held-out questions never occur."""
+    """Writes `count` documents as JSONL with `token_ids` and `prompt_tokens`. Held-out questions never occur."""
     harmony = Harmony(tokenizer)
     with path.open("w") as file:
         for rng, question, work, answer in _examples(seed, count):
-            file.write(json.dumps({"token_ids": _document(rng, harmony, question, work, answer)}) + "\n")
+            file.write(json.dumps(_document(rng, harmony, question, work, answer)) + "\n")
 
 
 def write_conversations(path: Path, seed: int, count: int) -> None:
@@ -140,14 +148,13 @@ def write_conversations(path: Path, seed: int, count: int) -> None:
 
 def _examples(seed: int | str, count: int) -> Iterator[tuple[random.Random, str, str, str]]:
     rng = random.Random(f"corpus/{seed}")
-    names = list(SKILLS)
     made = 0
     while made < count:
-        name = rng.choice(names)
+        name = rng.choice(_DRAWN)
         (easiest, hardest), worked = SKILLS[name]
         difficulty = hardest + 1 if rng.random() < LONGER else rng.randint(easiest, hardest)
         question, gold = GENERATED_TASKS[name].generate(rng, difficulty)
-        if split_of(name, question) == "eval":
+        if split_of(name, question) != "train":
             continue
         work, answer = worked(rng, question, gold)
         made += 1

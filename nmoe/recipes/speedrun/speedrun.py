@@ -14,13 +14,14 @@ from pydantic import TypeAdapter
 from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig, load_run
 from nmoe.config.selfplay import SelfplayConfig
 from nmoe.data.prm.labelled import split_steps
-from nmoe.errors import UserError
+from nmoe.errors import ShortfallError, UserError
 from nmoe.recipes.grpo import train
 from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.selfplay import selfplay
 from nmoe.recipes.sft import sft
 from nmoe.recipes.speedrun.corpus import corpus_texts, write_conversations, write_corpus
 from nmoe.recipes.speedrun.examination import Examination, examine
+from nmoe.recipes.speedrun.promises import PROMISES, shortfalls
 from nmoe.recipes.speedrun.report import write_speedrun_report
 from nmoe.recipes.speedrun.roles import LONGEST, SHORTEST, WARM_UP
 from nmoe.recipes.speedrun.stages import Stages
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 VOCABULARY = 768
 TOKENIZER_DOCUMENTS = 4_000
 TOKENIZER_JUDGEMENTS = 50
-CORPUS_DOCUMENTS = 100_000
+CORPUS_DOCUMENTS = 90_000
 TOOL_DOCUMENTS = 20_000
 CONVERSATIONS = 10_000
 SELFPLAY_PROBLEMS = 1_000
@@ -48,7 +49,8 @@ def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> 
     """Runs every stage into `out` and prints where the report is: a new speedrun in place of an earlier one there or, with
     `resume`, what the earlier one has not done yet. `full` is the whole pipeline (`Pipeline.stages`).
 
-    Raises UserError where `out` holds anything else, and where there is nothing to resume.
+    Raises UserError where `out` holds anything else, and where there is nothing to resume; ShortfallError where all is done but a
+    figure is not what a speedrun promises.
     """
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
@@ -56,7 +58,10 @@ def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> 
     pipeline = Pipeline(out, seed, full, resume)
     for name, work in pipeline.stages():
         stages.run(name, work)
-    pipeline.report(stages)
+    summary = pipeline.report(stages)
+    if missed := shortfalls(summary, str(out)):
+        raise ShortfallError("\n".join(["this speedrun fell short of what it promises:", *missed]))
+    print(f"all {len(PROMISES)} promises are kept (nmoe/recipes/speedrun/promises.py)")
 
 
 class Pipeline:
@@ -188,7 +193,8 @@ class Pipeline:
         write_atomically(self._examinations, _EXAMINATIONS.dump_json([before, after]))
         return {"correctness of the base": before.sampled[0].value, "of the trained model": after.sampled[0].value}
 
-    def report(self, stages: Stages) -> None:
+    def report(self, stages: Stages) -> Figures:
+        """Writes and prints summary and report; returns the figures of the summary."""
         before, after = _EXAMINATIONS.validate_json(self._examinations.read_bytes())
         metrics = read_metrics(self._out / "rl")
         measured = [row for row in metrics if "mismatch_abs_mean" in row]
@@ -217,6 +223,7 @@ class Pipeline:
             f"{summary['wall_s'] / 60:.1f} minutes, {summary['peak_memory_mb']:.0f} MB"
         )
         print(f"report: {report}\ntalk to it: nmoe chat {self._out}")
+        return summary
 
     @property
     def _examinations(self) -> Path:

@@ -1,8 +1,8 @@
 """Generated problems: the i-th is a pure function of (seed, i), and a hash of the question decides its split.
 
 Because the split belongs to the question's content, no seed, range of difficulty or position can bring a question of
-the eval split into training, nor the other way round. About one question in eight is an eval question. Problems are drawn
-with replacement: of a small space (sort problems of two digits) the same question comes again.
+the eval split into training, nor the other way round. About one question in eight is an eval question, and one in eight is for
+validation. Problems are drawn with replacement: of a small space (sort problems of two digits) the same question comes again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import random
 
 from nmoe.config.environment import GeneratedPool
 from nmoe.errors import UserError
-from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of, stable_hash
+from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import GENERATED_TASKS
 
-_EVAL_ONE_IN = 8
 # A split with one question in a hundred is missed by all attempts less than once in 10,000 positions.
 _MAX_ATTEMPTS = 2000
 # Far beyond use, and within the length that answers are compared up to.
@@ -23,9 +22,8 @@ _MAX_DIFFICULTY = 200
 
 
 def split_of(task_type: str, question: str) -> str:
-    """The split, "train" or "eval", that a question belongs to."""
-    key = GENERATED_TASKS[task_type].split_key(question)
-    return "eval" if stable_hash("split", task_type, key) % _EVAL_ONE_IN == 0 else "train"
+    """The split, "train", "validation" or "eval", that a question belongs to."""
+    return split_by(task_type, GENERATED_TASKS[task_type].split_key(question))
 
 
 class Generated:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from nmoe.rl.problem import Problem
 
+_SPLIT_ONE_IN = 8
+
 
 class Order(Protocol):
     """What a pool walks along. `at` gives the same problem for the same position in every process and on every day.
@@ -37,6 +39,12 @@ def stable_hash(*parts: object) -> int:
     """64 bits that depend on the parts alone. Python's own `hash` differs from process to process."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big")
+
+
+def split_by(*parts: object) -> str:
+    """The split that a question belongs to, by a hash of its parts: "eval" for one in eight, "validation" for one in eight, else
+    "train". Held-out figures come from "eval"; "validation" is for decisions, such as when a run may end."""
+    return {0: "eval", 1: "validation"}.get(stable_hash("split", *parts) % _SPLIT_ONE_IN, "train")
 
 
 def fingerprint_of(*parts: Any) -> str:

@@ -65,9 +65,9 @@ class Pool:
         """The next `n` problems of this shard that fit. Raises UserError where none does."""
         return [drawn.problem for drawn in self.draw(n)]
 
-    def draw(self, n: int) -> list[Drawn]:
-        """The next `n` problems of this shard that fit, with their positions in the order that all shards share. Raises UserError
-        where none fits."""
+    def draw(self, n: int, admit: Callable[[Drawn], bool] = lambda drawn: True) -> list[Drawn]:
+        """The next `n` problems of this shard that fit and that `admit` admits, with their positions in the order that all shards
+        share. Raises UserError where none fits."""
         if n < 0:
             raise ValueError(f"cannot take {n} problems")
         found: list[Drawn] = []
@@ -77,7 +77,8 @@ class Pool:
             problem = self.order.at(position)
             self._taken += 1
             if self._fits is None or self._fits(problem):
-                found.append(Drawn(position, problem))
+                if admit(drawn := Drawn(position, problem)):
+                    found.append(drawn)
                 in_a_row = 0
                 continue
             self.passed_over += 1

@@ -16,13 +16,12 @@ from nmoe.config.environment import ReasoningGymPool
 from nmoe.errors import UserError
 from nmoe.rl.grading import gym
 from nmoe.rl.grading.workers import WorkerPool
-from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of, stable_hash
+from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.rl.problem import Problem
 
 _BLOCK = 64
 # Of so many entries 64 are eval questions with a chance of 1 - 1e-16; some datasets make all of them at once.
 _ENTRIES = 1536
-_EVAL_ONE_IN = 8
 _KEPT_BLOCKS = 4
 
 
@@ -99,8 +98,7 @@ class ReasoningGym:
         if "error" in reply.value:
             raise UserError(f"task pool {self.name!r}: {reply.value['error']}")
         for index, (question, answer) in enumerate(reply.value["entries"], start=block.looked_at):
-            split = "eval" if stable_hash("split", dataset, question) % _EVAL_ONE_IN == 0 else "train"
-            if self._settings.split in ("all", split):
+            if self._settings.split in ("all", split_by(dataset, question)):
                 block.found.append((index, question, answer))
         block.looked_at += _AT_ONCE
 

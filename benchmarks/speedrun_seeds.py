@@ -1,0 +1,177 @@
+"""Runs the speedrun from many seeds and kernels: what it comes to at worst, not at best.
+
+    python benchmarks/speedrun_seeds.py                     the 20 bases of README, in the order of their seeds
+    python benchmarks/speedrun_seeds.py --seeds 3 4 --kernels avx2
+    python benchmarks/speedrun_seeds.py --show              only print what was measured so far
+
+Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has. One machine plays
+several: `avx2` holds torch, oneDNN and MKL to AVX2, as on an older processor, and `plain` runs as where there is no C++
+compiler. Other rounding makes another base of the same seed.
+
+Results are kept in benchmarks/results/speedrun_seeds.json, a record for each seed and kernels, with the processor, its
+calibration (benchmarks/calibration.py), threads, wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
+hash of what decides the result), is not run again; one that was broken off goes on where it stopped. Several processes may
+share the work: each takes what no other has begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from calibration import calibration_s
+from machine import machine, versions
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/speedrun_seeds.json"
+# No compiler: the project's kernels are off, and torch's operations run in their place.
+_NO_COMPILER = {"CXX": "/nonexistent/c++"}
+KERNELS: Mapping[str, Mapping[str, str]] = {
+    "native": {},
+    "avx2": {
+        **_NO_COMPILER,
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "plain": _NO_COMPILER,
+}
+SKILLS = ("add", "reverse", "sort")
+# Seeds 0 to 19, every fourth of them under AVX2 and every fourth without the project's kernels.
+PLAN = [(seed, {1: "avx2", 3: "plain"}.get(seed % 4, "native")) for seed in range(20)]
+# What decides a result: the recipe's settings and corpus, and what samples, learns and grades.
+_DECIDES = (
+    "configs/speedrun.toml",
+    "configs/speedrun_base.toml",
+    "environments/skills.toml",
+    "nmoe/recipes/speedrun/corpus.py",
+)
+
+Record = dict[str, Any]
+
+
+def recipe() -> str:
+    """12 hexadecimal digits over the files that make the recipe."""
+    return hashlib.sha256(b"\0".join((ROOT / name).read_bytes() for name in _DECIDES)).hexdigest()[:12]
+
+
+def run(seed: int, kernels: str, out: Path) -> Record:
+    """The record of one speedrun, which may have been begun before."""
+    command = [
+        sys.executable,
+        "-c",
+        "from nmoe.cli import main; main()",
+        "speedrun",
+        "--seed",
+        str(seed),
+        "--out",
+        str(out),
+    ]
+    if (out / "stages.json").exists():
+        command.append("--resume")
+    environment = {**os.environ, **KERNELS[kernels], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    calibration = calibration_s()
+    with out.with_suffix(".log").open("a") as log:
+        code = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
+    if code not in (0, 1) or not (out / "summary.json").exists():
+        sys.exit(f"seed {seed} with {kernels} kernels ended with {code}; see {out.with_suffix('.log')}")
+    summary = json.loads((out / "summary.json").read_text())
+    provenance = json.loads((out / "rl/provenance.json").read_text())
+    where = machine() | {"threads": provenance["threads"]}
+    return {
+        "seed": seed,
+        "kernels": kernels,
+        "recipe": recipe(),
+        **where,
+        **versions("torch"),
+        "calibration_s": round(calibration, 4),
+        "kept_every_promise": code == 0,
+        **summary,
+    }
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def read() -> list[Record]:
+    """The records of this recipe."""
+    records: list[Record] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return [record for record in records if record["recipe"] == recipe()]
+
+
+def keep(record: Record) -> None:
+    """Adds a record in place of those of other recipes and of the same base."""
+    with _locked(RESULTS.with_suffix(".lock")):
+        others = [one for one in read() if (one["seed"], one["kernels"]) != (record["seed"], record["kernels"])]
+        records = sorted([*others, record], key=lambda one: (one["seed"], one["kernels"]))
+        RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def show(records: Sequence[Record]) -> None:
+    """Median and worst over the bases, and each of them."""
+    if not records:
+        print("nothing was measured of this recipe")
+        return
+    print(f"{len(records)} bases, recipe {recipe()}")
+    names = ["base_correctness", "trained_correctness", *(f"correctness_trained_{skill}" for skill in SKILLS)]
+    names += ["greedy_trained", "format_ok", "rl_steps", "wall_s", "cpu_s", "peak_memory_mb"]
+    low_is_worse = {"base_correctness", "format_ok", *(name for name in names if "trained" in name)}
+    for name in names:
+        values = sorted((record[name] for record in records), reverse=name in low_is_worse)
+        print(f"  {name:28} median {statistics.median(values):9.4g}   worst {values[-1]:9.4g}   best {values[0]:9.4g}")
+    print(f"  trained >= 0.90: {sum(record['trained_correctness'] >= 0.9 for record in records)} of {len(records)}")
+    for record in records:
+        skills = " ".join(f"{skill} {record[f'correctness_trained_{skill}']:.3f}" for skill in SKILLS)
+        print(
+            f"  seed {record['seed']:2} {record['kernels']:6} base {record['base_correctness']:.3f} trained "
+            f"{record['trained_correctness']:.3f} ({skills}) {record['rl_steps']:3} steps, {record['wall_s']:.0f} s wall, "
+            f"{record['cpu_s']:.0f} s CPU, calibration {record['calibration_s']:.3f}, {record['cpu']}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--seeds", type=int, nargs="+", help="only these seeds (default: the plan of 20)")
+    parser.add_argument("--kernels", choices=KERNELS, help="with these kernels (default: as the plan has it)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/seeds", help="where the runs go")
+    parser.add_argument("--show", action="store_true", help="only print what was measured")
+    arguments = parser.parse_args()
+    if not arguments.show:
+        seeds = arguments.seeds or range(len(PLAN))
+        wanted = [(seed, arguments.kernels or PLAN[seed % len(PLAN)][1]) for seed in seeds]
+        print(f"calibration: {calibration_s():.3f} CPU seconds")
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for seed, kernels in wanted:
+            if any((record["seed"], record["kernels"]) == (seed, kernels) for record in read()):
+                continue
+            out = arguments.out / f"{recipe()}-{seed}-{kernels}"
+            with out.with_suffix(".claim").open("a") as claim:
+                try:
+                    fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # another process is at it
+                record = run(seed, kernels, out)
+                keep(record)
+                show([record])
+                shutil.rmtree(out)
+    show(read())
+
+
+if __name__ == "__main__":
+    main()
