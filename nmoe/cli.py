@@ -7,11 +7,14 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+import typer.core
 
 from nmoe.errors import UserError
 
@@ -20,18 +23,51 @@ if TYPE_CHECKING:
 
     C = TypeVar("C", bound=RunConfig)
 
-app = typer.Typer(
-    name="nmoe", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
-env = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-rl = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-data = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def _group(name: str | None = None) -> typer.Typer:
+    return typer.Typer(
+        name=name,
+        no_args_is_help=True,
+        add_completion=name is not None,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=HELP,
+    )
+
+
+app = _group("nmoe")
+env, rl, data = _group(), _group(), _group()
 app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 
 # The overrides of a training verb are options that only the configuration's schema knows.
 WITH_OVERRIDES = {"ignore_unknown_options": True}
+
+
+# Of each training verb the schema of its configuration, for its help: module and class.
+SCHEMAS = {
+    "pretrain": ("nmoe.config.run", "PretrainConfig"),
+    "sft": ("nmoe.config.run", "SFTConfig"),
+    "dpo": ("nmoe.config.run", "PreferenceConfig"),
+    "reward": ("nmoe.config.run", "PreferenceConfig"),
+    "train": ("nmoe.config.run", "RLConfig"),
+    "verifier": ("nmoe.config.run", "VerifierConfig"),
+    "selfplay": ("nmoe.config.selfplay", "SelfplayConfig"),
+}
+
+
+class WithKeys(typer.core.TyperCommand):
+    """A training verb: its help ends with the keys of its configuration."""
+
+    def get_help(self, ctx: Any) -> str:
+        from nmoe.config.keys import key_lines
+
+        module, schema = SCHEMAS[str(self.name)]
+        keys = "\n".join(key_lines(getattr(import_module(module), schema)))
+        return f"{super().get_help(ctx)}\n\nKeys, in the file's tables or as --table.key=VALUE:\n{keys}"
 
 
 def _finite(value: float) -> float:
@@ -107,7 +143,7 @@ def environments() -> None:
     """
 
 
-@app.command(context_settings=WITH_OVERRIDES)
+@app.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def pretrain(arguments: ConfigAndOverrides) -> None:
     """Pretrain a model on documents.
 
@@ -120,10 +156,10 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
     config = _configuration(arguments, PretrainConfig)
     from nmoe.recipes.pretrain import pretrain
 
-    pretrain(config)
+    _sum_up(pretrain(config), "pretrain")
 
 
-@app.command(context_settings=WITH_OVERRIDES)
+@app.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def sft(arguments: ConfigAndOverrides) -> None:
     """Fine-tune a model on what the assistant says in conversations, or on completions of prompts.
 
@@ -136,10 +172,10 @@ def sft(arguments: ConfigAndOverrides) -> None:
     config = _configuration(arguments, SFTConfig)
     from nmoe.recipes.sft import sft
 
-    sft(config)
+    _sum_up(sft(config), "sft")
 
 
-@app.command(context_settings=WITH_OVERRIDES)
+@app.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def dpo(arguments: ConfigAndOverrides) -> None:
     """Train a policy on preference pairs, by DPO or one of its kin.
 
@@ -152,10 +188,10 @@ def dpo(arguments: ConfigAndOverrides) -> None:
     config = _configuration(arguments, PreferenceConfig)
     from nmoe.recipes.dpo import dpo
 
-    dpo(config)
+    _sum_up(dpo(config), "dpo")
 
 
-@app.command(context_settings=WITH_OVERRIDES)
+@app.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def reward(arguments: ConfigAndOverrides) -> None:
     """Train a reward model on preference pairs.
 
@@ -168,10 +204,10 @@ def reward(arguments: ConfigAndOverrides) -> None:
     config = _configuration(arguments, PreferenceConfig)
     from nmoe.recipes.reward_model import train_reward_model
 
-    train_reward_model(config)
+    _sum_up(train_reward_model(config), "reward")
 
 
-@rl.command(context_settings=WITH_OVERRIDES)
+@rl.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def train(arguments: ConfigAndOverrides) -> None:
     """Post-train a model with GRPO on the problems of an environment.
 
@@ -186,11 +222,11 @@ def train(arguments: ConfigAndOverrides) -> None:
     config = _configuration(arguments, RLConfig)
     from nmoe.recipes.grpo import train
 
-    train(config)
+    _sum_up(train(config), "rl")
 
 
-@app.command(context_settings=WITH_OVERRIDES)
-@rl.command(context_settings=WITH_OVERRIDES)
+@app.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
+@rl.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def selfplay(
     arguments: ConfigAndOverrides,
     problem_source: Annotated[
@@ -242,7 +278,7 @@ def selfplay(
     config = _configuration([*arguments, *overrides], SelfplayConfig)
     from nmoe.recipes.selfplay import selfplay
 
-    selfplay(config)
+    _sum_up(selfplay(config), "selfplay")
 
 
 @data.command()
@@ -291,8 +327,8 @@ def show(
         typer.echo(line)
 
 
-@app.command(context_settings=WITH_OVERRIDES)
-@rl.command(context_settings=WITH_OVERRIDES)
+@app.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
+@rl.command(cls=WithKeys, context_settings=WITH_OVERRIDES)
 def verifier(
     arguments: ConfigAndOverrides,
     prm_source: Annotated[
@@ -321,7 +357,7 @@ def verifier(
     config = _configuration([*arguments, *overrides], VerifierConfig)
     from nmoe.recipes.verifier import verifier
 
-    verifier(config)
+    _sum_up(verifier(config), "verifier")
 
 
 @env.command()
@@ -640,8 +676,11 @@ def speedrun(
 
 def _configuration(arguments: list[str], schema: "type[C]") -> "C":
     """Loads the CONFIG among the arguments of a training verb; all others are overrides, wherever they stand."""
+    from nmoe.config.overrides import joined
     from nmoe.config.run import load_run
 
+    _show_start(arguments)
+    arguments = joined(arguments)
     files = [argument for argument in arguments if not argument.startswith("-")]
     if not files:
         raise UserError(
@@ -650,6 +689,20 @@ def _configuration(arguments: list[str], schema: "type[C]") -> "C":
     overrides = list(arguments)
     overrides.remove(files[0])
     return load_run(Path(files[0]), schema, overrides)
+
+
+def _show_start(arguments: Sequence[str]) -> None:
+    """Says on a terminal that the command has begun: until torch is loaded there is nothing else to see."""
+    if sys.stderr.isatty():
+        typer.echo(f"nmoe {' '.join(arguments[:1])}: loading", err=True)
+
+
+def _sum_up(run: Path, verb: str) -> None:
+    """Says what the run has come to."""
+    from nmoe.runs.summary import run_summary
+
+    for line in run_summary(run, verb):
+        typer.echo(line)
 
 
 def run(command: typer.Typer, program: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nmoe.config.locate import KeyPath, Locator, Place
 
+_KEY = re.compile(r"--[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+")
 _OVERRIDE = re.compile(r"--([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
 
 
@@ -54,6 +55,19 @@ def lay_over(
         else:
             data[key] = value
             where.adopt(path, where_over)
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--section.key value` written as `--section.key=value`: a key has a dot, and its value is the argument
+    behind it unless that is an option itself."""
+    whole: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if _KEY.fullmatch(argument) and rest and not rest[0].startswith("--"):
+            argument = f"{argument}={rest.pop(0)}"
+        whole.append(argument)
+    return whole
 
 
 def malformed(overrides: Sequence[str]) -> list[str]:

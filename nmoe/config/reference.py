@@ -14,7 +14,8 @@ from nmoe.config.selfplay import SelfplaySection
 
 _INTRODUCTION = """# Configuration
 
-A run is one TOML file; `--section.key=value` on the command line takes the place of a value in it. An environment is a
+A run is one TOML file; `--section.key=value` (or `--section.key value`) on the command line takes the place of a value in it, and a
+command's `--help` lists its keys. An environment is a
 file of its own, named by `[environment] path`, or that table itself. Relative paths start from the working directory, except
 the one that names an environment and those in an environment's own file: these start from the file they stand in. This page is
 printed by `python -m nmoe.config.reference`.

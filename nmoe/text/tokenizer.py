@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -135,11 +136,21 @@ class Tokenizer:
         """Whether both have the same tokens under the same ids; templates may differ."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """The ids of `text` as content: "<|end|>" gives ordinary tokens, and nothing is put before or after.
+
+        With `control_tokens` the names of control tokens in it are those tokens, as transformers' tokenizers have it by default:
+        for prompts that you write yourself, never for text from elsewhere, which could forge a turn.
 
         Raises UserError for a lone surrogate, which is no character and has no bytes.
         """
+        if control_tokens:
+            pieces = self._names.split(text)
+            return [
+                id_
+                for piece in pieces
+                for id_ in ([self._special_ids[piece]] if piece in self._special_ids else self.encode(piece))
+            ]
         try:
             return self._backend.encode(text, add_special_tokens=False).ids
         except TypeError:  # how the library refuses a surrogate
@@ -161,6 +172,12 @@ class Tokenizer:
                 text += self.decode(known) + "\ufffd"
                 known = []
         return text + self.decode(known)
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Finds the names of control tokens, the longest first where one begins another."""
+        names = sorted(filter(None, self._special_ids), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)")
 
     @property
     def added_tokens(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.config.locate import locate
-from nmoe.config.overrides import lay_over, malformed, override_document, read_override, read_value
+from nmoe.config.overrides import joined, lay_over, malformed, override_document, read_override, read_value
 from nmoe.config.toml import toml_value
 
 
@@ -77,3 +77,17 @@ def test_overrides_replace_values_and_join_tables() -> None:
         ("n",): "f.toml",
     }
     assert {path: str(where.place(path)) for path in places} == places
+
+
+def test_a_value_may_follow_its_key() -> None:
+    given = ["x.toml", "--run.seed", "3", "--a.b=1", "--optimizer.eps", "-1e-8", "--run.resume", "--mode", "step"]
+    assert joined(given) == [
+        "x.toml",
+        "--run.seed=3",
+        "--a.b=1",
+        "--optimizer.eps=-1e-8",
+        "--run.resume",
+        "--mode",
+        "step",
+    ]
+    assert joined(["--run.name", "a b", "--c.d"]) == ["--run.name=a b", "--c.d"]

@@ -48,6 +48,15 @@ class TestEncodeDecode:
         assert loaded.encode(text) == ids
         assert loaded.decode(ids) == text
 
+    def test_control_tokens_are_read_where_that_is_asked_for(self, tokenizer):
+        text = "<|start|>user<|message|>1 <|end|<|end|><|start|>assistant"
+        ids = tokenizer.encode(text, control_tokens=True)
+        end, start, message = (tokenizer.special_id(f"<|{name}|>") for name in ("end", "start", "message"))
+        said = [tokenizer.encode(part) for part in ("user", "1 <|end|", "assistant")]
+        assert ids == [start, *said[0], message, *said[1], end, start, *said[2]]
+        assert tokenizer.decode(ids) == text
+        assert not {end, start, message} & set(tokenizer.encode(text))
+
     def test_every_byte_is_a_token(self, tokenizer):
         text = "".join(map(chr, range(0x250))) + "\U0010ffff"
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -1,0 +1,71 @@
+"""What to say when a run has ended: what changed, what it took, where it lies, and what to do next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nmoe.runs.ledger import read_lines
+
+# Of metrics that say how well it goes, those that a run without evaluations is summed up by.
+_PROGRESS = ("reward_mean", "correctness", "held_out_loss", "held_out_accuracy", "loss")
+_ENDS_STEPS = 10
+
+NEXT = {
+    "pretrain": ("nmoe chat {run}", "nmoe rl train CONFIG --model.path={run}"),
+    "sft": ("nmoe eval {run} ENVIRONMENT --format-check", "nmoe chat {run}"),
+    "dpo": ("nmoe eval {run} ENVIRONMENT", "nmoe chat {run}"),
+    "reward": ("nmoe eval POLICY ENVIRONMENT --samples 8 --temperature 1 --best-of {run}",),
+    "rl": ("nmoe chat {run}", "nmoe export {run} DIRECTORY"),
+    "verifier": ("nmoe eval POLICY ENVIRONMENT --samples 8 --temperature 1 --best-of {run}",),
+    "selfplay": ("nmoe data show {run}/proof_verifier_train.jsonl --kind text --column text=proof",),
+}
+"""The commands that a run of a verb leads to."""
+
+
+def run_summary(run: Path, verb: str) -> Iterator[str]:
+    """Lines about the run in the directory. Raises UserError for records of it that can not be read."""
+    metrics = read_lines(run / "metrics.jsonl")
+    changes = list(_evaluated(run / "eval")) or list(_measured(metrics))
+    yield from changes
+    if metrics:
+        seconds = sum(row.get("time_step_s", 0.0) for row in metrics)
+        tokens = sum(row.get("tokens_in_batch", 0.0) for row in metrics)
+        trained = f", {tokens:,.0f} tokens" if tokens else ""
+        yield f"{len(metrics):,} steps in {_duration(seconds)}{trained}"
+    best = run / "checkpoints" / "best"
+    yield f"run: {run}" + (f"; best checkpoint: {best}" if best.exists() else "")
+    following = [command.format(run=run) for command in (*NEXT[verb], "nmoe report {run}")]
+    yield "next: " + "  or  ".join(following)
+
+
+def _evaluated(directory: Path) -> Iterator[str]:
+    """The first and the last evaluation of each kind."""
+    records = [json.loads(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
+    if not records:
+        return
+    first = {(result["mode"], result["dataset"]): result for result in records[0]["results"]}
+    for result in records[-1]["results"]:
+        before = first.get((result["mode"], result["dataset"]))
+        since = "" if before is None or len(records) == 1 else f"{_value(before)} -> "
+        yield f"{result['mode']} on {result['dataset']}: {since}{_value(result)} of {result['problems']:,}"
+
+
+def _value(result: Mapping[str, Any]) -> str:
+    value: float = result["value"]
+    return f"{value:.4g}" if result.get("lower_is_better") else f"{value:.1%}"
+
+
+def _measured(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The first of the metrics of progress that there is, at both ends."""
+    for name in _PROGRESS:
+        if values := [row[name] for row in metrics if name in row]:
+            first, last = values[:_ENDS_STEPS], values[-_ENDS_STEPS:]
+            yield f"{name}: {sum(first) / len(first):.4g} -> {sum(last) / len(last):.4g} (first and last {len(last)} steps)"
+            return
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} minutes"
