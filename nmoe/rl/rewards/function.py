@@ -3,8 +3,8 @@
     def f(prompts, completions, completion_ids, trainer_state, **columns) -> list[float | None]
 
 It is called once for a group: every argument but `trainer_state` is a list with one entry for each completion, the columns of
-the problem's record among them (`answer=["18", "18", ...]`). A function without `**` gets the arguments that it names. An
-`async def` runs beside everything else; a plain one in a thread, one call at a time. (docs/rewards.md)
+the problem's record among them (`answer=["18", "18", ...]`). All are copies made for this call. A function without `**` gets the
+arguments that it names. An `async def` runs beside everything else; a plain one in a thread, one call at a time. (docs/rewards.md)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 from nmoe.config.rewards import FunctionReward
@@ -55,11 +56,11 @@ class FunctionOf:
         self.check_columns(samples.columns)
         count = len(samples.completions)
         arguments: dict[str, Any] = {
-            name: [value] * count for name, value in samples.columns.items() if name not in _STANDARD
+            name: _copies(value, count) for name, value in samples.columns.items() if name not in _STANDARD
         }
         arguments |= {
-            "prompts": [samples.prompt] * count,
-            "completions": list(samples.completions),
+            "prompts": _copies(samples.prompt, count),
+            "completions": deepcopy(list(samples.completions)),
             "completion_ids": [list(trajectory.token_ids) for trajectory in samples.trajectories],
             "trainer_state": samples.state,
         }
@@ -95,6 +96,12 @@ class FunctionOf:
     @property
     def _takes_any(self) -> bool:
         return "**" in self._names
+
+
+def _copies(value: Any, count: int) -> list[Any]:
+    """A copy for each completion. A function may change what it is given: neither the other completions, nor later rewards, nor the
+    record in a later epoch may see that."""
+    return [deepcopy(value) for _ in range(count)]
 
 
 def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:

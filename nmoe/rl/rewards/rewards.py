@@ -19,8 +19,9 @@ from nmoe.rl.grading.grade import Grade
 from nmoe.rl.rewards.function import FunctionOf
 from nmoe.rl.rewards.http import HttpOf
 from nmoe.rl.rewards.judge import JudgeOf
-from nmoe.rl.rewards.reward import Rating, Reward, Samples
+from nmoe.rl.rewards.reward import Rating, Reward, RewardError, Samples
 from nmoe.rl.rewards.scored import RewardModelOf, VerifierOf
+from nmoe.rl.rewards.values import LARGEST
 
 
 def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
@@ -54,13 +55,14 @@ async def opened(rewards: Sequence[Reward]) -> AsyncIterator[None]:
 async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
     """The grades of the samples with what every reward says of them. Raises RewardError."""
     asked = await all_or_none([_rate(reward, samples) for reward in rewards])
-    return [
-        with_ratings(
-            trajectory.grade,
-            {reward.name: (reward.weight, one[place]) for reward, one in zip(rewards, asked, strict=True)},
-        )
-        for place, trajectory in enumerate(samples.trajectories)
-    ]
+    grades = []
+    for place, trajectory in enumerate(samples.trajectories):
+        ratings = {reward.name: (reward.weight, one[place]) for reward, one in zip(rewards, asked, strict=True)}
+        try:
+            grades.append(with_ratings(trajectory.grade, ratings))
+        except RewardError as error:
+            raise RewardError(str(error), place) from None
+    return grades
 
 
 async def _rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
@@ -72,7 +74,8 @@ def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> G
 
         sum over components c that are there: weight_c * value_c.
 
-    A rating of None leaves its component out. Where that leaves no component with a weight, or where a reward was not available,
+    Raises RewardError for a score that is not finite, or too large to be trained on. A rating of None leaves its component out.
+    Where that leaves no component with a weight, or where a reward was not available,
     nothing is known of the sample: it becomes a `grader_error`, which masks it.
     """
     components, weights = dict(grade.components), dict(grade.weights)
@@ -83,9 +86,17 @@ def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> G
     reason = next((rating.unavailable for _, rating in ratings.values() if rating.unavailable), "")
     if not reason and not any(weights[name] for name in components):
         reason = f"no reward has a value for it: {', '.join(ratings)} returned None"
+    score = sum(weights[name] * value for name, value in components.items())
+    if not abs(score) <= LARGEST:
+        terms = " + ".join(
+            f"{weights[name]:g} * {value:g} ({name})" for name, value in components.items() if weights[name]
+        )
+        raise RewardError(
+            f"the score {terms} comes to {score:g}; a score is finite and at most {LARGEST:g}: lower a weight"
+        )
     return replace(
         grade,
-        score=sum(weights[name] * value for name, value in components.items()),
+        score=score,
         components=components,
         weights=weights,
         failure="grader_error" if reason else grade.failure,

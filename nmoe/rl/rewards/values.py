@@ -10,6 +10,8 @@ from typing import Any
 from nmoe.rl.rewards.reward import RewardError
 
 _SHOWN_CHARS = 200
+# Advantages are taken in single precision, which still holds the square of this.
+LARGEST = 1e18
 
 
 def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
@@ -43,10 +45,14 @@ def _checked(who: str, value: Any, place: int, count: int) -> float | None:
             f"{who} returned {_shown(value)}, a {type(value).__name__}, {where}; a reward is a number, or None to leave it out",
             place,
         )
-    number = float(value)
-    if not math.isfinite(number):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or abs(number) > LARGEST:
         raise RewardError(
-            f"{who} returned {number} {where}; a reward is finite, or None to leave it out of this sample's score",
+            f"{who} returned {_shown(value)} {where}; a reward is finite and at most {LARGEST:g}, or None to leave it out of this "
+            "sample's score",
             place,
         )
     return number

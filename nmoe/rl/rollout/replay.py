@@ -238,11 +238,11 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
         for reward in environment.rewards:
             (rating,) = await reward.rate(samples)
             ratings[reward.name] = (reward.weight, rating)
+        now = with_ratings(_without_rewards(recorded), ratings)
     except RewardError as error:
         return Check("rewards", "", str(error))
     if recorded.reason:
         return Check("rewards", f"none to compare: {recorded.reason}")
-    now = with_ratings(_without_rewards(recorded), ratings)
     asked = [reward.name for reward in environment.rewards]
     rest = [name for name in ratings if name not in asked]
     compared = "; ".join(

@@ -118,6 +118,9 @@ judge = Judge()
         ("[1.0] * 3", "returned 3 values for 2 completions", 0),
         ("[0.0, float('nan')]", "returned nan as value 2 of 2", 1),
         ("[float('inf'), 0.0]", "returned inf as value 1 of 2", 0),
+        ("[0.0, 10**400]", "returned 1000000000", 1),
+        ("[0.0, -10**5000]", "returned what can not be shown (ValueError) as value 2 of 2; a reward is finite", 1),
+        ("[0.0, 1e30]", "returned 1e+30 as value 2 of 2; a reward is finite and at most 1e+18", 1),
         ("[0.0, '1']", "returned '1', a str, as value 2 of 2", 1),
         ("[[0.0], 1]", "returned [0.0], a list, as value 1 of 2", 0),
         ("None", "returned None, a NoneType, for 2 completions", 0),
@@ -301,3 +304,45 @@ async def wrong(completions, **_):
     with pytest.raises(RewardError, match="reward 'b'"):
         asyncio.run(rated(demo.rewards, samples_of(demo, [trajectory], TrainerState())))
     assert importlib.import_module(name).ended == [True]
+
+
+def test_a_score_that_the_weights_make_infinite_stops_the_run(environment: Make, play: Play, module: Module) -> None:
+    name = module("def f(completions, **_):\n    return [0.0, 1e18]\n")
+    demo = environment(SORT + reward(f"{name}:f", weight=1e300) + reward(f"{name}:f", "other", weight=-1e300))
+    with pytest.raises(RewardFailedError) as caught:
+        play(demo, ["123", "9"])
+    assert "1e+300 * 1e+18 (mine) + -1e+300 * 1e+18 (other) comes to nan; a score is finite" in str(caught.value)
+    assert caught.value.trajectory.index == 1
+
+
+def test_what_a_function_changes_nobody_else_sees(environment: Make, play: Play, module: Module) -> None:
+    """Neither the other completions of the call, nor a later reward, nor the same record in a later epoch."""
+    name = module("""
+import copy
+def spoil(prompts, completions, completion_ids, tags, **columns):
+    tags[0].append("spoilt")
+    prompts[0][0]["content"] = "spoilt"
+    completions[0][-1]["content"] = "spoilt"
+    completion_ids[0].clear()
+    for value in columns.values():
+        if isinstance(value, list):
+            value.clear()
+    return [float(len(tags[1]) + len(prompts[1][0]["content"]))] * len(prompts)
+seen = []
+def look(prompts, completions, completion_ids, **columns):
+    columns.pop("trainer_state")
+    seen.append(copy.deepcopy((prompts, completions, completion_ids, columns)))
+    return [0.0] * len(prompts)
+""")
+    demo = environment(
+        SORT + reward(f"{name}:look", "before") + reward(f"{name}:spoil") + reward(f"{name}:look", "after")
+    )
+    for _ in range(2):
+        group = play(demo, ["123", "9"])
+        assert [t.grade.components["mine"] for t in group.trajectories] == [2.0 + len("Sort: 312")] * 2
+        assert all(trajectory.token_ids for trajectory in group.trajectories)
+    seen = importlib.import_module(name).seen
+    assert len(seen) == 4
+    assert all(one == seen[0] for one in seen)
+    assert seen[0][3]["tags"] == [["a", "b"]] * 2
+    assert PROBLEM.columns == {"answer": "123", "tags": ["a", "b"]}
