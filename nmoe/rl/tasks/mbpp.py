@@ -26,7 +26,7 @@ class MbppTask(SolutionTask):
         code = text(record, "code")
         setup = text(record, "test_setup_code", default="") or "\n".join(texts(record, "test_imports", default=()))
         tests = texts(record, "test_list")
-        names = _tested(code, tests)
+        names = _tested(code, [setup, *tests])
         request = _REQUEST.format(
             request=text(record, "text", "prompt").strip(), heads=" and ".join(_heads(code, names))
         )

@@ -620,3 +620,105 @@ def test_decoding_is_total(message: object) -> None:
 def test_extraction_is_total(answer: str) -> None:
     assert isinstance(code_of(answer), str)
     assert isinstance(definitions(answer), tuple)
+
+
+KINDS = {
+    "OSError's family": {
+        "code": "def load(name):\n    raise FileNotFoundError(name)",
+        "test_list": [
+            "try:\n    load('a')\nexcept OSError as error:\n    assert type(error) is FileNotFoundError\nelse:\n    assert False",
+        ],
+        "wrong": "def load(name):\n    raise ValueError(name)",
+    },
+    "EOFError": {
+        "code": "def parse(text):\n    if not text:\n        raise EOFError('nothing')\n    return text",
+        "test_list": [
+            "try:\n    parse('')\nexcept EOFError:\n    pass\nelse:\n    assert False",
+            "assert parse('a') == 'a'",
+        ],
+        "wrong": "def parse(text):\n    return text",
+    },
+    "an OSError that ends no channel": {
+        "code": "def load(name):\n    if name == 'a':\n        raise ConnectionResetError(name)\n    return name",
+        "test_list": [
+            "try:\n    load('a')\nexcept ConnectionError:\n    pass\nelse:\n    assert False",
+            "assert load('b') == 'b'",
+        ],
+        "wrong": "def load(name):\n    raise ConnectionResetError(name)",
+    },
+    "a set-up with the solution's classes": {
+        "code": (
+            "class Node:\n    def __init__(self, data):\n        self.data, self.left, self.right = data, None, None\n"
+            "def height(node):\n    return 0 if node is None else 1 + max(height(node.left), height(node.right))"
+        ),
+        "test_setup_code": "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)",
+        "test_list": ["assert height(root) == 3", "assert height(root.left) == 2"],
+        "wrong": "class Node:\n    def __init__(self, data):\n        self.data = data\ndef height(node):\n    return 3",
+    },
+    "builtin types as arguments": {
+        "code": "def without(values, kind):\n    return [value for value in values if type(value) is not kind]",
+        "test_list": ["assert without((4, 5.5, 7), int) == [5.5]", "assert without([1, 'a'], str) == [1]"],
+        "wrong": "def without(values, kind):\n    return list(values)",
+    },
+    "an exception of the solution's own": {
+        "code": (
+            "class Empty(Exception):\n    pass\nclass Short(Empty, ValueError):\n    pass\n"
+            "def first(values):\n    if not values:\n        raise Short('none')\n    return values[0]"
+        ),
+        "test_list": [
+            "try:\n    first([])\nexcept Empty as error:\n    assert str(error) == 'none'\nelse:\n    assert False",
+            "try:\n    first([])\nexcept Short:\n    pass",
+            "assert first([3]) == 3",
+        ],
+        "wrong": (
+            "class Empty(Exception):\n    pass\nclass Short(Exception):\n    pass\n"
+            "def first(values):\n    return values[0] if values else 0"
+        ),
+    },
+    "operators of the solution's objects": {
+        "code": (
+            "class Point:\n    def __init__(self, x):\n        self.x = x\n"
+            "    def __add__(self, other):\n        return Point(self.x + other.x)\n"
+            "    def __rmul__(self, k):\n        return Point(k * self.x)\n"
+            "    def __neg__(self):\n        return Point(-self.x)"
+        ),
+        "test_list": [
+            "assert (Point(1) + Point(2)).x == 3",
+            "assert (3 * Point(2)).x == 6",
+            "assert (-Point(2)).x == -2",
+        ],
+        "wrong": "class Point:\n    x = 3\n    def __init__(self, x): pass\n    def __add__(self, other): return self",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_tests(judge: Judge, kind: str) -> None:
+    record = {"text": "Do it.", **{key: value for key, value in KINDS[kind].items() if key != "wrong"}}
+    verdict = judge("mbpp", KINDS[kind]["code"], record)
+    assert verdict.outcome == "correct", verdict
+    verdict = judge("mbpp", KINDS[kind]["wrong"], record)
+    assert verdict.outcome == "incorrect", verdict
+
+
+def test_a_function_as_an_argument_is_refused_by_its_name(judge: Judge) -> None:
+    """What the judge cannot hand over fails the gold, too, so that the record is refused when the pool loads."""
+    record = {
+        "text": "Apply.",
+        "code": "def twice(f, x):\n    return f(f(x))",
+        "test_list": ["assert twice(lambda n: n + 1, 3) == 5"],
+    }
+    verdict = judge("mbpp", record["code"], record)
+    assert verdict.reason.startswith("TypeError: a function can not be given to the solution"), verdict
+
+
+def test_an_object_that_equals_everything_under_an_operator(judge: Judge) -> None:
+    """Sums of the solution's objects stay its objects: they equal nothing here."""
+    record = {
+        "text": "Add.",
+        "code": "def make(n):\n    return n",
+        "test_list": ["assert make(1) + make(2) == 3"],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    same = "class Same:\n    __eq__ = lambda *_: True\n    __add__ = lambda self, _: self\ndef make(n): return Same()"
+    assert judge("mbpp", same, record).outcome == "incorrect"

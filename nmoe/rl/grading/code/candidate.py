@@ -6,7 +6,9 @@ it sees the arguments of one call at a time, and what it says is data that the j
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import operator
 import os
 import socket
 import sys
@@ -40,12 +42,15 @@ class Candidate:
                 send(self._connection, {"raised": ["ValueError"], "message": str(error)})
 
     def _do(self, request: dict[str, Any]) -> Any:
+        arguments = decode(request["arguments"], self._object)
+        named = decode(request["named"], self._object)
+        if request["do"] == "operate":
+            return getattr(operator, request["target"][0])(*arguments)
+        if request["do"] == "set":
+            *target, name = request["target"]
+            return setattr(self._target(target), name, *arguments)
         target = self._target(request["target"])
-        if request["do"] == "get":
-            return target
-        arguments = decode(request["arguments"], self._kept.__getitem__)
-        named = decode(request["named"], self._kept.__getitem__)
-        return target(*arguments, **named)
+        return target if request["do"] == "get" else target(*arguments, **named)
 
     def _target(self, target: list[Any]) -> Any:
         """["f"] of the solution, ["package.module", "f"] of a module, [3, "method"] of an object that was kept."""
@@ -60,9 +65,14 @@ class Candidate:
             found = getattr(found, name)
         return found
 
-    def _keep(self, value: Any) -> int:
+    def _object(self, kind: str, body: Any) -> Any:
+        return getattr(builtins, body) if kind == "builtin" else self._kept[body]
+
+    def _keep(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, type) and issubclass(value, Exception):
+            return {"exception": [kind.__name__ for kind in value.__mro__]}
         self._kept.append(value)
-        return len(self._kept) - 1
+        return {"handle": len(self._kept) - 1}
 
 
 def main(source: str | None) -> None:

@@ -35,6 +35,7 @@ class Channel:
         self._connection = connection
         self.calls = 0
         self.lost = ""
+        self._exceptions: dict[str, type[Exception]] = {}
 
     def ask(self, do: str, target: Sequence[Any], arguments: Any = (), named: Any = None) -> Any:
         """What the candidate answers. Raises what it says was raised, by the name of a builtin exception."""
@@ -43,33 +44,86 @@ class Channel:
         request = {
             "do": do,
             "target": list(target),
-            "arguments": encode(list(arguments), _no_handle),
-            "named": encode(named or {}, _no_handle),
+            "arguments": encode(list(arguments), _given),
+            "named": encode(named or {}, _given),
         }
         try:
             send(self._connection, request)
-            return self.answer()
+        except OSError:
+            self.lost = "the solution's process ended"
+            raise LostError(self.lost) from None
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The value that the candidate sends next. Raises what it says was raised, and LostError where it says nothing sensible:
+        that the channel failed must not be taken for an error of the solution's, which may be an OSError, too."""
+        try:
+            value, raised = self._received()
         except (EOFError, OSError):
             self.lost = "the solution's process ended"
         except WireError as error:
             self.lost = f"the solution's process sent no plain data: {error}"
+        else:
+            if raised is not None:
+                raise raised
+            return value
         raise LostError(self.lost)
 
-    def answer(self) -> Any:
+    def _received(self) -> tuple[Any, Exception | None]:
         message = receive(self._connection)
         if type(message) is not dict:
             raise WireError("no answer")
         if set(message) == {"value"}:
-            value = decode(message["value"], lambda number: Handle(self, number))
+            value = decode(message["value"], self._object)
             self.calls += 1
-            return value
+            return value, None
         if set(message) != {"raised", "message"} or type(message["raised"]) is not list:
             raise WireError("no answer")
-        raise _exception(message["raised"], str(message["message"]))
+        self.calls += 1
+        return None, self._exception(message["raised"], str(message["message"]))
+
+    def _object(self, kind: str, body: Any) -> Any:
+        """What stands here for an object of the candidate's: a handle, or of a class of exceptions one of the same name."""
+        if kind == "handle":
+            return Handle(self, int(body))
+        if kind == "exception" and type(body) is list and all(type(name) is str for name in body):
+            return self.exception_class(body)
+        raise WireError("no object")
+
+    def exception_class(self, kinds: list[str]) -> type[Exception]:
+        """A class for the exceptions that the solution calls by the first of these names; the others are the bases of its own."""
+        if not kinds or not kinds[0].isidentifier():
+            raise WireError("no class of exceptions")
+        if (known := _builtin_exception(kinds[0])) is not None:
+            return known
+        if kinds[0] not in self._exceptions:
+            bases = [self._exceptions.get(name) or _builtin_exception(name) for name in kinds[1:]]
+            base = next((one for one in bases if one is not None), Exception)
+            self._exceptions[kinds[0]] = type(kinds[0], (base,), {})
+        return self._exceptions[kinds[0]]
+
+    def _exception(self, kinds: list[Any], message: str) -> Exception:
+        """An exception of the most special known kind: one that the tests took from the solution, or a builtin one."""
+        for name in kinds:
+            kind = (self._exceptions.get(name) or _builtin_exception(name)) if type(name) is str else None
+            if kind is not None:
+                try:
+                    return kind(message)
+                except TypeError:  # UnicodeDecodeError and the like want more
+                    continue
+        return RuntimeError(message)
 
 
 def _refuse(*_: Any) -> Any:
     raise TypeError("the solution gave an object that is no plain data, which nothing here can be compared with")
+
+
+def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """The methods for `handle + other` and `other + handle`, which the candidate computes by its `operator` module."""
+    return (
+        lambda self, other: self._channel.ask("operate", [name], [self, other]),
+        lambda self, other: self._channel.ask("operate", [name], [other, self]),
+    )
 
 
 class Handle:
@@ -83,6 +137,9 @@ class Handle:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._channel.ask("get", [self._number, name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._channel.ask("set", [self._number, name], [value])
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._channel.ask("call", [self._number], arguments, named)
@@ -100,6 +157,18 @@ class Handle:
     __bool__ = _refuse
     __contains__ = _refuse
     __hash__ = _refuse
+
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("truediv")
+    __floordiv__, __rfloordiv__ = _operator("floordiv")
+    __mod__, __rmod__ = _operator("mod")
+    __pow__, __rpow__ = _operator("pow")
+    __matmul__, __rmatmul__ = _operator("matmul")
+
+    def __neg__(self) -> Any:
+        return self._channel.ask("operate", ["neg"], [self])
 
 
 class Remote:
@@ -179,6 +248,8 @@ def run_check(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
 def run_asserts(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
     """MBPP: statements that name the solution's functions."""
     namespace: dict[str, Any] = {"__name__": "tests"}
+    # The set-up may make objects of the solution's classes, and what it defines itself under one of the names is not tested.
+    namespace.update((name, stand_in(name)) for name in spec["names"])
     exec(spec["setup"], namespace)
     namespace.update((name, stand_in(name)) for name in spec["names"])
     for number, test in enumerate(spec["tests"], start=1):
@@ -224,17 +295,18 @@ def main(spec: dict[str, Any], nonce: str) -> None:
     channel = Channel(socket.socket(fileno=3))
     passed, reason = False, ""
     try:
+        reason = "the solution did not load: "
         channel.answer()
-        channel.calls = 0
+        reason = ""
         if "modules" in spec:
             sys.meta_path.insert(0, _Finder(channel, spec["modules"], spec["protected"]))
-        _RUNNERS[spec["kind"]](spec, lambda name: Remote(channel, [name]))
+        stand_ins = {name: _stand_in(channel, name) for name in spec["names"]}
+        channel.calls = 0
+        _RUNNERS[spec["kind"]](spec, stand_ins.__getitem__)
         passed, reason = True, "all tests pass"
-    except (EOFError, WireError, OSError) as error:
-        reason = f"the solution did not load: {str(error) or 'its process ended'}"
     except BaseException as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        reason = f"{type(error).__name__}: {error}{notes}"
+        reason += str(error) if isinstance(error, LostError) else f"{type(error).__name__}: {error}{notes}"
     if passed and (channel.lost or not channel.calls):
         passed, reason = False, channel.lost or "no test called the solution"
     if passed and "modules" not in spec and _passes_without_a_solution(spec):
@@ -242,6 +314,15 @@ def main(spec: dict[str, Any], nonce: str) -> None:
     sys.stdout.flush()
     os.write(1, f"\n{nonce} {json.dumps({'passed': passed, 'reason': reason[:500]})}\n".encode())
     os._exit(0)
+
+
+def _stand_in(channel: Channel, name: str) -> Any:
+    """What the tests have under a name of the solution's: a class for its exceptions, which `except` can name, or a stand-in."""
+    try:
+        found = channel.ask("get", [name])
+    except Exception:
+        found = None
+    return found if isinstance(found, type) else Remote(channel, [name])
 
 
 def _passes_without_a_solution(spec: dict[str, Any]) -> bool:
@@ -252,23 +333,17 @@ def _passes_without_a_solution(spec: dict[str, Any]) -> bool:
     return True
 
 
-def _exception(kinds: list[Any], message: str) -> Exception:
-    """An exception of the most special builtin kind among `kinds`; none that would steer the tests' own control flow."""
-    for name in kinds:
-        kind = getattr(builtins, name, None) if type(name) is str else None
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, Exception)
-            and not issubclass(kind, (StopIteration, StopAsyncIteration))
-        ):
-            try:
-                return kind(message)
-            except TypeError:  # UnicodeDecodeError and the like want more
-                continue
-    return RuntimeError(message)
+def _builtin_exception(name: str) -> type[Exception] | None:
+    """The builtin class of this name; none that would steer the tests' own control flow."""
+    kind = getattr(builtins, name, None)
+    fits = isinstance(kind, type) and issubclass(kind, Exception)
+    return kind if fits and not issubclass(kind, (StopIteration, StopAsyncIteration)) else None
 
 
-def _no_handle(value: Any) -> int:
+def _given(value: Any) -> dict[str, Any]:
+    """How an object that is no plain data is given to the solution: one of its own by its number, a builtin type by its name."""
     if isinstance(value, Handle):
-        return int(value.__dict__["_number"])
-    raise WireError(f"a {type(value).__name__} can not be given to the solution: only plain data can")
+        return {"handle": int(value.__dict__["_number"])}
+    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        return {"builtin": value.__name__}
+    raise TypeError(f"a {type(value).__name__} can not be given to the solution: only plain data and builtin types can")

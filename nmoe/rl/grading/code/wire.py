@@ -1,9 +1,10 @@
 """Plain data between judge and candidate: one JSON value per message, from which only exact builtin types are made.
 
 What JSON has no form for is an object with one key: {"tuple": [...]}, {"set": [...]}, {"dict": [[key, value], ...]},
-{"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"iterator": [...]}; {"handle": 3} stands for an object that stays
-where it is. A subclass travels as the builtin that it extends, a single number of numpy's as Python's. Runs inside
-sandboxes, on the standard library alone.
+{"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"iterator": [...]}. For an object that stays where it is stands
+{"handle": 3}, its number there; {"builtin": "int"} is a builtin type, {"exception": [names]} a class of exceptions and its bases. A
+subclass travels as the builtin that it extends, a single number of numpy's as Python's. Runs inside sandboxes, on the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ class WireError(Exception):
     """What can not be sent, or is no message."""
 
 
-def encode(value: Any, handle: Callable[[Any], int], depth: int = 0) -> Any:
-    """`handle` gives a number to what is no plain data. Raises WireError for data that is too deep or too long."""
+OBJECTS = ("handle", "builtin", "exception")
+
+
+def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 0) -> Any:
+    """`of_object` writes what is no plain data under one of OBJECTS. Raises WireError for data that is too deep or too long."""
     if depth > _MAX_DEPTH:
         raise WireError("nested too deep, or within itself")
 
@@ -36,7 +40,7 @@ def encode(value: Any, handle: Callable[[Any], int], depth: int = 0) -> Any:
         found = list(islice(items, _MAX_ITEMS + 1))
         if len(found) > _MAX_ITEMS:
             raise WireError(f"more than {_MAX_ITEMS} items")
-        return [encode(item, handle, depth + 1) for item in found]
+        return [encode(item, of_object, depth + 1) for item in found]
 
     if value is None or value is True or value is False:
         return value
@@ -62,18 +66,18 @@ def encode(value: Any, handle: Callable[[Any], int], depth: int = 0) -> Any:
     if isinstance(value, Iterator):
         return {"iterator": inner(value)}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return encode(value.item(), handle, depth + 1)
-    return {"handle": handle(value)}
+        return encode(value.item(), of_object, depth + 1)
+    return of_object(value)
 
 
-def decode(data: Any, of_handle: Callable[[int], Any], depth: int = 0) -> Any:
+def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> Any:
     """The value of a message. Raises WireError for anything that `encode` does not write."""
     if depth > _MAX_DEPTH + 5:
         raise WireError("nested too deep")
     if data is None or type(data) in (bool, int, float, str):
         return data
     if type(data) is list:
-        return [decode(item, of_handle, depth + 1) for item in data]
+        return [decode(item, to_object, depth + 1) for item in data]
     if type(data) is not dict or len(data) != 1:
         raise WireError("no message")
     ((kind, body),) = data.items()
@@ -87,9 +91,9 @@ def decode(data: Any, of_handle: Callable[[int], Any], depth: int = 0) -> Any:
                 return complex(float(body[0]), float(body[1]))
             case "range":
                 return range(*map(int, body))
-            case "handle":
-                return of_handle(int(body))
-        items = decode(body, of_handle, depth + 1)
+        if kind in OBJECTS:
+            return to_object(kind, body)
+        items = decode(body, to_object, depth + 1)
         if type(items) is list:
             match kind:
                 case "tuple":
