@@ -122,6 +122,12 @@ def _documents(harmony: Harmony, count: int) -> Iterator[list[int]]:
         yield harmony.render_prompt([Message("user", f"Reverse: {digits}")]) + harmony.render_completion(turn)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _golds(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Which gold answers have passed is remembered for this session alone."""
+    os.environ["NMOE_GOLDS"] = str(tmp_path_factory.mktemp("golds"))
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `tokenizer/` and `corpus.jsonl`, the configurations base.toml and rl.toml, and the environment

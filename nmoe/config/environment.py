@@ -89,6 +89,10 @@ class DatasetKeys(Section):
         "label, reward_spec.ground_truth and reward_model.ground_truth that the records have",
     )
     gold_extractor: GoldExtractor = Field(default="none", description="how the gold answer is found in its field")
+    check_gold: Literal["all", "sample", "off"] = Field(
+        default="all",
+        description="which gold answers have to be graded correct before a run starts: all, 64 of them, or none",
+    )
     max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
 
@@ -170,6 +174,30 @@ class SelfplayPool(Section):
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
 
 
+class PrmPool(Section):
+    """Labelled steps of solutions, to be judged: those of PRM800K, of Math-Shepherd, or of stepwise records."""
+
+    type: Literal["prm"]
+    source: str = Field(
+        default="prm800k",
+        min_length=1,
+        description="`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise ones",
+    )
+    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
+    task_type: Literal["prm_step", "prm_solution"] = Field(
+        default="prm_step", description="prm_step: the label of the last of some steps; prm_solution: the score of all"
+    )
+    prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="openai/prm800k", description="where PRM800K lies: a directory or a Hugging Face name"
+    )
+    math_shepherd: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="peiyi9979/Math-Shepherd",
+        description="where Math-Shepherd lies: a file, directory or Hugging Face name",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="the most problems")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+
 class SourceKeys(Section):
     """What a pool gets in addition when it is one source of a mixture."""
 
@@ -201,8 +229,12 @@ class ReasoningGymSource(ReasoningGymPool, SourceKeys):
     """A reasoning-gym dataset as a source of a mixture."""
 
 
+class PrmSource(PrmPool, SourceKeys):
+    """Labelled steps as a source of a mixture."""
+
+
 Source = Annotated[
-    GeneratedSource | JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource,
+    GeneratedSource | JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | PrmSource,
     Field(discriminator="type"),
 ]
 
@@ -221,7 +253,17 @@ class MixturePool(Section):
         yield from duplicates("sources", (source.name for source in self.sources))
 
 
-TaskPool = GeneratedPool | JsonlPool | CsvPool | ParquetPool | HubPool | ReasoningGymPool | SelfplayPool | MixturePool
+TaskPool = (
+    GeneratedPool
+    | JsonlPool
+    | CsvPool
+    | ParquetPool
+    | HubPool
+    | ReasoningGymPool
+    | PrmPool
+    | SelfplayPool
+    | MixturePool
+)
 
 
 class Weights(Section):
@@ -295,6 +337,13 @@ class ToolsSettings(Section):
     use: Array[str] = Field(
         description=f"the tools: {', '.join(get_args(BuiltinTool))}, or a function of your own as `package.module:function`"
     )
+    read: Array[str] | None = Field(
+        default=None,
+        description="paths of the workspace that calls may read, `.` for all of it; what may be written may be read. Default: all",
+    )
+    write: Array[str] | None = Field(
+        default=None, description="paths of the workspace that calls may write. Default: all"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -305,6 +354,10 @@ class ToolsSettings(Section):
                 yield Conflict(
                     f"use.{index}", f"must be one of {', '.join(get_args(BuiltinTool))} or `package.module:function`"
                 )
+        for key, paths in (("read", self.read), ("write", self.write)):
+            for index, path in enumerate(paths or ()):
+                if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+                    yield Conflict(f"{key}.{index}", "is a path within the workspace, relative to it")
         seen: set[str] = set()
         for index, name in enumerate(name.rpartition(":")[2] for name in self.use):
             if name in seen:
@@ -441,7 +494,7 @@ class EnvironmentSettings(Section):
 def task_types(pool: TaskPool) -> set[str]:
     """The types of the problems that a pool may hand out, as far as its settings name them."""
     sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
-    return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys))}
+    return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys, PrmPool))}
 
 
 def load_environment(named: Path) -> EnvironmentSettings:

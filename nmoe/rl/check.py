@@ -19,6 +19,7 @@ from nmoe.config.environment import (
     GeneratedPool,
     HubPool,
     MixturePool,
+    PrmPool,
     ReasoningGymPool,
     Rubric,
     SelfplayPool,
@@ -41,6 +42,7 @@ from nmoe.data.rows import local_copy
 from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
 from nmoe.rl.formats import in_format
+from nmoe.rl.golds import check_golds
 from nmoe.rl.grading.grade import Grade
 from nmoe.rl.pools import Shard
 from nmoe.rl.pools.records import record_order
@@ -149,6 +151,11 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         if problem is None:
             continue
         problems.append(problem)
+        if here:
+            try:
+                yield from _checked_golds(environment)
+            except UserError as error:
+                mistakes.append(f"source {name}: {error}")
         right, wrong = _graded(environment, problem)
         if not shown:
             shown = True
@@ -190,6 +197,8 @@ def describe_pool(pool: TaskPool) -> str:
         return f"reasoning_gym {pool.dataset}"
     if isinstance(pool, SelfplayPool):
         return f"selfplay {pool.source}"
+    if isinstance(pool, PrmPool):
+        return f"prm {pool.source} as {pool.task_type}"
     data = getattr(pool, "path", None) or getattr(pool, "dataset", None)
     return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
 
@@ -255,11 +264,20 @@ def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool
     return _Graded(answer, ids, said, as_wanted=correct == wanted and grade.failure == "ok")
 
 
+def _checked_golds(environment: Environment) -> Iterator[str]:
+    notes: list[str] = []
+    sandboxes = _sandboxes(environment) if environment.wants_sandbox else None
+    check_golds(environment, sandboxes, notes.append)
+    yield from notes
+
+
+def _sandboxes(environment: Environment) -> Sandboxes:
+    """Where solutions and tests run. They are code of the data, not of the user: they run where those of a policy do."""
+    return Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
+
+
 async def _graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
-    sandboxes = None
-    if TASKS[problem.task_type].needs_sandbox:
-        # Solutions and tests are code of the data, not of the user: they run where those of a policy do.
-        sandboxes = Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
+    sandboxes = _sandboxes(environment) if TASKS[problem.task_type].needs_sandbox else None
     async with ToolSession(sandboxes) as session:
         return await environment.grade(problem, single_turn(ids), len(ids), session=session)
 

@@ -22,6 +22,7 @@ from nmoe.rl.pools.order import fingerprint_of
 from nmoe.rl.problem import Problem
 from nmoe.rl.rewards.reward import Reward
 from nmoe.rl.rewards.rewards import load_rewards
+from nmoe.rl.sandbox.api import Access
 from nmoe.rl.tasks import TASKS
 from nmoe.rl.tools.event import ToolEvent
 from nmoe.rl.tools.registry import load_tools
@@ -36,8 +37,8 @@ class Environment:
     """One environment, as one rank sees it.
 
     `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are
-    those that the policy may call, by name; `format` tells calls apart and writes their answers. `settings` name the format and
-    its system message, where the file leaves them to the tokenizer.
+    those that the policy may call, by name, and `access` the parts of the workspace that they may touch; `format` tells calls
+    apart and writes their answers. `settings` name the format and its system message, where the file leaves them to the tokenizer.
     """
 
     def __init__(
@@ -58,6 +59,10 @@ class Environment:
         definitions = [tool.definition for tool in self.tools.values()]
         self.format: Format = FORMATS[settings.format](tokenizer, definitions)
         self.stop_ids = self.format.stop_ids
+        limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)
+        self.access = (
+            Access(settings.tools.read, settings.tools.write) if settings.tools is not None and limited else None
+        )
         self._rubric = (settings.rubric or Rubric()).model_dump()
 
     @classmethod
@@ -188,6 +193,8 @@ class Environment:
         grader, not of them.
         """
         task = TASKS[problem.task_type]
+        if session is not None:
+            await session.lift()
         return await grade_reading(
             self.format.read(task, [turn.sample.token_ids for turn in turns]),
             task,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from nmoe.rl.sandbox.api import Limits, Result, SandboxFileError
+from nmoe.rl.sandbox.api import Access, Limits, Result, SandboxFileError
 
 DONE = Result("ok", 0, b"done\n", b"", 0.001)
 
@@ -20,6 +20,7 @@ class FakeSandbox:
         self.commands: list[list[str]] = []
         self.limits: list[Limits | None] = []
         self.closed = 0
+        self.restrictions: list[tuple[Access, dict[str, bytes]]] = []
         self._answers = iter(answers)
 
     async def run(
@@ -51,6 +52,9 @@ class FakeSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         self.contents[path] = data
+
+    async def restrict(self, access: Access) -> None:
+        self.restrictions.append((access, dict(self.contents)))
 
     async def close(self) -> None:
         self.closed += 1

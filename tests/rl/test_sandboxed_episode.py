@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
@@ -12,6 +13,7 @@ from scripted_engine import ScriptedEngine
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.rl.environment import Environment
+from nmoe.rl.grading.grade import Grade
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.sandbox.api import SandboxSetupError
@@ -74,3 +76,50 @@ def test_files_stay_within_a_trajectory_and_sandboxes_outlive_a_step(
                     ("nonzero_exit", "/workspace/d\nerror (nonzero_exit): exit code 3"),
                 ]
                 assert (trajectory.grade.failure, trajectory.grade.score) == ("ok", 1.0)
+
+
+def test_calls_touch_the_allowed_parts_of_the_workspace_alone(
+    environment: Callable[..., Environment], harmony: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`[tools] read` and `write`, for every kind of call; the verifier has the whole workspace again."""
+    demo = environment(
+        SETTINGS.replace('"bash"]', '"bash", "write", "read"]\nread = ["data"]\nwrite = ["src", "notes.txt"]')
+    )
+    files = {"data/table": b"7", "src/main.py": b"print(1)", "notes.txt": b"", "secret/key": b"hidden"}
+    left: dict[str, bytes] = {}
+    graded = Environment.grade
+
+    async def grade(self: Environment, *given: Any, session: Any, **named: Any) -> Grade:
+        grade = await graded(self, *given, session=session, **named)
+        left.update({path: await session.opened.read(path) for path in (*files, "src/new.py")})
+        await session.opened.write("secret/key", b"restored")
+        return grade
+
+    monkeypatch.setattr(Environment, "files", lambda *_: files)
+    monkeypatch.setattr(Environment, "grade", grade)
+    turns = [
+        call(harmony, "bash", script="cat data/table; echo 8 > data/table; cat secret/key; echo 9 > secret/new"),
+        call(harmony, "python", code="open('src/new.py', 'w').write('2'); print(open('secret/key').read())"),
+        call(harmony, "write", path="notes.txt", content="seen"),
+        call(harmony, "write", path="top.txt", content="no"),
+        call(harmony, "read", path="secret/key"),
+        harmony.render_completion([Message("assistant", "12", channel="final")]),
+    ]
+
+    def script(request: Request, index: int) -> list[int]:
+        return turns[int(request.request_id.rpartition("/")[2])]
+
+    try:
+        runtime = ToolRuntime(demo, SandboxSettings(level="landlock", warm=0))
+    except SandboxSetupError as error:
+        pytest.skip(f"the landlock level can not be had here: {error}")
+    with runtime:
+        collector = Collector(ScriptedEngine(script), demo, 8000, runtime.sandboxes)  # type: ignore[arg-type]
+        (group,) = collector.collect(PROBLEMS[:1], RolloutSettings(1, 2000), (7, "train", 0)).groups
+    (trajectory,) = group.trajectories
+    said = [event.output for event in trajectory.tool_events]
+    assert "7" in said[0]
+    assert "hidden" not in "".join(said)
+    assert trajectory.tool_events[1].failure == "sandbox_denied"
+    assert [event.failure for event in trajectory.tool_events[2:]] == ["ok", "sandbox_denied", "sandbox_denied"]
+    assert left == {**files, "src/new.py": b"2", "notes.txt": b"seen"}

@@ -9,6 +9,7 @@ from nmoe.config.environment import (
     JsonlPool,
     MixturePool,
     ParquetPool,
+    PrmPool,
     ReasoningGymPool,
     SelfplayPool,
     TaskPool,
@@ -18,6 +19,7 @@ from nmoe.rl.pools.generated import generated_order
 from nmoe.rl.pools.mixture import Mixture
 from nmoe.rl.pools.order import Order
 from nmoe.rl.pools.pool import Pool, Shard
+from nmoe.rl.pools.prm import prm_order
 from nmoe.rl.pools.reasoning_gym import reasoning_gym_order
 from nmoe.rl.pools.records import columns_of, record_order
 from nmoe.rl.pools.selfplay import open_problems
@@ -53,6 +55,8 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
             return record_order(name, settings, rows, f"dataset {settings.dataset!r}", columns=columns)
         case ReasoningGymPool():
             return reasoning_gym_order(name, settings)
+        case PrmPool():
+            return prm_order(name, settings)
         case SelfplayPool():
             return open_problems(name, settings)
         case MixturePool():

@@ -32,7 +32,7 @@ class Mixture:
         self.size = None
         self.read_as = "; ".join(source.read_as for source in sources if source.read_as)
         self.fingerprint = fingerprint_of("mixture", seed, *weights, *(source.fingerprint for source in sources))
-        self._sources = sources
+        self.sources = sources
         self._offset = stable_hash("mixture", seed)
         total = sum(map(Fraction, weights))
         shares = [0, *(round(reached / total * _MODULUS) for reached in accumulate(map(Fraction, weights)))]
@@ -41,7 +41,7 @@ class Mixture:
     def at(self, position: int) -> Problem:
         point = (self._offset + position * _STEP) % _MODULUS
         source = next(i for i, (low, high) in enumerate(self._shares) if low <= point < high)
-        return self._sources[source].at(self.count(source, position))
+        return self.sources[source].at(self.count(source, position))
 
     def count(self, source: int, positions: int) -> int:
         """How many of the first `positions` positions go to `source`, in time logarithmic in `positions`.

@@ -185,7 +185,8 @@ class Collector:
     async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
         problem = episode.problem
         prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
-        async with ToolSession(self._sandboxes, prepare, self._environment.files(problem)) as session:
+        files, access = self._environment.files(problem), self._environment.access
+        async with ToolSession(self._sandboxes, prepare, files, access) as session:
             ended: Failure | None
             reason = None
             try:

@@ -86,7 +86,7 @@ async def replay(
     yield _text(bundle, tokenizer)
     yield _turns(bundle, environment, trajectory)
     prepare = None if workspaces is None else partial(workspaces.prepare, trajectory.problem)
-    async with ToolSession(sandboxes, prepare, environment.files(trajectory.problem)) as session:
+    async with ToolSession(sandboxes, prepare, environment.files(trajectory.problem), environment.access) as session:
         if workspaces is not None:
             yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)

@@ -112,6 +112,10 @@ class Sandbox(Protocol):
     async def write(self, path: str, data: bytes) -> None:
         """Replaces or makes a file beneath the workspace, directories included. Raises SandboxFileError."""
 
+    async def restrict(self, access: Access) -> None:
+        """Gives the calls that follow, `read` and `write` among them, these rights on the workspace and no others. Raises
+        SandboxFileError."""
+
     async def close(self) -> None:
         """Kills what runs and frees everything the sandbox held. Safe to call twice."""
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from nmoe.rl.failures import FAILURES, Failure
-from nmoe.rl.sandbox.api import Limits, Result, SandboxFileError
+from nmoe.rl.sandbox.api import Access, Limits, Result, SandboxFileError
 from nmoe.rl.sandbox.inside.protocol import SIZES, parse_answer, request
 
 # The agent keeps the time; this is how long after it the host stops believing that it does.
@@ -222,9 +222,8 @@ class ProcessSandbox:
         """Makes files, directories and links in the workspace, over whatever is in their place. Raises SandboxFileError."""
         self._done(await self._call({"op": "put", "entries": entries}, blobs, self._file_limits()))
 
-    async def restrict(self, read: Sequence[str] | None, write: Sequence[str] | None) -> None:
-        """Takes all rights on the workspace but these from the calls that follow. Raises SandboxFileError."""
-        self._done(await self._call({"op": "access", "read": read, "write": write}, [], None))
+    async def restrict(self, access: Access) -> None:
+        self._done(await self._call({"op": "access", "read": access.read, "write": access.write}, [], None))
 
     async def close(self) -> None:
         process = await self._end()

@@ -87,7 +87,7 @@ class Sandboxes:
             if workspace is not None:
                 await sandbox.put(*await asyncio.to_thread(entries_of, workspace, self.limits.disk_mb))
             if access is not None:
-                await sandbox.restrict(access.read, access.write)
+                await sandbox.restrict(access)
         except BaseException:
             await sandbox.close()
             raise

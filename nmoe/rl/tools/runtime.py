@@ -1,4 +1,5 @@
-"""Where the tools of an environment run: its sandboxes, within its budget, and the workspaces whose files they start with."""
+"""Where the tools of an environment run: its sandboxes, within its budget, and the workspaces whose files they start with. Its gold
+answers are graded there once, before anything else is."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, Self
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.rl.environment import Environment
+from nmoe.rl.golds import check_golds, to_stderr
 from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.rl.workspace.prepare import Workspaces
@@ -16,7 +18,8 @@ class ToolRuntime:
     """A context manager; its end closes what it opened. An environment that wants no sandbox has none tried or started."""
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
-        """Raises SandboxSetupError where the level of isolation that the settings ask for can not be had here."""
+        """Raises SandboxSetupError where the level of isolation that the settings ask for can not be had here, and UserError for
+        gold answers that are not graded correct."""
         self.sandboxes: Sandboxes | None = None
         self.workspaces: Workspaces | None = None
         self._settings = settings
@@ -25,6 +28,11 @@ class ToolRuntime:
             if environment.settings.workspace is not None:
                 name, files = environment.settings.env_id, environment.settings.workspace
                 self.workspaces = Workspaces(name, files, self.sandboxes.describe())
+        try:
+            check_golds(environment, self.sandboxes, to_stderr)
+        except BaseException:
+            self.close()
+            raise
 
     def record(self) -> dict[str, Any] | None:
         """For replays: {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp, ..."}."""
