@@ -335,15 +335,18 @@ def _passes_without_a_solution(spec: dict[str, Any]) -> bool:
 
 def _builtin_exception(name: str) -> type[Exception] | None:
     """The builtin class of this name; none that would steer the tests' own control flow."""
-    kind = getattr(builtins, name, None)
-    fits = isinstance(kind, type) and issubclass(kind, Exception)
-    return kind if fits and not issubclass(kind, (StopIteration, StopAsyncIteration)) else None
+    kind: Any = getattr(builtins, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return None
+    return None if issubclass(kind, (StopIteration, StopAsyncIteration)) else kind
 
 
 def _given(value: Any) -> dict[str, Any]:
     """How an object that is no plain data is given to the solution: one of its own by its number, a builtin type by its name."""
     if isinstance(value, Handle):
         return {"handle": int(value.__dict__["_number"])}
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return {"builtin": value.__name__}
+    if isinstance(value, type):
+        name = value.__name__
+        if getattr(builtins, name, None) is value:
+            return {"builtin": name}
     raise TypeError(f"a {type(value).__name__} can not be given to the solution: only plain data and builtin types can")
