@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from nmoe.config.base import Conflict, Section
+from nmoe.config.environment import EnvironmentSettings, SelfplayPool
 from nmoe.config.run import RunConfig, RunSection
 
 
@@ -21,9 +22,11 @@ class SelfplayRunSection(RunSection):
 class SelfplaySection(Section):
     """[selfplay]: how many judge a proof, and what is trained on their judgement."""
 
-    problem_source: str = Field(
+    problem_source: str | None = Field(
+        default=None,
         min_length=1,
-        description="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
+        description="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; "
+        "default: that of [environment]",
     )
     problem_field: str | None = Field(
         default=None,
@@ -69,12 +72,12 @@ class SelfplayConfig(RunConfig):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if self.model.path is None:
-            yield Conflict("model.path", "self-play begins with roles that know their form; name a checkpoint")
         if self.lora is not None:
             yield Conflict("lora", "self-play trains whole models")
         if self.environment is not None:
-            yield Conflict("environment", "self-play has its own; its problems are those of selfplay.problem_source")
+            yield from self._environment_conflicts(self.environment)
+        elif self.selfplay.problem_source is None:
+            yield Conflict("selfplay.problem_source", "says where the problems are; or name an [environment] that does")
         if self.sampling.temperature == 0:
             yield Conflict("sampling.temperature", "at 0 all verifications of a proof are alike, and count once")
         if self.selfplay.train:
@@ -83,6 +86,15 @@ class SelfplayConfig(RunConfig):
             yield Conflict(
                 "eval.every_steps", "self-play evaluates before the first round and after each, in eval.environment"
             )
+
+    def _environment_conflicts(self, environment: EnvironmentSettings) -> Iterator[Conflict]:
+        if not isinstance(environment.task_pool, SelfplayPool):
+            yield Conflict("environment.task_pool.type", 'must be "selfplay": problems without answers')
+        for key in ("rubric", "curriculum"):
+            if getattr(environment, key) is not None:
+                yield Conflict(f"environment.{key}", "self-play has rewards of its own, for each role; leave it out")
+        if environment.rewards:
+            yield Conflict("environment.rewards", "self-play has rewards of its own, for each role; leave them out")
 
     def _training_conflicts(self) -> Iterator[Conflict]:
         if self.sampling.top_p < 1 or self.sampling.top_k:

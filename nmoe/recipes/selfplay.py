@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nmoe.config import to_toml
-from nmoe.config.environment import EnvironmentSettings, Rubric, SelfplayPool
+from nmoe.config.environment import EnvironmentSettings, Rubric, SelfplayPool, reseeded
 from nmoe.config.selfplay import SelfplayConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.eval.evaluate import evaluate
@@ -43,6 +44,7 @@ from nmoe.rl.rollout.collector import Collector, RolloutSettings
 from nmoe.rl.rollout.recorder import ReplayRecorder
 from nmoe.rl.selfplay.play import Judges, SelfPlay
 from nmoe.rl.selfplay.streams import Streams
+from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
@@ -82,12 +84,16 @@ class Schedule:
 
 
 def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
-    """The environment of all three roles: the form is Harmony, and a reply earns what its task says of it."""
-    section = config.selfplay
-    pool = SelfplayPool(
-        type="selfplay", source=section.problem_source, problem_field=section.problem_field, seed=config.run.seed
-    )
-    return EnvironmentSettings(env_id="selfplay", version="1", format="harmony", task_pool=pool, rubric=Rubric())
+    """The environment that all three roles share: the run's own, or else Harmony without tools, over the problems that [selfplay]
+    names. A reply earns what its task says of it."""
+    section, own = config.selfplay, config.environment
+    if own is None:
+        assert section.problem_source is not None, "the configuration asks for a source where there is no environment"
+        default = SelfplayPool(type="selfplay", source=section.problem_source)
+        own = EnvironmentSettings(env_id="selfplay", version="1", format="harmony", task_pool=default, rubric=Rubric())
+    named = {"source": section.problem_source, "problem_field": section.problem_field}
+    pool = own.task_pool.model_copy(update={key: value for key, value in named.items() if value is not None})
+    return reseeded(own.model_copy(update={"task_pool": pool}), config.run.seed)
 
 
 def selfplay(config: SelfplayConfig) -> Path:
@@ -102,10 +108,15 @@ def selfplay(config: SelfplayConfig) -> Path:
     roles = Roles.of(config, tokenizer)
     for loaded in [environment, probe] if probe is not None else [environment]:
         loaded.leave_out_overlong(roles.context_tokens, config.sampling.max_new_tokens)
-    with RunDirectory.create(
-        run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
-    ) as run:
-        _Selfplay(config, run, tokenizer, environment, probe, roles).run_to_the_end()
+    with ExitStack() as stack:
+        runtime = stack.enter_context(ToolRuntime(environment, config.sandbox))
+        probe_runtime = None if probe is None else stack.enter_context(ToolRuntime(probe, config.sandbox))
+        run = stack.enter_context(
+            RunDirectory.create(
+                run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
+            )
+        )
+        _Selfplay(config, run, tokenizer, environment, runtime, probe, probe_runtime, roles).run_to_the_end()
     return run.path
 
 
@@ -149,12 +160,14 @@ class _Selfplay:
         run: RunDirectory,
         tokenizer: Tokenizer,
         environment: Environment,
+        runtime: ToolRuntime,
         probe: Environment | None,
+        probe_runtime: ToolRuntime | None,
         roles: Roles,
     ) -> None:
         section, batch = config.selfplay, config.batch
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.environment, self.probe = environment, probe
+        self.environment, self.probe, self.probe_runtime = environment, probe, probe_runtime
         self.probe_start = None if probe is None else probe.state()
         assert isinstance(environment.pool.order, OpenProblems), "the environment's pool is self-play's"
         self.problems = environment.pool.order
@@ -172,11 +185,16 @@ class _Selfplay:
         own = model_identity(config, None).model_dump()
         judge = model_identity(_judges_config(config), None).model_dump()
         context = roles.context_tokens
+
+        def collector(model: Transformer, identity: Mapping[str, str]) -> Collector:
+            engine, workspaces = self.engines[id(model)], runtime.workspaces
+            return Collector(engine, environment, context, runtime.sandboxes, identity, workspaces)
+
         self.play = SelfPlay(
             environment,
-            Collector(self.engines[id(roles.generator)], environment, context, model=own),
-            Collector(self.engines[id(roles.verifier)], environment, context, model=judge),
-            Collector(self.engines[id(roles.meta_verifier)], environment, context, model=judge),
+            collector(roles.generator, own),
+            collector(roles.verifier, judge),
+            collector(roles.meta_verifier, judge),
             RolloutSettings(
                 batch.group_size,
                 config.sampling.max_new_tokens,
@@ -212,6 +230,7 @@ class _Selfplay:
             seed=config.run.seed,
             sample_rate=config.monitor.replay_sample_rate,
             per_failure=0,
+            sandbox=runtime.record(),
         )
         self.streams = Streams(run.path)
         self._load(run.resumed_from)
@@ -258,10 +277,12 @@ class _Selfplay:
     def _arithmetic(self) -> list[str]:
         """What the run comes to, and what of its problems was left out."""
         section, schedule, batch = self.config.selfplay, self.schedule, self.config.batch
+        pool = self.environment.settings.task_pool
+        assert isinstance(pool, SelfplayPool), "the environment's pool is self-play's"
         proofs = self.of_round * batch.group_size
         judged = proofs * section.verifications
         lines = [
-            f"{section.problem_source}: {self.problems.records:,} records, {self.problems.duplicates:,} of them duplicates, "
+            f"{pool.source}: {self.problems.records:,} records, {self.problems.duplicates:,} of them duplicates, "
             f"{self.environment.overlong:,} too long for the context with {self.config.sampling.max_new_tokens:,} new tokens",
             f"round: {self.of_round:,} problems x {batch.group_size} proofs = {proofs:,} proofs, x {section.verifications} "
             f"verifications = {judged:,}, x at most {section.meta_verifications} checks = {judged * section.meta_verifications:,}",
@@ -334,6 +355,7 @@ class _Selfplay:
             temperature=0.0,
             max_new_tokens=self.config.sampling.max_new_tokens,
             seed=self.config.run.seed,
+            runtime=self.probe_runtime,
         )
         self.run.ledger.evaluation(step, {"results": [result.record() for result in results]})
         self.progress.note(f"step {step}: verifier, held-out {results[0]}")
@@ -370,9 +392,11 @@ class _Selfplay:
 
 
 def _judges_config(config: SelfplayConfig) -> SelfplayConfig:
-    """The configuration with the checkpoint of the judges in the model's place."""
-    path = config.selfplay.verifier or config.model.path
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    """The configuration with the checkpoint of the judges, where they have their own, in the model's place."""
+    if config.selfplay.verifier is None:
+        return config
+    named = {"path": config.selfplay.verifier, "shape": None}
+    return config.model_copy(update={"model": config.model.model_copy(update=named)})
 
 
 def _shown(counts: Mapping[str, int]) -> str:

@@ -142,7 +142,13 @@ def _evaluation(judged: Judged) -> dict[str, Any]:
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, Any]:
-    return {"token_ids": trajectory.token_ids, "logprobs": trajectory.logprobs, "versions": trajectory.versions}
+    """All tokens after the prompt; the mask says which of them the policy sampled, the others are what tools answered."""
+    return {
+        "token_ids": trajectory.token_ids,
+        "mask": trajectory.mask,
+        "logprobs": trajectory.logprobs,
+        "versions": trajectory.versions,
+    }
 
 
 def _score(check: Trajectory) -> Fraction | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings
@@ -61,15 +61,29 @@ def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConf
 
 
 def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], reward: float) -> Trajectory:
-    sample = Sample(line["token_ids"], line["logprobs"], line["versions"], "stop")
     return Trajectory(
         Problem(name, "", "", "", ""),
         0,
         tuple(prompt_ids),
-        (Turn((), sample),),
+        _turns(line),
         Grade(reward, {}, "ok", {"correctness": line.get("score") or 0.0}, None),
         Sampling(len(line["token_ids"])),
     )
+
+
+def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
+    """The turns of a line's tokens: what was sampled, each with what the tools had answered before it."""
+    turns: list[Turn] = []
+    given: tuple[int, ...] = ()
+    for sampled, group in groupby(range(len(line["token_ids"])), line["mask"].__getitem__):
+        places = list(group)
+        tokens, logprobs, versions = (
+            line[key][places[0] : places[-1] + 1] for key in ("token_ids", "logprobs", "versions")
+        )
+        if sampled:
+            turns.append(Turn(given, Sample(tokens, logprobs, versions, "stop")))
+        given = () if sampled else tuple(tokens)
+    return tuple(turns)
 
 
 def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:

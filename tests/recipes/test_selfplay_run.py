@@ -19,7 +19,7 @@ from nmoe.eval.replay import replay_command
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.selfplay import Moment, Schedule
+from nmoe.recipes.selfplay import Moment, Schedule, selfplay, selfplay_environment
 from nmoe.recipes.selfplay_training import dealt, evidence, groups
 from nmoe.rl.tasks.score import CLOSING, OPENING
 from nmoe.runs.ledger import read_metrics
@@ -186,6 +186,7 @@ def test_what_is_trained_on(directory: Path) -> None:
     def analysis(ids: list[int], carries: bool) -> dict[str, Any]:
         return {
             "token_ids": ids,
+            "mask": [1] * len(ids),
             "logprobs": [-1.0] * len(ids),
             "versions": [0] * len(ids),
             "evidence": carries,
@@ -197,6 +198,11 @@ def test_what_is_trained_on(directory: Path) -> None:
     found = evidence(iter([line, {**line, "round": 2}]), 1)
     assert [trajectory.token_ids for trajectory in found] == [[3, 4], [6]]
     assert found[0].prompt_ids == (1, 2)
+    # Of a verification with a tool only what the verifier sampled is trained on, each turn after what came before it.
+    called = analysis([3, 4, 7, 7, 5], True) | {"mask": [1, 1, 0, 0, 1]}
+    (trajectory,) = evidence(iter([{**line, "analyses": [called]}]), 1)
+    assert [(turn.given_ids, turn.sample.token_ids) for turn in trajectory.turns] == [((), [3, 4]), ((7, 7), [5])]
+    assert trajectory.mask == [1, 1, 0, 0, 1]
 
     config = load_run(directory / "config.toml", SelfplayConfig)
 
@@ -226,6 +232,7 @@ def test_what_is_trained_on(directory: Path) -> None:
         (["--selfplay.train=true", "--batch.group_size=1"], "at least 2"),
         (["--selfplay.train=true", "--selfplay.generator_steps=5"], "are more than the steps of a round"),
         (["--lora.rank=4"], "self-play trains whole models"),
+        (["--environment.path=sums"], 'must be "selfplay": problems without answers'),
         (["--eval.every_steps=2"], "self-play evaluates before the first round and after each"),
         (["--selfplay.max_problem=4"], "max_problems"),
     ],
@@ -234,3 +241,67 @@ def test_settings_that_can_not_work(directory: Path, overrides: list[str], messa
     with pytest.raises(ConfigError) as error:
         load_run(directory / "config.toml", SelfplayConfig, overrides)
     assert message in str(error.value)
+
+
+OWN = """
+env_id = "own"
+format = "harmony"
+system = "Use the tool."
+[task_pool]
+type = "selfplay"
+source = "deepseek_math_v2_inputs:{directory}/inputs.json"
+[tools]
+use = ["bash"]
+"""
+
+
+def test_an_environment_of_ones_own_gives_problems_tools_and_words(directory: Path, tmp_path: Path) -> None:
+    """The run's environment is that of all roles; [selfplay] may name other problems."""
+    path = tmp_path / "own.toml"
+    path.write_text(OWN.format(directory=directory))
+    text = (directory / "config.toml").read_text()
+    config_path = tmp_path / "config.toml"
+    without = "\n".join(line for line in text.splitlines() if not line.startswith("problem_source"))
+    config_path.write_text(without)
+    with pytest.raises(ConfigError, match="says where the problems are; or name an"):
+        load_run(config_path, SelfplayConfig)
+    config = load_run(config_path, SelfplayConfig, [f"--environment.path={path}", "--run.seed=3"])
+    settings = selfplay_environment(config)
+    assert (settings.env_id, settings.system, settings.task_pool.seed) == ("own", "Use the tool.", 3)
+    assert settings.tools is not None
+    assert settings.tools.use == ("bash",)
+    other = load_run(
+        config_path, SelfplayConfig, [f"--environment.path={path}", "--selfplay.problem_source=jsonl:other.jsonl"]
+    )
+    assert getattr(selfplay_environment(other).task_pool, "source", None) == "jsonl:other.jsonl"
+    path.write_text(OWN.format(directory=directory) + "[rubric]\nformat = 1.0\n")
+    with pytest.raises(ConfigError, match="self-play has rewards of its own"):
+        load_run(config_path, SelfplayConfig, [f"--environment.path={path}"])
+
+
+def test_from_a_fresh_model(directory: Path, tmp_path: Path) -> None:
+    """Nobody knows the form yet, so that nothing is a proof; the run is whole all the same."""
+    text = (
+        (directory / "config.toml")
+        .read_text()
+        .replace(f'path = "{directory}/model"', f'tokenizer = "{directory}/model"')
+    )
+    shape = (
+        "[model.shape]\nhidden_size = 16\nlayers = 1\nheads = 2\nkv_heads = 1\nhead_dim = 8\nintermediate_size = 16\n"
+        "context_tokens = 1200\n"
+    )
+    (tmp_path / "config.toml").write_text(text + shape)
+    overrides = {
+        "run.directory": tmp_path,
+        "selfplay.max_problems": 2,
+        "selfplay.train": "true",
+        "sampling.max_new_tokens": 8,
+        "run.steps": 2,
+        "batch.tokens_per_microbatch": 2048,
+    }
+    config = load_run(
+        tmp_path / "config.toml", SelfplayConfig, [f"--{key}={value}" for key, value in overrides.items()]
+    )
+    run = selfplay(config)
+    assert json.loads((run / "counts.json").read_text())["outcomes"] == {"no_proof": 4}
+    assert (run / "checkpoints/latest/generator/model.safetensors").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sandbox import FakeSandbox, FakeSandboxes
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
@@ -304,9 +305,17 @@ Answers = Callable[[str, int], tuple[str, str]]
 
 
 def played(
-    tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony, answers: Answers, *, samples: int = 2, context: int = 4096
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    harmony: Harmony,
+    answers: Answers,
+    *,
+    samples: int = 2,
+    context: int = 4096,
+    sandbox: FakeSandbox | None = None,
 ) -> tuple[list[Attempted], list[str]]:
-    """A batch of two problems, answered by script: `answers(prompt, index)` gives reasoning and answer. Also the prompts asked."""
+    """A batch of two problems, answered by script: `answers(prompt, index)` gives reasoning and answer. Also the prompts asked.
+    With a sandbox every role has the tool bash, and begins with a call of it."""
     inputs = tmp_path / "inputs.json"
     inputs.write_text(json.dumps(INPUTS))
     settings = {
@@ -314,6 +323,7 @@ def played(
         "version": "1",
         "format": "harmony",
         "task_pool": {"type": "selfplay", "source": f"deepseek_math_v2_inputs:{inputs}"},
+        **({} if sandbox is None else {"tools": {"use": ["bash"]}}),
     }
     environment = Environment.from_settings(parse(settings, EnvironmentSettings, Locator(Place("test"))), tokenizer)
     asked: list[str] = []
@@ -322,6 +332,10 @@ def played(
         prompt = tokenizer.decode(request.prompt_ids)
         if index == 0:
             asked.append(prompt)
+        if sandbox is not None and "done\n" not in prompt:
+            return harmony.render_completion(
+                [Message("assistant", '{"script": "ls"}', "commentary", recipient="functions.bash")]
+            )
         reasoning, answer = answers(prompt, index)
         if not answer:
             return tokenizer.encode(reasoning)
@@ -329,7 +343,8 @@ def played(
             [Message("assistant", reasoning, channel="analysis"), Message("assistant", answer, channel="final")]
         )
 
-    collector = Collector(ScriptedEngine(script), environment, context)
+    sandboxes = None if sandbox is None else FakeSandboxes(sandbox)
+    collector = Collector(ScriptedEngine(script), environment, context, sandboxes)
     play = SelfPlay(
         environment, collector, collector, collector, RolloutSettings(samples, 1000), Judges(4, 3, 2), context
     )
@@ -373,6 +388,30 @@ def test_a_batch(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None
     # Nobody saw a gold, nor did a judge see what the author thinks of the proof.
     assert not any('"answer"' in prompt or "Self Evaluation\n" + OPENING in prompt for prompt in asked)
     assert all("Adding." not in prompt for prompt in asked)
+
+
+def test_every_role_may_use_tools(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:
+    """Proof, verification and check each take a turn with the tool before they answer; labels and rewards are as without it."""
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Evaluation\n" in prompt:
+            return "Looking.", "1"
+        if "## Solution\n" in prompt:
+            return evaluation("Step 1 is wrong: 4+7=12", "0"), "0"
+        return "Adding.", proof("4+7=12", "Right.", "1")
+
+    sandbox = FakeSandbox()
+    attempts, _ = played(tmp_path, tokenizer, harmony, answers, samples=1, context=8192, sandbox=sandbox)
+    assert [attempt.score for attempt in attempts] == [NONE] * 2
+    for attempt in attempts:
+        assert len(attempt.trajectories) == 1 + 4 + 4 * 3
+        for trajectory in attempt.trajectories:
+            assert [event.output for event in trajectory.tool_events] == ["done\n"]
+            assert len(trajectory.turns) == 2
+            assert 0 in trajectory.mask
+        assert [one.trajectory.grade.score for one in attempt.analyses] == [1.0] * 4
+        assert {check.grade.score for one in attempt.analyses for check in one.checks} == {1.0}
+    assert len(sandbox.commands) == 2 * (1 + 4 + 12)
 
 
 def test_replies_in_no_form(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:

@@ -215,5 +215,9 @@ class SelfPlay:
     async def _graded(self, trajectory: Trajectory, gold: Fraction) -> Trajectory:
         """The trajectory with the score that it ought to have given as its gold."""
         problem = replace(trajectory.problem, gold=f"{float(gold):g}")
-        grade = await self._environment.grade(problem, trajectory.turns, trajectory.sampling.max_new_tokens)
+        if trajectory.grade.verdict is None:
+            return replace(trajectory, problem=problem)  # it ended without an answer that a gold could be compared with
+        grade = await self._environment.grade(
+            problem, trajectory.turns, trajectory.sampling.max_new_tokens, tool_events=trajectory.tool_events
+        )
         return replace(trajectory, problem=problem, grade=grade)
