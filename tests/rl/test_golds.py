@@ -10,12 +10,16 @@ import pytest
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.sandbox import SandboxSettings
 from nmoe.errors import InfrastructureError, UserError
 from nmoe.rl.environment import Environment
-from nmoe.rl.golds import SAMPLE, check_golds
+from nmoe.rl.golds import SAMPLE, Passed, check_golds
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
+from nmoe.rl.sandbox.api import SandboxSetupError
+from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tasks import TASKS, Attempt
+from nmoe.rl.tools.builtin import sandbox_limits
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -103,3 +107,21 @@ def test_golds_of_every_source_of_a_mixture(tmp_path: Path, tokenizer: Tokenizer
     settings = parse({"env_id": "e", "task_pool": pool}, EnvironmentSettings, Locator(Place("test")))
     check_golds(Environment.from_settings(settings, tokenizer), None, print)
     assert len((tmp_path / "golds" / "math.txt").read_text().split()) == 1
+
+
+HUMANEVAL = Path(__file__).parents[3] / "shared/eval_data/human_eval.jsonl"
+
+
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason="the copy of HumanEval beside the repository is not there")
+def test_canonical_solutions_of_humaneval_pass(tokenizer: Tokenizer) -> None:
+    """The first 16 of them; `nmoe env check` goes through all 164 (docs/environments.md)."""
+    pool = {"type": "jsonl", "path": str(HUMANEVAL), "task_type": "humaneval", "max_examples": 16}
+    settings = parse({"env_id": "e", "task_pool": pool}, EnvironmentSettings, Locator(Place("test")))
+    demo = Environment.from_settings(settings, tokenizer)
+    try:
+        sandboxes = Sandboxes(SandboxSettings(level="landlock", warm=0), sandbox_limits(demo.budget))
+    except SandboxSetupError as error:
+        pytest.skip(f"the landlock level can not be had here: {error}")
+    check_golds(demo, sandboxes, print)
+    passed = Passed()
+    assert all(passed.has(demo.pool.order.at(position)) for position in range(16))
