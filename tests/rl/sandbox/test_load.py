@@ -90,6 +90,8 @@ def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypat
     assert look(1.0, a=(1200, 3000), b=(1000, 2000), c=(200, 3000)) == 0.0, "three crowd one another out on two CPUs"
     assert look(1.0, a=(1400, 4000), c=(300, 3900)) == 0.7, "together they had three tenths of one; b has ended"
     assert look(1.0) == 0.0
+    burst = {f"t{number}": (1, 25) for number in range(50)}
+    assert look(1.0, **burst) == 0.025, "fifty that wake at once and run for a millisecond each, on two CPUs"
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="all else runs on the CPU that is crowded")

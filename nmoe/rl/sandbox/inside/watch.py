@@ -52,7 +52,8 @@ class Starvation:
     """How long the processes waited for a CPU that others had, from the kernel's account of every thread (/proc/PID/schedstat).
 
     While one of them waits and together they run for less than one CPU's time, what is missing to that is starvation: processes
-    that only crowd one another out are not starved, and one that sleeps does not wait.
+    that only crowd one another out are not starved, and one that sleeps does not wait. Of threads that wait, the longest wait
+    counts: on idle CPUs the waits of a burst of short ones would add up to any sum, for next to no CPU time.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Starvation:
                 continue
             before = self._before.get(thread, (0, 0))
             ran += max(0, now[thread][0] - before[0])
-            waited += max(0, now[thread][1] - before[1])
+            waited = max(waited, now[thread][1] - before[1])
         self._before = now
         self.seconds += max(0.0, min(waited / 1e9, elapsed_s - ran / 1e9))
 
