@@ -4,12 +4,13 @@ The learner attends within packed sequences, the engine attends to a cache: each
 is the same code and the same weights, which is what keeps sampler and learner from drifting apart.
 """
 
-# Shapes: T tokens, D width, H query heads, J key-value heads, C head width, U value width, N heads of several kinds.
+# Shapes: T tokens, D width, H query heads, J key-value heads, C head width, U value width, N heads of several kinds, R rank of the
+# latents, L latents and rotated keys together.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,18 @@ class Attend(Protocol):
     """How queries meet keys and values: `o_THU = attend(layer, q_THC, k_TJC, v_TJU)`."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class LatentAttend(Protocol):
+    """An `Attend` that keeps latents and makes keys and values from them when it needs them."""
+
+    def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
+
+    def attend_latents(
+        self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
+    ) -> Tensor:
+        """The same, `[T, H, U]`, of the tokens' latents beside their rotated keys."""
 
 
 class Attention(nn.Module):
@@ -89,7 +102,8 @@ _LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttentionBlock(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19), keys and values expanded per head."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19), with keys and values expanded per head. Whoever keeps
+    latents can do without them, by `to_latents` and `from_latents` (section 2.1.2 there)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -110,11 +124,41 @@ class LatentAttentionBlock(nn.Module):
         q_THC = self.q_proj(q_TD).view(tokens, self.heads, -1)
         q_nope_THC, q_rope_THC = q_THC.split([latent.nope_dim, latent.rope_dim], -1)
         kv_TD, k_rope_TC = self.kv_a_proj(x_TD).split([latent.kv_rank, latent.rope_dim], -1)
-        kv_THC = self.kv_b_proj(self.kv_a_norm(kv_TD)).view(tokens, self.heads, -1)
-        k_nope_THC, v_THU = kv_THC.split([latent.nope_dim, latent.value_dim], -1)
+        kv_TR = self.kv_a_norm(kv_TD)
         turned_TNC = rotate(torch.cat([q_rope_THC, k_rope_TC.unsqueeze(1)], 1), cos_T1c, sin_T1c)
         q_THC = torch.cat([q_nope_THC, turned_TNC[:, :-1]], -1)
-        k_THC = torch.cat([k_nope_THC, turned_TNC[:, -1:].expand(-1, self.heads, -1)], -1)
+        latents_TL = torch.cat([kv_TR, turned_TNC[:, -1]], -1)
         layer = AttentionLayer(self.layer, self.scale, self.window)
-        out_TD: Tensor = self.o_proj(attend(layer, q_THC, k_THC, v_THU).reshape(tokens, -1))
+        if isinstance(attend, LatentAttend):
+            o_THU = attend.attend_latents(layer, q_THC, latents_TL, self)
+        else:
+            o_THU = attend(layer, q_THC, *self.expanded(latents_TL))
+        out_TD: Tensor = self.o_proj(o_THU.reshape(tokens, -1))
         return out_TD
+
+    def expanded(self, latents_TL: Tensor) -> tuple[Tensor, Tensor]:
+        """Every head's keys `[T, H, C]` and values `[T, H, U]`."""
+        latent = self.latent
+        kv_TR, k_rope_TC = latents_TL.split([latent.kv_rank, latent.rope_dim], -1)
+        kv_THC = self.kv_b_proj(kv_TR).view(len(latents_TL), self.heads, -1)
+        k_nope_THC, v_THU = kv_THC.split([latent.nope_dim, latent.value_dim], -1)
+        return torch.cat([k_nope_THC, k_rope_TC.unsqueeze(1).expand(-1, self.heads, -1)], -1), v_THU
+
+    def to_latents(self, q_THC: Tensor) -> Tensor:
+        """Queries whose products with latents, `[T, H, L]`, are those of `q` with the keys that `expanded` makes of them."""
+        q_nope_THC, q_rope_THC = q_THC.split([self.latent.nope_dim, self.latent.rope_dim], -1)
+        keys_HCR = self._expansion()[:, : self.latent.nope_dim]
+        q_THR = torch.bmm(q_nope_THC.transpose(0, 1).to(keys_HCR.dtype), keys_HCR).transpose(0, 1)
+        return torch.cat([q_THR.to(q_THC.dtype), q_rope_THC], -1)
+
+    def from_latents(self, o_THR: Tensor) -> Tensor:
+        """Weighted sums of latents as those of the values, `[T, H, U]`."""
+        values_HUR = self._expansion()[:, self.latent.nope_dim :]
+        o_HTR = o_THR.transpose(0, 1).to(values_HUR.dtype)
+        return torch.bmm(o_HTR, values_HUR.transpose(1, 2)).transpose(0, 1).to(o_THR.dtype)
+
+    def _expansion(self) -> Tensor:
+        """The weight of `kv_b_proj` by heads, `[H, nope + value, R]`, an adapter's update in fp32 included."""
+        weight, adapter = self.kv_b_proj.weight, self.kv_b_proj.adapter
+        whole = weight if adapter is None else adapter.merged(weight.float())
+        return whole.view(self.heads, -1, self.latent.kv_rank)

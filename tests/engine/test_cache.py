@@ -10,7 +10,7 @@ from torch import Tensor
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.cache import PagedCache, bytes_per_block
 from nmoe.model.attention import AttentionLayer
-from nmoe.model.config import ModelConfig
+from nmoe.model.config import LatentAttention, ModelConfig
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
@@ -113,3 +113,29 @@ def test_a_block_takes_what_its_tensors_take() -> None:
         assert cache.routes is not None
         assert cache.keys.dtype == dtype
         assert 3 * bytes_per_block(CONFIG, dtype) == cache.keys.nbytes + cache.values.nbytes + cache.routes.nbytes
+
+
+def test_of_latent_attention_latents_alone_are_stored() -> None:
+    """DeepSeek-V3: 576 numbers a layer for each token, 70 KB in bf16, where expanded keys and values would be 5 MB."""
+    latent = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=7168,
+        layers=61,
+        heads=128,
+        kv_heads=128,
+        head_dim=192,
+        context_tokens=64,
+        latent=latent,
+        qk_norm=False,
+        intermediate_size=8,
+    )
+    assert bytes_per_block(config, torch.bfloat16) == 16 * 61 * 576 * 2
+    cache = PagedCache(config, 3, CPU, torch.bfloat16)
+    assert cache.keys.nbytes + cache.values.nbytes == 3 * bytes_per_block(config, torch.bfloat16)
+    cache.keys.copy_(draw(*cache.keys.shape))
+    cache.copy([2], [0])
+    assert torch.equal(cache.keys[:, 0], cache.keys[:, 2])
+    cache.clear(2)
+    assert not cache.keys[:, :2].any()
+    assert cache.keys[:, 2].all(-1).any()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_family
 
 from nmoe.engine.api import Request, Sample
 from nmoe.engine.native.core import EngineCore
@@ -15,6 +16,8 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
 from nmoe.learner.optimizer import OptimizerSettings
+from nmoe.model.lora import Lora, LoraSettings, choose
+from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.policy_batch import policy_batch
 from nmoe.rl.grading.grade import Grade
@@ -69,6 +72,34 @@ def test_learner_recomputes_the_engines_logprobs(
         assert batch.routes_TYK is not None
         assert result.routing.flips == 0
         assert int(result.routing.load_YE.sum()) == batch.routes_TYK.numel()
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_an_adapter_on_what_expands_latents_takes_part(request_of: MakeRequest, numerics: Numerics) -> None:
+    """Decoding without keys reads the weight of that projection itself, and the adapter's update with it."""
+    model = tiny_family("deepseek_v3").set_numerics(numerics).requires_grad_(False)
+    requests = [request_of(f"r{i}", 3 + 9 * i, 2, 12 + 5 * i) for i in range(4)]
+
+    def emitted() -> Iterable[tuple[Request, Sample | None]]:
+        core = EngineCore(model, 5)
+        jobs = [core.add(request) for request in requests]
+        while not core.idle:
+            core.step()
+        return [(job.request, sample) for job in jobs for sample in job.samples]
+
+    plain = [sample.token_ids for _, sample in emitted() if sample is not None]
+    lora = Lora(model, LoraSettings(4, 6.0), choose(model, ("kv_b_proj",)), "base", "f").initialize(1)
+    for site in lora.sites:
+        with torch.no_grad():
+            b = lora.part(site)[1]
+            b.copy_(0.3 * torch.randn(b.shape, generator=torch.Generator().manual_seed(2)))
+    trajectories = trajectories_of(emitted())
+    assert [list(t.turns[0].sample.token_ids) for t in trajectories] != plain
+    batch = policy_batch(trajectories, torch.zeros(len(trajectories)), "token", 35)
+    logprobs = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
+    mismatch = (batch_logprobs(model, batch, 100, 1.0) - logprobs).abs()
+    assert mismatch.mean() <= 1e-6
+    assert mismatch.max() <= 1e-4
 
 
 @pytest.mark.skipif(

@@ -1,7 +1,7 @@
 """The engine's two ways of attending to the cache: whole or partial prompts, and one query per running sequence."""
 
 # Shapes: T packed tokens, B running rows, M blocks of a row, P positions of a block, L = M * P, H query heads, J key-value
-# heads, G = H / J, C key width, U value width.
+# heads, G = H / J, C key width, U value width, W either, L (after P positions or R rows of them) latents and rotated keys together.
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.model.attention import AttentionLayer
+from nmoe.model.attention import AttentionLayer, LatentAttentionBlock
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.packed import PackedAttention, causal_attention
 
@@ -76,17 +77,47 @@ class PrefillAttention:
         for piece, index in self.later:
             stop = start + piece.stop - piece.start
             k_JLC, v_JLU = self.cache.gather(layer.index, index, 1)
-            q_HTC = q_THC[start:stop].transpose(0, 1).to(self.cache.dtype)
-            o_HTU = causal_attention(
-                layer,
-                q_HTC.unsqueeze(0),
-                k_JLC[:, : piece.stop].unsqueeze(0),
-                v_JLU[:, : piece.stop].unsqueeze(0),
-                earlier=piece.start,
-            )[0]
-            parts.append(o_HTU.transpose(0, 1).to(q_THC.dtype))
+            k_LJC, v_LJU = (x[:, : piece.stop].transpose(0, 1) for x in (k_JLC, v_JLU))
+            parts.append(_after_earlier(layer, q_THC[start:stop], k_LJC, v_LJU, piece.start, self.cache.dtype))
             start = stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_latents(
+        self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
+    ) -> Tensor:
+        """Over keys and values made of the latents of all positions, as the learner makes them."""
+        self.cache.write_latents(layer.index, self.places, latents_TL)
+        parts = []
+        if self.packed is not None:
+            parts.append(self.packed(layer, q_THC[: self.fresh], *block.expanded(latents_TL[: self.fresh])))
+        start = self.fresh
+        for piece, index in self.later:
+            stop = start + piece.stop - piece.start
+            cached_1PL, _ = self.cache.gather(layer.index, index, 1)
+            k_PHC, v_PHU = block.expanded(cached_1PL[0, : piece.stop].to(latents_TL.dtype))
+            q_NHC = q_THC[start:stop]
+            if self.exact and library.serves_exact(q_THC):
+                table_1M = torch.arange(-(-piece.stop // BLOCK_TOKENS)).unsqueeze(0)
+                rows = (table_1M, torch.arange(piece.start, piece.stop), torch.zeros(len(q_NHC), dtype=torch.int64))
+                parts.append(operations.attention(layer, q_NHC, _in_blocks(k_PHC), _in_blocks(v_PHU), *rows))
+            else:
+                parts.append(_after_earlier(layer, q_NHC, k_PHC, v_PHU, piece.start, self.cache.dtype))
+            start = stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _after_earlier(
+    layer: AttentionLayer, q_THC: Tensor, k_PJC: Tensor, v_PJU: Tensor, earlier: int, dtype: torch.dtype
+) -> Tensor:
+    """Attention of the last T of P positions, `[T, H, U]`, computed in `dtype`."""
+    q_1HTC, k_1JPC, v_1JPU = (x.transpose(0, 1).unsqueeze(0).to(dtype) for x in (q_THC, k_PJC, v_PJU))
+    return causal_attention(layer, q_1HTC, k_1JPC, v_1JPU, earlier)[0].transpose(0, 1).to(q_THC.dtype)
+
+
+def _in_blocks(x_PHW: Tensor) -> Tensor:
+    """Positions as blocks of the cache hold them, `[M, H, 16, W]`, the last filled up with zeros."""
+    filled = F.pad(x_PHW, (0, 0, 0, 0, 0, -len(x_PHW) % BLOCK_TOKENS))
+    return filled.unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)
@@ -125,12 +156,39 @@ class DecodeAttention:
             rows = (torch.from_numpy(self.table_BM), torch.from_numpy(self.positions_B))
             return operations.attention(layer, q_BHC, *self.cache.of_layer(layer.index), *rows, new=(k_BJC, v_BJU))
         self.cache.write(layer.index, self.places, k_BJC, v_BJU)
+        return self._gathered(layer, q_BHC, v_BJU.shape[-1])
+
+    def attend_latents(
+        self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
+    ) -> Tensor:
+        """By the latents themselves: queries are taken to them and sums taken back, so that no key is made. Exact numerics make
+        keys and values of all positions, as the learner does, which is slow."""
+        self.cache.write_latents(layer.index, self.places, latents_BL)
+        if not self.exact:
+            return block.from_latents(self._gathered(layer, block.to_latents(q_BHC), block.latent.kv_rank))
+        rows, blocks = self.table_BM.shape
+        cached_BPL, _ = self.cache.gather(layer.index, self.cache.gather_index(self.table_BM), rows)
+        k_RHC, v_RHU = block.expanded(cached_BPL.flatten(0, 1).to(q_BHC.dtype))
+        if library.serves_exact(q_BHC):
+            table_BM = torch.arange(rows * blocks).view(rows, blocks)
+            kv = (_in_blocks(k_RHC), _in_blocks(v_RHU))
+            return operations.attention(layer, q_BHC, *kv, table_BM, torch.from_numpy(self.positions_B))
+        parts = []
+        for row, position in enumerate(self.positions_B.tolist()):
+            first = row * blocks * BLOCK_TOKENS
+            own = slice(first, first + position + 1)
+            q_1HC, dtype = q_BHC[row : row + 1], self.cache.dtype
+            parts.append(_after_earlier(layer, q_1HC, k_RHC[own], v_RHU[own], position, dtype))
+        return torch.cat(parts)
+
+    def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:
+        """Attention to what is gathered, `[B, H, width]`."""
         if layer.window not in self._buckets:
             self._buckets[layer.window] = self._plan(layer.window)
         buckets = self._buckets[layer.window]
         if len(buckets) == 1:
             return self._attend(layer, buckets[0], q_BHC)
-        out_BHU = q_BHC.new_empty(*q_BHC.shape[:2], v_BJU.shape[-1])
+        out_BHU = q_BHC.new_empty(*q_BHC.shape[:2], width)
         for bucket in buckets:
             assert bucket.rows_B is not None, "only a bucket of all rows goes without their numbers"
             out_BHU.index_copy_(0, bucket.rows_B, self._attend(layer, bucket, q_BHC.index_select(0, bucket.rows_B)))

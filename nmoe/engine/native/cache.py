@@ -1,4 +1,8 @@
-"""The paged key-value cache: blocks of positions that sequences hold through tables, shared where their tokens are the same."""
+"""The paged key-value cache: blocks of positions that sequences hold through tables, shared where their tokens are the same.
+
+Of latent attention it holds what keys and values are made from: a position's latent and the rotated key that all heads share. For
+DeepSeek-V3 those are 576 numbers a layer where keys and values are 40,960.
+"""
 
 # Shapes: N blocks, Y layers, J key-value heads, P positions of a block, C key width, U value width, K chosen experts, T tokens.
 
@@ -21,9 +25,17 @@ BLOCK_TOKENS = 16
 
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
     """What one block takes, keys, values and routes together."""
-    numbers = config.layers * config.kv_heads * BLOCK_TOKENS * (config.head_dim + config.value_dim)
+    heads, width, value_width = _shape(config)
+    numbers = config.layers * heads * BLOCK_TOKENS * (width + value_width)
     routes = len(config.moe_layers) * config.experts_per_token * BLOCK_TOKENS
     return numbers * dtype.itemsize + routes * 2
+
+
+def _shape(config: ModelConfig) -> tuple[int, int, int]:
+    """Heads, key width and value width of what is stored. Latents are keys of one head, whose beginnings are its values."""
+    if config.latent is not None:
+        return 1, config.latent.kv_rank + config.latent.rope_dim, 0
+    return config.kv_heads, config.head_dim, config.value_dim
 
 
 class PagedCache:
@@ -33,19 +45,22 @@ class PagedCache:
     """
 
     def __init__(self, config: ModelConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.blocks, self.kv_heads, self.device, self.dtype = blocks, config.kv_heads, device, dtype
-        shape = (config.layers, blocks, config.kv_heads, BLOCK_TOKENS)
-        self.keys = _zeros((*shape, config.head_dim), device, dtype)
-        self.values = _zeros((*shape, config.value_dim), device, dtype)
+        self.kv_heads, width, value_width = _shape(config)
+        self.blocks, self.device, self.dtype = blocks, device, dtype
+        shape = (config.layers, blocks, self.kv_heads, BLOCK_TOKENS)
+        self.latent = config.latent
+        self.keys = _zeros((*shape, width), device, dtype)
+        self.values = _zeros((*shape, value_width), device, dtype)
         self.routes: Tensor | None = None
         if config.routed_experts:
             picks = (blocks * BLOCK_TOKENS, len(config.moe_layers), config.experts_per_token)
             self.routes = _zeros(picks, device, torch.int16)
         # A position of a head as one row, and a block of a head as one row.
-        self._key_rows = self.keys.view(config.layers, -1, config.head_dim)
-        self._value_rows = self.values.view(config.layers, -1, config.value_dim)
-        self._key_blocks = self.keys.view(config.layers, blocks * config.kv_heads, -1)
-        self._value_blocks = self.values.view(config.layers, blocks * config.kv_heads, -1)
+        rows, whole = blocks * self.kv_heads * BLOCK_TOKENS, blocks * self.kv_heads
+        self._key_rows = self.keys.view(config.layers, rows, width)
+        self._value_rows = self.values.view(config.layers, rows, value_width)
+        self._key_blocks = self.keys.view(config.layers, whole, BLOCK_TOKENS * width)
+        self._value_blocks = self.values.view(config.layers, whole, BLOCK_TOKENS * value_width)
 
     def places(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
         """Where each token's key lies per head, `[T * J]`, for `write`; `blocks_T` is the block that holds its position."""
@@ -58,6 +73,10 @@ class PagedCache:
         k, v = k_TJC.to(self.dtype), v_TJU.to(self.dtype)
         self._key_rows[layer].index_copy_(0, places, k.reshape(-1, k.shape[-1]))
         self._value_rows[layer].index_copy_(0, places, v.reshape(-1, v.shape[-1]))
+
+    def write_latents(self, layer: int, places: Tensor, rows_TC: Tensor) -> None:
+        """Latents and shared keys of latent attention, one beside the other."""
+        self._key_rows[layer].index_copy_(0, places, rows_TC.to(self.dtype))
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[N, J, P, C]` and `[N, J, P, U]`."""
@@ -72,6 +91,8 @@ class PagedCache:
         """Keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` in the order of positions."""
         heads = rows * self.kv_heads
         k = self._key_blocks[layer].index_select(0, index).view(heads, -1, self.keys.shape[-1])
+        if self.latent is not None:
+            return k, k[..., : self.latent.kv_rank]
         v = self._value_blocks[layer].index_select(0, index).view(heads, -1, self.values.shape[-1])
         return k, v
 
@@ -106,7 +127,7 @@ class PagedCache:
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros, not empty: a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU pages come from the system
     as they are first written, so that a generous budget costs only what is used."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, device=device, dtype=dtype)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

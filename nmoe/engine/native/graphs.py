@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.model.attention import AttentionLayer
-from nmoe.model.kernels.paged_attention import paged_attention
+from nmoe.model.attention import AttentionLayer, LatentAttentionBlock
+from nmoe.model.kernels.paged_attention import paged_attention, paged_attention_reference
 from nmoe.model.moe import RouterTrace, grouped_mm_fits
 from nmoe.model.transformer import Transformer
 
@@ -46,6 +46,18 @@ class PagedDecodeAttention:
         self.cache.write(layer.index, self.places, k_BJC, v_BJU)
         keys_NJPC, values_NJPU = self.cache.keys[layer.index], self.cache.values[layer.index]
         return paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, self.table_BM, self.lengths_B)
+
+    def attend_latents(
+        self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
+    ) -> Tensor:
+        """By the latents themselves. They are wider than the kernel's keys, and the reference can not be recorded."""
+        self.cache.write_latents(layer.index, self.places, latents_BL)
+        latents_N1PL = self.cache.keys[layer.index]
+        values_N1PR = latents_N1PL[..., : block.latent.kv_rank]
+        rows = (self.table_BM, self.lengths_B)
+        return block.from_latents(
+            paged_attention_reference(layer, block.to_latents(q_BHC), latents_N1PL, values_N1PR, *rows)
+        )
 
 
 @dataclass
@@ -112,9 +124,10 @@ def decode_graphs(model: Transformer, cache: PagedCache, scratch: int) -> Decode
 
 
 def recordable(model: Transformer) -> bool:
-    """Whether a decode step never asks the host. Experts whose row counts have to be known there do, and attention in fp64."""
+    """Whether a decode step never asks the host. Experts whose row counts have to be known there do, and attention in fp64 or to
+    latents."""
     weight = model.embedding.weight
-    if model.exact:
+    if model.exact or model.config.latent is not None:
         return False
     if not model.config.routed_experts:
         return True
