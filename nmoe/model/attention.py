@@ -140,7 +140,8 @@ class LatentAttentionBlock(nn.Module):
         """Every head's keys `[T, H, C]` and values `[T, H, U]`."""
         latent = self.latent
         kv_TR, k_rope_TC = latents_TL.split([latent.kv_rank, latent.rope_dim], -1)
-        kv_THC = self.kv_b_proj(kv_TR).view(len(latents_TL), self.heads, -1)
+        # Rows that lie apart would have other bits in other batches, by the small products of an adapter.
+        kv_THC = self.kv_b_proj(kv_TR.contiguous()).view(len(latents_TL), self.heads, -1)
         k_nope_THC, v_THU = kv_THC.split([latent.nope_dim, latent.value_dim], -1)
         return torch.cat([k_nope_THC, k_rope_TC.unsqueeze(1).expand(-1, self.heads, -1)], -1), v_THU
 
