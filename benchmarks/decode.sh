@@ -18,21 +18,8 @@ SIDES="$("$PYTHON" benchmarks/decode_arguments.py "$@")" # ends here, before any
 source scripts/environment.sh
 prepare_environment "$PWD" report
 case " $SIDES " in *" vllm "*)
-    command -v g++ >/dev/null || {
-        echo "decode.sh: vLLM compiles its model and needs g++; install it, or leave vLLM out: --sides nmoe,generate,bare" >&2
-        exit 2
-    }
-    WANTED="$(cat benchmarks/requirements-vllm.txt constraints.txt | cksum)"
-    if [ "$(cat .venv-vllm/.installed 2>/dev/null)" != "$WANTED" ]; then
-        [ -x .venv-vllm/bin/python ] || "$PYTHON" -m venv .venv-vllm
-        TORCH="$(grep '^torch==' constraints.txt)"
-        echo "installing $TORCH and vLLM into .venv-vllm (minutes the first time)"
-        .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$TORCH"
-        .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check "$TORCH" -r benchmarks/requirements-vllm.txt
-        # They come with vLLM, built for another torch: importing them fails.
-        .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-        echo "$WANTED" >.venv-vllm/.installed
-    fi
+    source benchmarks/vllm_environment.sh
+    prepare_vllm "$PWD"
     ;;
 esac
 

@@ -1,0 +1,181 @@
+"""Runs the documented recipes from several seeds, on what `./speedrun.sh` leaves: median and worst of what they promise.
+
+    python benchmarks/recipe_seeds.py                             every recipe, five seeds each
+    python benchmarks/recipe_seeds.py --recipes verifier --seeds 3 4
+    python benchmarks/recipe_seeds.py --show                      only print what was measured so far
+
+Self-play has its own (benchmarks/selfplay.py). Results are kept in benchmarks/results/recipe_seeds.json with processor, calibration
+(benchmarks/calibration.py), threads and seconds; what is there, of the same configuration, is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibration import calibration_s
+from machine import machine, versions
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.evaluate import evaluate
+from nmoe.model.checkpoint import load_model
+from nmoe.rl.environment import Environment
+from nmoe.rl.tools.runtime import ToolRuntime
+from nmoe.runs.ledger import read_metrics
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/recipe_seeds.json"
+SPEEDRUN = ROOT / "runs/speedrun"
+SEEDS = range(5)
+
+Record = dict[str, Any]
+
+
+def sampled_correctness(run: Path, environment: str, max_new_tokens: int) -> float:
+    """Of 200 held-out problems with eight samples each, at temperature 1."""
+    directory = resolve_checkpoint(run)
+    tokenizer, model = Tokenizer.load(directory), load_model(directory)
+    held_out = Environment.from_toml(ROOT / f"environments/{environment}.toml", tokenizer).held_out()
+    with ToolRuntime(held_out, SandboxSettings()) as runtime:
+        results = evaluate(
+            NativeEngine(model, 256),
+            held_out,
+            model.config.context_tokens,
+            problems=200,
+            samples=8,
+            temperature=1.0,
+            max_new_tokens=max_new_tokens,
+            seed=0,
+            runtime=runtime,
+        )
+    return results[0].value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What makes a run of a seed, and the figure that it is judged by; `before` runs once for all seeds."""
+
+    verb: tuple[str, ...]
+    figure: Callable[[Path], float]
+    wanted: float
+    before: tuple[tuple[str, ...], ...] = ()
+
+
+def last(name: str) -> Callable[[Path], float]:
+    return lambda run: [row[name] for row in read_metrics(run) if name in row][-1]
+
+
+PAIRS = (
+    *("data", "pairs", "runs/speedrun/base", "environments/skills.toml", "runs/speedrun/pairs.jsonl"),
+    *("--problems", "4000", "--samples", "6"),
+)
+RECIPES: Mapping[str, Recipe] = {
+    "sort_grpo": Recipe(("rl", "train"), lambda run: sampled_correctness(run, "sort", 48), 0.9),
+    "sort_ppo": Recipe(("rl", "train"), lambda run: sampled_correctness(run, "sort", 48), 0.9),
+    "tools": Recipe(
+        ("rl", "train"),
+        lambda run: sampled_correctness(run, "tools", 96),
+        0.9,
+        (("pretrain", "configs/tools_base.toml"),),
+    ),
+    "verifier": Recipe(("verifier",), last("verifier_f1"), 0.9),
+    "dpo": Recipe(("dpo",), last("held_out_accuracy"), 0.93, (PAIRS,)),
+    "reward": Recipe(("reward",), last("held_out_accuracy"), 0.85, (PAIRS,)),
+}
+
+
+def nmoe(*arguments: str) -> None:
+    """Runs a command of nmoe's in a process of its own; ends this one where it fails."""
+    command = [sys.executable, "-c", "from nmoe.cli import main; main()", *arguments]
+    if code := subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
+        sys.exit(f"nmoe {' '.join(arguments)} ended with {code}")
+
+
+def configuration(name: str) -> str:
+    """12 hexadecimal digits over the recipe's configuration and the base's."""
+    files = [f"configs/{name}.toml", "configs/speedrun_base.toml"] + (
+        ["configs/tools_base.toml"] if name == "tools" else []
+    )
+    return hashlib.sha256(b"\0".join((ROOT / file).read_bytes() for file in files)).hexdigest()[:12]
+
+
+def measure(name: str, seed: int) -> Record:
+    """One run of a recipe."""
+    recipe, run = RECIPES[name], SPEEDRUN / f"{name}_seed{seed}"
+    calibration = calibration_s()
+    began, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    if not (run / "checkpoints/latest").exists():
+        nmoe(*recipe.verb, f"configs/{name}.toml", f"--run.name={run.name}", f"--run.seed={seed}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "recipe": name,
+        "seed": seed,
+        "configuration": configuration(name),
+        **machine(),
+        **versions("torch"),
+        "threads": json.loads((run / "provenance.json").read_text())["threads"],
+        "calibration_s": round(calibration, 4),
+        "wall_s": round(time.perf_counter() - began, 1),
+        "cpu_s": round(after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime, 1),
+        "steps_s": round(sum(row.get("time_step_s", 0.0) for row in read_metrics(run)), 1),
+        "figure": recipe.figure(run),
+        "wanted": recipe.wanted,
+    }
+
+
+def read() -> list[Record]:
+    """The records of the configurations as they are now."""
+    records: list[Record] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return [record for record in records if record["configuration"] == configuration(record["recipe"])]
+
+
+def show(records: Sequence[Record]) -> None:
+    """Median and worst of each recipe."""
+    for name in RECIPES:
+        figures = sorted(record["figure"] for record in records if record["recipe"] == name)
+        if figures:
+            seconds = [record["cpu_s"] for record in records if record["recipe"] == name]
+            print(
+                f"{name:10} {len(figures)} seeds: median {statistics.median(figures):.3f}, worst {figures[0]:.3f}, best "
+                f"{figures[-1]:.3f} (wanted {RECIPES[name].wanted}); {statistics.median(seconds):.0f} CPU seconds"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="only these")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="only these (default: 0 to 4)")
+    parser.add_argument("--show", action="store_true", help="only print what was measured")
+    arguments = parser.parse_args()
+    if not arguments.show:
+        print(f"calibration: {calibration_s():.3f} CPU seconds")
+        for name in arguments.recipes:
+            done = {record["seed"] for record in read() if record["recipe"] == name}
+            missing = [seed for seed in arguments.seeds if seed not in done]
+            for command in RECIPES[name].before if missing else ():
+                made = ROOT / (command[4] if command[0] == "data" else "runs/speedrun/tools_base/checkpoints/latest")
+                if not made.exists():
+                    nmoe(*command)
+            for seed in missing:
+                record = measure(name, seed)
+                records = sorted([*read(), record], key=lambda one: (one["recipe"], one["seed"]))
+                RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+    show(read())
+
+
+if __name__ == "__main__":
+    main()
