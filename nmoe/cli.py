@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -47,26 +46,14 @@ app.add_typer(env, name="env")
 WITH_OVERRIDES = {"ignore_unknown_options": True}
 
 
-# Of each training verb the schema of its configuration, for its help: module and class.
-SCHEMAS = {
-    "pretrain": ("nmoe.config.run", "PretrainConfig"),
-    "sft": ("nmoe.config.run", "SFTConfig"),
-    "dpo": ("nmoe.config.run", "PreferenceConfig"),
-    "reward": ("nmoe.config.run", "PreferenceConfig"),
-    "train": ("nmoe.config.run", "RLConfig"),
-    "verifier": ("nmoe.config.run", "VerifierConfig"),
-    "selfplay": ("nmoe.config.selfplay", "SelfplayConfig"),
-}
-
-
 class WithKeys(typer.core.TyperCommand):
     """A training verb: its help ends with the keys of its configuration."""
 
     def get_help(self, ctx: Any) -> str:
+        from nmoe.config.commands import COMMANDS
         from nmoe.config.keys import key_lines
 
-        module, schema = SCHEMAS[str(self.name)]
-        keys = "\n".join(key_lines(getattr(import_module(module), schema)))
+        keys = "\n".join(key_lines(COMMANDS["rl train" if self.name == "train" else str(self.name)]))
         return f"{super().get_help(ctx)}\n\nKeys, in the file's tables or as --table.key=VALUE:\n{keys}"
 
 
@@ -183,9 +170,9 @@ def dpo(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe dpo configs/dpo.toml --preference.loss=ipo
     """
-    from nmoe.config.run import PreferenceConfig
+    from nmoe.config.run import DPOConfig
 
-    config = _configuration(arguments, PreferenceConfig)
+    config = _configuration(arguments, DPOConfig)
     from nmoe.recipes.dpo import dpo
 
     _sum_up(dpo(config), "dpo")
@@ -199,9 +186,9 @@ def reward(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe reward configs/reward.toml --records.path=pairs.jsonl
     """
-    from nmoe.config.run import PreferenceConfig
+    from nmoe.config.run import RewardConfig
 
-    config = _configuration(arguments, PreferenceConfig)
+    config = _configuration(arguments, RewardConfig)
     from nmoe.recipes.reward_model import train_reward_model
 
     _sum_up(train_reward_model(config), "reward")

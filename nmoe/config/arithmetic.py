@@ -2,10 +2,10 @@
 
 import math
 
-from nmoe.config.run import PretrainConfig, RunConfig, VerifierConfig
+from nmoe.config.run import PretrainConfig, RecordsConfig, RLConfig, RunConfig, SupervisedConfig, VerifierConfig
 
 
-def batch_arithmetic(config: RunConfig) -> list[str]:
+def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:
     """The lines to print: samples and tokens of a step, micro-batches, the run's totals, evaluations, checkpoints."""
     supervised = True
     if isinstance(config, PretrainConfig):
@@ -14,9 +14,10 @@ def batch_arithmetic(config: RunConfig) -> list[str]:
     elif isinstance(config, VerifierConfig):
         lines = _packed(config, config.verifier.tokens_per_step)
         evaluated = f"at most {config.eval.problems:,} solutions"
-    elif config.records is not None:
+    elif isinstance(config, RecordsConfig):
         lines, evaluated = _packed(config, config.records.tokens_per_step), "the records held out"
     else:
+        assert isinstance(config, RLConfig), "no other run has steps of this kind"
         supervised = False
         lines, evaluated = _reinforcement_learning(config), f"{config.eval.problems:,} problems"
     steps, every = config.run.steps, config.eval.every_steps
@@ -40,7 +41,7 @@ def _packed(config: RunConfig, tokens: int) -> list[str]:
     ]
 
 
-def _reinforcement_learning(config: RunConfig) -> list[str]:
+def _reinforcement_learning(config: RLConfig) -> list[str]:
     """Sampled tokens are upper bounds, as completions end early; prompts come on top of them in a micro-batch."""
     steps, batch, longest = config.run.steps, config.batch, config.sampling.max_new_tokens
     samples = batch.prompts_per_step * batch.group_size

@@ -40,7 +40,7 @@ class DatasetSettings(Section):
 
 
 class RecordsSection(DatasetSettings):
-    """[records]: the examples that SFT, preferences, reward models and verifiers learn from."""
+    """[records] of DPO and reward models."""
 
     format: Literal["auto", "harmony", "chat", "text"] = Field(
         default="auto",
@@ -48,11 +48,6 @@ class RecordsSection(DatasetSettings):
         "auto: Harmony where the tokenizer has its control tokens, or else its template",
     )
     tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
-    share_prefixes: bool = Field(
-        default=False,
-        description="in `nmoe sft`, run what sequences of a step begin with alike once for all of them, such as one long "
-        "instruction; a router's load then counts it once",
-    )
     epochs: float | None = Field(
         default=None, gt=0, description="passes over the records, in place of run.steps; 0.5 is half of them"
     )
@@ -86,3 +81,13 @@ class RecordsSection(DatasetSettings):
             return None
         where: dict[str, object] = {} if self.held_out_path is None else {"path": self.held_out_path, "data_files": ()}
         return self.model_copy(update=where | {"split": self.held_out_split or "train"})
+
+
+class SFTRecordsSection(RecordsSection):
+    """[records]: the examples that SFT, DPO and reward models learn from."""
+
+    share_prefixes: bool = Field(
+        default=False,
+        description="run what sequences of a step begin with alike once for all of them, such as one long instruction; a "
+        "router's load then counts it once",
+    )

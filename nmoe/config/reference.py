@@ -2,20 +2,19 @@
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from nmoe.config.base import Section
+from nmoe.config.commands import COMMANDS
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.run import RunConfig
-from nmoe.config.selfplay import SelfplaySection
 
 _INTRODUCTION = """# Configuration
 
 A run is one TOML file; `--section.key=value` (or `--section.key value`) on the command line takes the place of a value in it, and a
-command's `--help` lists its keys. An environment is a
+command's `--help` lists its keys. Each command has the tables named below, and refuses any other. An environment is a
 file of its own, named by `[environment] path`, or that table itself. Relative paths start from the working directory, except
 the one that names an environment and those in an environment's own file: these start from the file they stand in. This page is
 printed by `python -m nmoe.config.reference`.
@@ -24,14 +23,39 @@ printed by `python -m nmoe.config.reference`.
 
 def reference() -> str:
     """The whole page."""
-    parts = [_INTRODUCTION, "# A run\n"]
-    for name, field in RunConfig.model_fields.items():
-        for section in _sections(field.annotation):
-            if section is not EnvironmentSettings:
-                parts += _tables(name, section)
-    parts += ["# Self-play\n", *_tables("selfplay", SelfplaySection)]
+    parts = [_INTRODUCTION, "# Commands\n", _commands(), "# Tables\n"]
+    for name in dict.fromkeys(name for schema in COMMANDS.values() for name in schema.model_fields):
+        # Commands that share a table may have less of it: the one with the most keys is shown.
+        shown = {command: _section(schema, name) for command, schema in COMMANDS.items() if name in schema.model_fields}
+        fullest = max(shown.values(), key=lambda section: len(section.model_fields))
+        if fullest is EnvironmentSettings:
+            continue
+        parts += _tables(name, fullest)
+        parts += _less(shown, fullest)
     parts += ["# An environment\n", *_tables("", EnvironmentSettings)]
     return "\n".join(parts)
+
+
+def _commands() -> str:
+    rows = [
+        f"| `nmoe {command}` | {' '.join(f'`[{name}]`' for name in schema.model_fields)} |"
+        for command, schema in COMMANDS.items()
+    ]
+    return "| command | its tables |\n|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _section(schema: type[Section], name: str) -> type[Section]:
+    return next(_sections(schema.model_fields[name].annotation))
+
+
+def _less(shown: Mapping[str, type[Section]], fullest: type[Section]) -> Iterator[str]:
+    """A line for all commands that have only these keys of a table."""
+    commands: dict[tuple[str, ...], list[str]] = {}
+    for command, section in shown.items():
+        if len(section.model_fields) < len(fullest.model_fields):
+            commands.setdefault(tuple(section.model_fields), []).append(f"`nmoe {command}`")
+    for keys, those in commands.items():
+        yield f"{', '.join(those)}: {', '.join(f'`{key}`' for key in keys)} alone.\n"
 
 
 def _tables(path: str, section: type[Section]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, FromFile, Section
-from nmoe.config.dataset import RecordsSection
+from nmoe.config.dataset import RecordsSection, SFTRecordsSection
 from nmoe.config.environment import MAX_SEED, EnvironmentSettings, duplicates, held_out
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
@@ -238,12 +238,22 @@ class SamplingSection(Section):
     top_k: int = Field(default=0, ge=0, description="only so many most likely tokens; 0: off")
 
 
-class BatchSection(Section):
-    """[batch]: how much goes into one step, and in what portions."""
+class MicroBatchSection(Section):
+    """[batch] of every command: in what portions a step goes through the model."""
+
+    tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens of one forward and backward pass")
+
+
+class GroupBatchSection(MicroBatchSection):
+    """[batch] of what samples groups: self-play takes these keys alone."""
 
     prompts_per_step: int = Field(default=16, gt=0, description="problems of one step")
     group_size: int = Field(default=8, ge=1, description="completions of each problem, compared with one another")
-    tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens of one forward and backward pass")
+
+
+class BatchSection(GroupBatchSection):
+    """[batch]: how much goes into one step, and in what portions."""
+
     updates_per_step: int = Field(
         default=1, ge=1, description="optimizer steps of one pass over a step's groups, which are dealt out among them"
     )
@@ -290,19 +300,13 @@ CLIP_DEFAULTS = {
 }
 
 
-class AlgorithmSection(Section):
-    """[algorithm]: the policy-gradient estimator."""
+class PolicyLossSection(Section):
+    """[algorithm] of every policy gradient: self-play takes these keys alone."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "gae"] = Field(
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"] = Field(
         default="dr_grpo",
         description="reward minus group mean; grpo: over its deviation; rloo: mean of the others; maxrl: over the mean; "
-        "reinforce_pp: whitened over the batch; gae: by the critic of [critic], which is PPO",
-    )
-    multi_reward: Literal["sum", "gdpo"] = Field(
-        default="sum", description="the rubric's weighted sum; gdpo: each of its rewards normalised by itself first"
-    )
-    step_reward_coef: float = Field(
-        default=1.0, ge=0, description="weight of the rewards that a verifier gives to the steps of an answer"
+        "reinforce_pp: whitened over the batch",
     )
     loss: Literal["clip", "dual_clip", "gspo", "cispo", "dppo"] = Field(
         default="clip",
@@ -336,24 +340,7 @@ class AlgorithmSection(Section):
     correction_window: Array[float] | None = Field(
         default=None, description="lowest and highest ratio kept; default: mask [0.5, 2], sequence_mask [0.99, 1.01]"
     )
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="weight of the divergence from the reference; 0: no reference"
-    )
-    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where that divergence is taken off")
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None, description="estimator of that divergence; default: k3 in the loss, k1 in the reward"
-    )
-    kl_importance_weights: bool = Field(
-        default=True,
-        description="in the loss, weigh that divergence by policy / sampler, so that stale samples do not bias its gradient",
-    )
-    reference_every_steps: int = Field(
-        default=0, ge=0, description="the policy becomes the reference every so many steps; 0: the start stays it"
-    )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
-    mask_truncated: bool = Field(
-        default=False, description="completions cut at the token limit count in baselines and are not trained on"
-    )
     overlong_buffer: int = Field(
         default=0, ge=0, description="over the last so many tokens before the limit a penalty rises to 1; 0: none"
     )
@@ -362,19 +349,18 @@ class AlgorithmSection(Section):
     )
 
     @property
-    def in_groups(self) -> bool:
-        """Whether a sample is compared with the others of its prompt, so that a group whose rewards are alike teaches nothing."""
-        return self.advantage not in ("reinforce_pp", "gae")
-
-    @property
     def clip_range(self) -> tuple[float | None, float]:
         """Lower and upper bound of the loss, with its defaults filled in."""
         low, high = CLIP_DEFAULTS[self.loss]
         return self.clip_low if self.clip_low is not None else low, self.clip_high or high
 
+    def given(self) -> set[str]:
+        """The keys whose values are not their defaults."""
+        return {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        given = self.given()
         if self.loss == "gspo" and self.aggregation != "sequence":
             yield Conflict(
                 "aggregation",
@@ -395,14 +381,56 @@ class AlgorithmSection(Section):
                 yield Conflict("correction_window", f'correction = "{self.correction}" has no window')
             elif len(window) != 2 or not 0 < window[0] <= 1 <= window[1]:
                 yield Conflict("correction_window", "is two ratios around 1, such as [0.5, 2.0]")
-        if self.multi_reward == "gdpo" and self.advantage != "grpo":
-            yield Conflict("multi_reward", f'gdpo normalises as advantage = "grpo" does, and not as "{self.advantage}"')
-        if self.multi_reward == "gdpo" and self.kl_in == "reward":
-            yield Conflict("kl_in", "gdpo normalises each reward by itself, and the divergence is none of them")
         if self.advantage == "maxrl":
             for key, value in (("overlong_buffer", self.overlong_buffer), ("length_penalty", self.length_penalty)):
                 if value:
                     yield Conflict(key, "maxrl divides by the mean reward, which may not become negative")
+
+
+class AlgorithmSection(PolicyLossSection):
+    """[algorithm]: the policy-gradient estimator."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "gae"] = Field(  # type: ignore[assignment]
+        default="dr_grpo",
+        description="reward minus group mean; grpo: over its deviation; rloo: mean of the others; maxrl: over the mean; "
+        "reinforce_pp: whitened over the batch; gae: by the critic of [critic], which is PPO",
+    )
+    multi_reward: Literal["sum", "gdpo"] = Field(
+        default="sum", description="the rubric's weighted sum; gdpo: each of its rewards normalised by itself first"
+    )
+    step_reward_coef: float = Field(
+        default=1.0, ge=0, description="weight of the rewards that a verifier gives to the steps of an answer"
+    )
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="weight of the divergence from the reference; 0: no reference"
+    )
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="where that divergence is taken off")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="estimator of that divergence; default: k3 in the loss, k1 in the reward"
+    )
+    kl_importance_weights: bool = Field(
+        default=True,
+        description="in the loss, weigh that divergence by policy / sampler, so that stale samples do not bias its gradient",
+    )
+    reference_every_steps: int = Field(
+        default=0, ge=0, description="the policy becomes the reference every so many steps; 0: the start stays it"
+    )
+    mask_truncated: bool = Field(
+        default=False, description="completions cut at the token limit count in baselines and are not trained on"
+    )
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether a sample is compared with the others of its prompt, so that a group whose rewards are alike teaches nothing."""
+        return self.advantage not in ("reinforce_pp", "gae")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        given = self.given()
+        if self.multi_reward == "gdpo" and self.advantage != "grpo":
+            yield Conflict("multi_reward", f'gdpo normalises as advantage = "grpo" does, and not as "{self.advantage}"')
+        if self.multi_reward == "gdpo" and self.kl_in == "reward":
+            yield Conflict("kl_in", "gdpo normalises each reward by itself, and the divergence is none of them")
         if self.advantage == "maxrl" and self.kl_in == "reward":
             yield Conflict("kl_in", "maxrl divides by the mean reward, which may not become negative")
         if self.kl_coef == 0:
@@ -507,11 +535,21 @@ class OptimizerSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to this")
 
 
-class EvalSection(Section):
-    """[eval]: evaluation during the run."""
+class PeriodSection(Section):
+    """[eval] of what learns from given examples, some of which are held out."""
 
     every_steps: int = Field(default=0, ge=0, description="steps between evaluations; 0: none during the run")
+
+
+class CountedEvalSection(PeriodSection):
+    """[eval] of a verifier."""
+
     problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
+
+
+class EvalSection(CountedEvalSection):
+    """[eval]: evaluation during the run."""
+
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="held-out environment, or its `path`; default: a split of the training environment"
     )
@@ -543,48 +581,34 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, gt=0, description="newest checkpoints that are kept")
 
 
-class MonitorSection(Section):
-    """[monitor]: what a run keeps of its rollouts, to look into later."""
+class SampleRateSection(Section):
+    """[monitor] of what samples: self-play takes this key alone."""
 
     replay_sample_rate: float = Field(
         default=0.001, ge=0, le=1, description="share of all trajectories kept as replay bundles"
     )
+
+
+class MonitorSection(SampleRateSection):
+    """[monitor]: what a run keeps of its rollouts, to look into later."""
+
     replays_per_failure: int = Field(
         default=1, ge=0, description="replay bundles kept of each class of failure and step, in addition"
     )
 
 
 class RunConfig(Section):
-    """A whole run. `PretrainConfig` and `RLConfig` are the same tables with those required that the verb needs."""
+    """What every run has. Each command has a schema of its own, which adds the tables that it reads: any other is refused."""
 
     run: RunSection = Field(description="name, length, seed")
     model: ModelSection = Field(description="checkpoint or shape")
-    lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
-    data: DataSection | None = Field(default=None, description="text to pretrain on")
-    records: RecordsSection | None = Field(default=None, description="examples to learn from")
-    verifier: VerifierSection | None = Field(default=None, description="labelled steps that a verifier learns from")
-    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None, description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
-    )
-    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
-    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
-    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
-    batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
-    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
-    critic: CriticSection | None = Field(default=None, description="the critic of PPO")
-    distillation: DistillationSection | None = Field(default=None, description="a teacher in the place of rewards")
-    preference: PreferenceSection = Field(default=PreferenceSection(), description="the loss of preference pairs")
-    reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
+    batch: MicroBatchSection = Field(default=MicroBatchSection(), description="batch sizes")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
-    eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
-    monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         shape = self.model.shape
-        if self.lora is not None and self.model.path is None:
-            yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
         if 0 < self.run.steps <= self.optimizer.warmup_steps:
             yield Conflict(
                 "optimizer.warmup_steps",
@@ -598,7 +622,24 @@ class RunConfig(Section):
             )
 
 
-class PretrainConfig(RunConfig):
+class AdaptableConfig(RunConfig):
+    """A run that trains all weights or an adapter."""
+
+    lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.lora is not None and self.model.path is None:
+            yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
+
+
+class SupervisedConfig(AdaptableConfig):
+    """A run that learns from given examples."""
+
+    eval: PeriodSection = Field(default=PeriodSection(), description="evaluation during the run")
+
+
+class PretrainConfig(SupervisedConfig):
     """A run of `nmoe pretrain`: [data] is required."""
 
     data: DataSection = Field(description="text to pretrain on")
@@ -609,7 +650,7 @@ class PretrainConfig(RunConfig):
             yield Conflict("eval.every_steps", "nothing to evaluate on; set data.held_out_documents")
 
 
-class RecordsConfig(RunConfig):
+class RecordsConfig(SupervisedConfig):
     """A run that learns from [records], for run.steps or for records.epochs."""
 
     run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
@@ -633,9 +674,11 @@ class RecordsConfig(RunConfig):
 class SFTConfig(RecordsConfig):
     """A run of `nmoe sft`."""
 
+    records: SFTRecordsSection = Field(description="examples to learn from")
+
 
 class PreferenceConfig(RecordsConfig):
-    """A run of `nmoe dpo` or `nmoe reward`."""
+    """A run that learns from preference pairs."""
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -643,12 +686,33 @@ class PreferenceConfig(RecordsConfig):
             yield Conflict("records.kind", "pairs are records of the kind preference")
 
 
-class RLConfig(RunConfig):
+class DPOConfig(PreferenceConfig):
+    """A run of `nmoe dpo`."""
+
+    preference: PreferenceSection = Field(default=PreferenceSection(), description="the loss of preference pairs")
+
+
+class RewardConfig(PreferenceConfig):
+    """A run of `nmoe reward`."""
+
+    reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
+
+
+class RLConfig(AdaptableConfig):
     """A run of `nmoe rl train`: [environment] is required."""
 
     environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
         description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
+    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
+    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
+    batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
+    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
+    critic: CriticSection | None = Field(default=None, description="the critic of PPO")
+    distillation: DistillationSection | None = Field(default=None, description="a teacher in the place of rewards")
+    eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
+    monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -703,12 +767,13 @@ class RLConfig(RunConfig):
             )
 
 
-class VerifierConfig(RunConfig):
+class VerifierConfig(SupervisedConfig):
     """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
 
     verifier: VerifierSection = Field(
         default=VerifierSection(), description="labelled steps that a verifier learns from"
     )
+    eval: CountedEvalSection = Field(default=CountedEvalSection(), description="evaluation during the run")
 
 
 C = TypeVar("C", bound=RunConfig)

@@ -1,12 +1,23 @@
 """The settings of self-play: how many judge a proof, how many have to agree, and what is trained on what they agree on."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, Section
+from nmoe.config.base import Conflict, FromFile, Section
 from nmoe.config.environment import EnvironmentSettings, SelfplayPool
-from nmoe.config.run import RunConfig, RunSection
+from nmoe.config.packaged import find_environment
+from nmoe.config.run import (
+    EngineSection,
+    GroupBatchSection,
+    PolicyLossSection,
+    RunConfig,
+    RunSection,
+    SampleRateSection,
+    SamplingSection,
+)
+from nmoe.config.sandbox import SandboxSettings
 
 
 class SelfplayRunSection(RunSection):
@@ -64,16 +75,33 @@ class SelfplaySection(Section):
             yield Conflict("rounds", "differ by what is trained between them; set train, or raise max_problems")
 
 
+class SelfplayEvalSection(Section):
+    """[eval] of self-play, which evaluates before the first round and after each that trains."""
+
+    problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
+        default=None, description="what the verifier is asked, or its `path`; without it nothing is evaluated"
+    )
+
+
 class SelfplayConfig(RunConfig):
-    """A run of `nmoe selfplay`: [selfplay] is required."""
+    """A run of `nmoe selfplay`: [selfplay] is required. It trains whole models."""
 
     run: SelfplayRunSection = Field(description="name, length, seed")
     selfplay: SelfplaySection = Field(description="judges, rounds, training")
+    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
+        default=None, description="the environment, or its `path`; default: Harmony over selfplay.problem_source"
+    )
+    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
+    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
+    batch: GroupBatchSection = Field(default=GroupBatchSection(), description="batch sizes")
+    algorithm: PolicyLossSection = Field(default=PolicyLossSection(), description="policy gradient of the generator")
+    eval: SelfplayEvalSection = Field(default=SelfplayEvalSection(), description="evaluation of the verifier")
+    monitor: SampleRateSection = Field(default=SampleRateSection(), description="what is kept of rollouts")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if self.lora is not None:
-            yield Conflict("lora", "self-play trains whole models")
         if self.environment is not None:
             yield from self._environment_conflicts(self.environment)
         elif self.selfplay.problem_source is None:
@@ -82,10 +110,6 @@ class SelfplayConfig(RunConfig):
             yield Conflict("sampling.temperature", "at 0 all verifications of a proof are alike, and count once")
         if self.selfplay.train:
             yield from self._training_conflicts()
-        if self.eval.every_steps:
-            yield Conflict(
-                "eval.every_steps", "self-play evaluates before the first round and after each, in eval.environment"
-            )
 
     def _environment_conflicts(self, environment: EnvironmentSettings) -> Iterator[Conflict]:
         if not isinstance(environment.task_pool, SelfplayPool):
@@ -110,7 +134,7 @@ class SelfplayConfig(RunConfig):
             )
         if self.batch.group_size < 2:
             yield Conflict("batch.group_size", "must be at least 2: a proof's reward is compared with that of others")
-        if self.algorithm.advantage == "gae" or self.critic is not None:
-            yield Conflict("algorithm.advantage", "the generator has no critic; take an estimator within groups")
-        if self.algorithm.kl_coef > 0:
-            yield Conflict("algorithm.kl_coef", "the generator has no reference")
+        if self.algorithm.overlong_buffer > self.sampling.max_new_tokens:
+            yield Conflict(
+                "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
+            )

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.config.run import PreferenceConfig
+from nmoe.config.run import DPOConfig
 from nmoe.data.pairs import Pair, completion_pair
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
@@ -29,7 +29,7 @@ from nmoe.recipes.supervised import Held, Supervised, supervise
 REFERENCE_TOKENS = 2**20
 
 
-def dpo(config: PreferenceConfig) -> Path:
+def dpo(config: DPOConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nmoe.config.run import PreferenceConfig
+from nmoe.config.run import RewardConfig
 from nmoe.data.pairs import answer_pair
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -23,7 +23,7 @@ from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimiz
 from nmoe.recipes.supervised import Held, Supervised, supervise
 
 
-def train_reward_model(config: PreferenceConfig) -> Path:
+def train_reward_model(config: RewardConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)

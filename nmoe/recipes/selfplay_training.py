@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.run import RLConfig
+from nmoe.config.run import AlgorithmSection, BatchSection, RLConfig
 from nmoe.config.selfplay import SelfplayConfig
 from nmoe.engine.api import Sample, Sampling
 from nmoe.learner.learner import Learner
@@ -57,7 +57,8 @@ def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConf
                 _trajectory(line["group"], line["prompt_ids"], line, line["reward"])
             )
     together = [Group(trajectories[0].problem, trajectories) for trajectories in of.values()]
-    return [group for group in together if differs(group, config.algorithm, config.sampling.max_new_tokens)]
+    algorithm = _algorithm(config)
+    return [group for group in together if differs(group, algorithm, config.sampling.max_new_tokens)]
 
 
 def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], reward: float) -> Trajectory:
@@ -98,9 +99,21 @@ def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
 
 
 def generator_config(config: SelfplayConfig, environment: EnvironmentSettings) -> RLConfig:
-    """The policy-gradient run that training the generator is, checked as such. Raises ValueError for tables that do not fit it."""
-    shared = {name: getattr(config, name) for name in RLConfig.model_fields if name != "environment"}
-    return RLConfig(**shared, environment=environment)
+    """The policy-gradient run that training the generator is: one update of a step on the groups that it is given."""
+    return RLConfig(
+        run=config.run,
+        model=config.model,
+        environment=environment,
+        engine=config.engine,
+        sampling=config.sampling,
+        batch=BatchSection(**config.batch.model_dump()),
+        algorithm=_algorithm(config),
+        optimizer=config.optimizer,
+    )
+
+
+def _algorithm(config: SelfplayConfig) -> AlgorithmSection:
+    return AlgorithmSection(**config.algorithm.model_dump())
 
 
 @dataclass

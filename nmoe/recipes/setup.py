@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from nmoe.config.run import ModelSection, RecordsConfig, RunConfig
+from nmoe.config.run import AdaptableConfig, ModelSection, RecordsConfig, RunConfig
 from nmoe.errors import UserError
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
@@ -92,7 +92,7 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
     return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))
 
 
-def add_adapter(config: RunConfig, model: Transformer) -> Lora | None:
+def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     """The adapter that the configuration asks for, on the model; None where all weights are trained. Raises UserError for a target
     the model lacks, and for an adapter to start from that is torn or for another base."""
     section, path = config.lora, config.model.path

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nmoe.config import to_toml
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.dataset import RecordsSection
-from nmoe.config.run import RunConfig
+from nmoe.config.run import SupervisedConfig
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
@@ -103,7 +103,7 @@ class Supervised:
         self.examples.position = state["position"]
 
 
-def supervise(config: RunConfig, threads: int, recipe: Supervised) -> Path:
+def supervise(config: SupervisedConfig, threads: int, recipe: Supervised) -> Path:
     """Runs the configuration to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved,
     where a signal asked it to stop."""
     learner = recipe.learner

@@ -86,7 +86,7 @@ def test_overlong_pairs_are_left_out_and_said(config: Callable[..., str], nmoe: 
         ("held_out = 0.5\n", "records are held out, and never evaluated on"),
         ('[preference]\nloss = "hinge"\nlabel_smoothing = 0.1\n', 'loss = "hinge" has none; sigmoid, sigmoid_norm and'),
         ("[preference]\nbeta = 0\n", "x.toml:10: [preference] beta = 0: must be more than 0"),
-        ("[reward_model]\nmargin = -1\n", "x.toml:10: [reward_model] margin = -1: must be at least 0"),
+        ("[reward_model]\nmargin = 1\n", "[reward_model]: unknown key"),
     ],
 )
 def test_settings_that_do_not_go_together(text: str, message: str, config: Callable[..., str], nmoe: Nmoe) -> None:

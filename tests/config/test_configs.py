@@ -5,27 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.run import (
-    PreferenceConfig,
-    PretrainConfig,
-    RLConfig,
-    RunConfig,
-    SFTConfig,
-    VerifierConfig,
-    load_run,
-)
-from nmoe.config.selfplay import SelfplayConfig
+from nmoe.config.commands import COMMANDS
+from nmoe.config.run import PretrainConfig, RunConfig, SFTConfig, load_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SCHEMAS: dict[str, type[RunConfig]] = {
-    "pretrain": PretrainConfig,
-    "sft": SFTConfig,
-    "rl train": RLConfig,
-    "dpo": PreferenceConfig,
-    "reward": PreferenceConfig,
-    "verifier": VerifierConfig,
-    "selfplay": SelfplayConfig,
-}
 # What no command of its own runs.
 BY_NAME: dict[str, type[RunConfig]] = {
     "speedrun_base": PretrainConfig,
@@ -40,6 +23,6 @@ def test_it_loads_as_what_its_command_runs(path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(CONFIGS.parent)
     head = path.read_text().partition("[")[0]
     commands = re.findall(rf"(?:nmoe|nmoe\.rl) ([a-z ]+?) configs/{path.stem}\.toml", head)
-    schema = BY_NAME.get(path.stem) or SCHEMAS[commands[-1]]
+    schema = BY_NAME.get(path.stem) or COMMANDS[commands[-1]]
     config = load_run(path, schema)
     assert config.model.path or config.model.shape

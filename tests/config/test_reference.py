@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from nmoe.config.commands import COMMANDS
 from nmoe.config.environment import EnvironmentSettings, HubSource
 from nmoe.config.reference import reference
-from nmoe.config.run import ModelShape, RunConfig
+from nmoe.config.run import ModelShape
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
 
@@ -15,7 +16,7 @@ def test_the_page_is_what_the_schema_says() -> None:
 
 def test_every_key_of_every_section_is_there() -> None:
     page = reference()
-    for name in RunConfig.model_fields.keys() - {"environment"}:
+    for name in {name for schema in COMMANDS.values() for name in schema.model_fields} - {"environment"}:
         assert f"## `[{name}]`" in page, name
     for section in (ModelShape, HubSource, EnvironmentSettings):
         for key, field in section.model_fields.items():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nmoe.config import ConfigError, Locator, Place, load, parse, to_toml
 from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.commands import COMMANDS
 from nmoe.config.environment import GeneratedPool
 from nmoe.config.run import PretrainConfig, RLConfig, RunConfig, load_run
 from nmoe.config.schema import paths_of
@@ -82,9 +83,50 @@ def test_a_name_is_one_directory(config: Write, name: str) -> None:
 
 def test_each_verb_requires_its_own_table(config: Write) -> None:
     path = config(SHAPE)
-    assert load_run(path, RunConfig).environment is None
+    assert load_run(path, RunConfig).run.steps == 100
     assert refusals(path, RLConfig) == [" [environment]: required table is missing; it needs env_id, task_pool"]
     assert refusals(path, PretrainConfig) == [" [data]: required table is missing"]
+
+
+# Of each command a table or a key that another has, which it would not look at.
+NOT_ITS_OWN = {
+    "pretrain": ("--critic.gamma=0.5", "--records.path=r", "--eval.problems=5", "--batch.group_size=4"),
+    "sft": ("--critic.gamma=0.5", "--preference.beta=1", "--algorithm.loss=gspo", "--sampling.top_p=0.9"),
+    "dpo": (
+        "--reward_model.margin=1",
+        "--records.share_prefixes=true",
+        "--engine.cache_mb=9",
+        "--monitor.replay_sample_rate=0",
+    ),
+    "reward": ("--preference.beta=1", "--records.share_prefixes=true", "--distillation.teacher=t"),
+    "verifier": ("--records.path=r", "--critic.gamma=0.5", "--environment.env_id=e", "--eval.environment.env_id=e"),
+    "rl train": ("--data.documents=d", "--records.path=r", "--preference.beta=1", "--selfplay.rounds=2"),
+    "selfplay": (
+        *("--algorithm.multi_reward=gdpo", "--algorithm.mask_truncated=true", "--algorithm.kl_coef=0.1"),
+        *("--algorithm.step_reward_coef=0", "--batch.updates_per_step=4", "--batch.passes_per_step=2"),
+        *(
+            "--batch.solve_rate=[0.1, 0.9]",
+            "--batch.oversampling=2",
+            "--batch.max_refills=0",
+            "--distillation.teacher=t",
+        ),
+        *("--critic.gamma=0.5", "--lora.rank=4", "--eval.every_steps=2", "--monitor.replays_per_failure=2"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("command", "override"), [(c, o) for c, overrides in NOT_ITS_OWN.items() for o in overrides])
+def test_what_a_command_does_not_read_is_refused(command: str, override: str, config: Write) -> None:
+    (problem,) = (p for p in refusals(config(SHAPE), COMMANDS[command], override) if "--" in p)
+    assert ": unknown key" in problem
+
+
+def test_a_resolved_configuration_holds_what_applies(config: Write) -> None:
+    loaded = load_run(config(SHAPE + DATA), PretrainConfig)
+    tables = tomllib.loads(to_toml(loaded))
+    assert tables.keys() == {"run", "model", "batch", "optimizer", "checkpoint", "eval", "data"}
+    assert tables["batch"] == {"tokens_per_microbatch": 16384}
+    assert tables["eval"] == {"every_steps": 0}
 
 
 def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
@@ -336,7 +378,8 @@ def test_every_key_is_documented() -> None:
             if "description" not in known and key != "type"
         ]
 
-    assert undocumented(RunConfig) == []
+    for schema in COMMANDS.values():
+        assert undocumented(schema) == []
 
 
 def test_arithmetic_of_a_post_training_run(config: Write) -> None:

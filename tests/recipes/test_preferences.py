@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmoe.config.run import PreferenceConfig, load_run
+from nmoe.config.run import DPOConfig, RewardConfig, load_run
 from nmoe.data.pairs import completion_pair
 from nmoe.errors import UserError
 from nmoe.eval.scorers import RewardModel
@@ -44,9 +44,6 @@ path = "PAIRS"
 tokens_per_step = 1024
 held_out = 0.25
 
-[preference]
-beta = 0.2
-
 [optimizer]
 learning_rate = 1e-3
 
@@ -58,7 +55,7 @@ every_steps = 4
 keep = 9
 """
 
-Configure = Callable[..., PreferenceConfig]
+Configure = Callable[..., Any]
 
 
 def turn(thought: str, answer: str) -> list[dict[str, str]]:
@@ -97,11 +94,13 @@ def large_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configure(base: Path, pairs: Path, tmp_path: Path) -> Configure:
-    def configure(*overrides: str, text: str = "") -> PreferenceConfig:
+    def configure(*overrides: str, text: str = "", recipe: Any = dpo) -> DPOConfig | RewardConfig:
         file = tmp_path / "run.toml"
         filled = CONFIG.replace("HERE", str(tmp_path)).replace("BASE", str(base)).replace("PAIRS", str(pairs))
         file.write_text(filled + text)
-        return load_run(file, PreferenceConfig, overrides)
+        if recipe is train_reward_model:
+            return load_run(file, RewardConfig, overrides)
+        return load_run(file, DPOConfig, ("--preference.beta=0.2", *overrides))
 
     return configure
 
@@ -159,7 +158,12 @@ def test_an_adapters_reference_is_its_base(configure: Configure, base: Path) -> 
 
 def test_a_reward_model_scores_what_it_was_not_trained_on(configure: Configure, large_answers: Path) -> None:
     run = train_reward_model(
-        configure(f"--records.path={large_answers}", "--run.steps=48", "--reward_model.centering=0.01")
+        configure(
+            f"--records.path={large_answers}",
+            "--run.steps=48",
+            "--reward_model.centering=0.01",
+            recipe=train_reward_model,
+        )
     )
     rows = read_metrics(run)
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the head begins at zero
@@ -179,14 +183,14 @@ def test_a_reward_model_scores_what_it_was_not_trained_on(configure: Configure, 
 
 @pytest.mark.parametrize("recipe", [dpo, train_reward_model])
 def test_a_resumed_run_goes_on_number_for_number(recipe: Any, configure: Configure, tmp_path: Path) -> None:
-    whole = recipe(configure("--run.name=whole", "--run.steps=8"))
+    whole = recipe(configure("--run.name=whole", "--run.steps=8", recipe=recipe))
     again = tmp_path / "again"
     shutil.copytree(whole, again, symlinks=True)
     shutil.rmtree(again / "checkpoints" / "step_000008")
     (again / "checkpoints" / "best").unlink()  # as where the kill came before the best checkpoint was marked
     config = (again / "config.toml").read_text()
     (again / "config.toml").write_text(config.replace('name = "whole"', 'name = "again"'))
-    recipe(configure("--run.name=again", "--run.steps=8", "--run.resume=true"))
+    recipe(configure("--run.name=again", "--run.steps=8", "--run.resume=true", recipe=recipe))
 
     def kept(run: Path) -> list[dict[str, Any]]:
         return [

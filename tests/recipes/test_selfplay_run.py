@@ -231,9 +231,9 @@ def test_what_is_trained_on(directory: Path) -> None:
         (["--selfplay.train=true", "--selfplay.rounds=3"], "are dealt out evenly over selfplay.rounds = 3"),
         (["--selfplay.train=true", "--batch.group_size=1"], "at least 2"),
         (["--selfplay.train=true", "--selfplay.generator_steps=5"], "are more than the steps of a round"),
-        (["--lora.rank=4"], "self-play trains whole models"),
         (["--environment.path=sums"], 'must be "selfplay": problems without answers'),
-        (["--eval.every_steps=2"], "self-play evaluates before the first round and after each"),
+        (["--selfplay.train=true", "--algorithm.overlong_buffer=999"], "is more than sampling.max_new_tokens"),
+        (["--algorithm.multi_reward=gdpo"], "unknown key"),
         (["--selfplay.max_problem=4"], "max_problems"),
     ],
 )
