@@ -310,7 +310,9 @@ def test_subclasses_of_plain_data_are_what_they_extend(judge: Judge) -> None:
     assert judge("mbpp", record["code"], record).outcome == "correct"
 
 
-def test_numbers_of_numpy_are_numbers(judge: Judge) -> None:
+def test_numbers_of_numpy_are_numbers(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package may have to come from the disk first.
+    monkeypatch.setattr(verify, "LIMITS", verify.LIMITS.__class__(wall_s=10.0, cpu_s=5.0, starved_s=30.0))
     record = {
         "text": "Double.",
         "code": "def double(x):\n    return 2 * x\ndef big(x):\n    return x > 2",
