@@ -7,7 +7,7 @@ from the file they stand in, as do the paths in that file.
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ from nmoe.config.slices import split_path
 from nmoe.config.verifier import VerifierSection
 
 NAME = r"\w[\w.+=-]*"
+# Adapters learn at about ten times the rate of all weights (Thinking Machines, "LoRA Without Regret", 2025).
+LORA_LEARNING_RATE_FACTOR = 10
 
 
 class RunSection(Section):
@@ -136,7 +138,9 @@ class LoraSection(Section):
         description="run or directory of the adapter to start from, which then gives rank, alpha, rslora and targets",
     )
     rank: int = Field(default=32, gt=0, description="rank of each update")
-    alpha: float = Field(default=64.0, gt=0, description="the update is scaled by alpha / rank")
+    alpha: float | None = Field(
+        default=None, gt=0, description="the update is scaled by alpha / rank; default: twice the rank"
+    )
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
     targets: Array[
         Literal[
@@ -525,8 +529,17 @@ class RewardModelSection(Section):
 class OptimizerSection(Section):
     """[optimizer]: AdamW with linear warm-up and cosine decay."""
 
-    learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up, fewer than run.steps")
+    learning_rate: float = Field(
+        default=1e-6,
+        gt=0,
+        description="peak learning rate; where it is left out 3e-4 in pretrain, 1e-5 in sft, reward and verifier, 1e-6 in dpo, "
+        "rl and selfplay, and ten times that with a [lora]",
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps of linear warm-up; a run of no more steps than these warms up until its last",
+    )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate as a share of the peak")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
@@ -600,6 +613,8 @@ class MonitorSection(SampleRateSection):
 class RunConfig(Section):
     """What every run has. Each command has a schema of its own, which adds the tables that it reads: any other is refused."""
 
+    default_learning_rate: ClassVar[float] = 1e-6
+
     run: RunSection = Field(description="name, length, seed")
     model: ModelSection = Field(description="checkpoint or shape")
     batch: MicroBatchSection = Field(default=MicroBatchSection(), description="batch sizes")
@@ -609,12 +624,6 @@ class RunConfig(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         shape = self.model.shape
-        if 0 < self.run.steps <= self.optimizer.warmup_steps:
-            yield Conflict(
-                "optimizer.warmup_steps",
-                f"the warm-up is not over when the run is (run.steps = {self.run.steps}), so that its learning rate would "
-                "never be what was asked for; lower it, or raise run.steps",
-            )
         if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
             yield Conflict(
                 "batch.tokens_per_microbatch",
@@ -641,6 +650,8 @@ class SupervisedConfig(AdaptableConfig):
 
 class PretrainConfig(SupervisedConfig):
     """A run of `nmoe pretrain`: [data] is required."""
+
+    default_learning_rate: ClassVar[float] = 3e-4
 
     data: DataSection = Field(description="text to pretrain on")
 
@@ -674,6 +685,8 @@ class RecordsConfig(SupervisedConfig):
 class SFTConfig(RecordsConfig):
     """A run of `nmoe sft`."""
 
+    default_learning_rate: ClassVar[float] = 1e-5
+
     records: SFTRecordsSection = Field(description="examples to learn from")
 
 
@@ -694,6 +707,8 @@ class DPOConfig(PreferenceConfig):
 
 class RewardConfig(PreferenceConfig):
     """A run of `nmoe reward`."""
+
+    default_learning_rate: ClassVar[float] = 1e-5
 
     reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
 
@@ -770,6 +785,8 @@ class RLConfig(AdaptableConfig):
 class VerifierConfig(SupervisedConfig):
     """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
 
+    default_learning_rate: ClassVar[float] = 1e-5
+
     verifier: VerifierSection = Field(
         default=VerifierSection(), description="labelled steps that a verifier learns from"
     )
@@ -780,8 +797,14 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
-    """`load`, with the file's stem as the name of a run that has none. Raises ConfigError with all problems."""
+    """`load`, with the file's stem as the name of a run that has none, and with the command's learning rate where the run has none.
+    Raises ConfigError with all problems."""
     config = load(path, schema, overrides)
+    if "learning_rate" not in config.optimizer.model_fields_set:
+        adapts = isinstance(config, AdaptableConfig) and config.lora is not None
+        rate = schema.default_learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
+        optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
+        config = config.model_copy(update={"optimizer": optimizer})
     if "name" in config.run.model_fields_set:
         return config
     name = re.sub(r"^\W|[^\w.+=-]", "_", path.stem)

@@ -35,16 +35,11 @@ def run_path(config: RunConfig) -> Path:
 
 
 def with_steps(config: C, steps_per_epoch: int) -> C:
-    """The configuration with as many steps as its epochs come to. Raises UserError where its warm-up would not end."""
+    """The configuration with as many steps as its epochs come to."""
     epochs = config.records.epochs
     if epochs is None:
         return config
     steps = max(1, math.ceil(epochs * steps_per_epoch))
-    if config.optimizer.warmup_steps >= steps:
-        raise UserError(
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: the warm-up is not over when the run is: "
-            f"records.epochs = {epochs:g} come to {steps} steps; lower it, or train longer"
-        )
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"steps": steps}),
@@ -80,9 +75,11 @@ def keep_freed_memory() -> None:
 
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSettings:
-    """[optimizer], for a schedule that counts optimizer steps, of which a step of the run takes so many."""
+    """[optimizer], for a schedule that counts optimizer steps, of which a step of the run takes so many. The last step of a short
+    run has the learning rate that was asked for."""
     settings = config.optimizer.model_dump()
-    return OptimizerSettings(**settings | {"warmup_steps": config.optimizer.warmup_steps * updates_per_step})
+    warmup_steps = max(0, min(config.optimizer.warmup_steps, config.run.steps - 1))
+    return OptimizerSettings(**settings | {"warmup_steps": warmup_steps * updates_per_step})
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:
@@ -102,7 +99,8 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     checkpoint = resolve_checkpoint(Path(path)).resolve()
     base, own = str(checkpoint), fingerprint(checkpoint)
     if section.path is None:
-        settings = LoraSettings(section.rank, section.alpha, section.rslora)
+        alpha = 2.0 * section.rank if section.alpha is None else section.alpha
+        settings = LoraSettings(section.rank, alpha, section.rslora)
         return Lora(model, settings, choose(model, section.targets), base, own).initialize(config.run.seed)
     directory = resolve_checkpoint(Path(section.path))
     adapter = read_adapter(model, directory)
