@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from command_line import Result
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nmoe.engine.api import Request, Sampling
@@ -111,6 +112,7 @@ def test_chat_refuses_what_does_not_fit_and_goes_on(nmoe: Nmoe, trained: Path) -
     assert lines[1:] == ["[analysis] back", "[final] 537"]
 
 
+# documented: nmoe export RUN DIRECTORY --dtype bfloat16
 def test_export(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
     """The base's routers choose by score and bias, which no known family does; without the bias it is a Qwen3-MoE."""
     result = nmoe("export", base, "out")
@@ -123,6 +125,9 @@ def test_export(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
     save_model(model, tmp_path / "plain")
     result = nmoe("export", "plain", "out")
     assert (result.code, result.out, result.err) == (0, "out\n", "")
+    half = nmoe("export", "plain", "half", "--dtype", "bfloat16")
+    assert (half.code, half.out) == (0, "half\n")
+    assert {tensor.dtype for tensor in load_file("half/model.safetensors").values()} == {torch.bfloat16}
     # What transformers then generates is what nmoe's engine does, to the end of the turn.
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained("out"), AutoTokenizer.from_pretrained("out")
     prompt = tokenizer("<|start|>user<|message|>Reverse: 120<|end|><|start|>assistant", return_tensors="pt")

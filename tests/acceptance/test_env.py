@@ -257,6 +257,7 @@ def test_the_collection_of_workspaces(nmoe: Nmoe, tmp_path: Path, monkeypatch: p
     assert [path.name for path in (tmp_path / "workspaces").iterdir()] == ["mine"]
 
 
+# documented: nmoe env list
 def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
     (site / "mine/environments/countdown").mkdir(parents=True)

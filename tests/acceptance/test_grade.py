@@ -27,6 +27,7 @@ def predictions(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+# documented: nmoe grade FILE.jsonl
 def test_verdicts_and_summary(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:
     path = predictions(
         {"gold": "1000", "prediction": " $1,000$ "},

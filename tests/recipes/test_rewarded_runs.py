@@ -49,6 +49,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "run_rewards", raising=False)
 
 
+# documented: nmoe replay --allow-user-code
 def test_rewards_are_in_the_score_the_samples_the_metrics_and_the_replays(reinforce: Reinforce) -> None:
     run = reinforce(*SMALL, "--monitor.replay_sample_rate=1.0", text=rewards("ones", 0.5))
     for row in read_metrics(run):
