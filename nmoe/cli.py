@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -675,7 +676,11 @@ def _configuration(arguments: list[str], schema: "type[C]") -> "C":
         )
     overrides = list(arguments)
     overrides.remove(files[0])
-    return load_run(Path(files[0]), schema, overrides)
+    config = load_run(Path(files[0]), schema, overrides)
+    run = Path(config.run.directory) / config.run.name
+    if config.run.resume and not (run / "config.toml").exists():
+        typer.echo(f"{run}: no run to go on with yet, so that it starts from the beginning")
+    return config
 
 
 def _show_start(arguments: Sequence[str]) -> None:
@@ -698,6 +703,7 @@ def run(command: typer.Typer, program: str) -> None:
     0 when all went well, 2 for bad input, 1 for a full disk, 130 after Ctrl-C; a UserError is printed without its
     traceback, any other exception is a defect and keeps it.
     """
+    warnings.formatwarning = _one_line
     try:
         try:
             command(prog_name=program)
@@ -710,6 +716,11 @@ def run(command: typer.Typer, program: str) -> None:
         # Whoever read stdout, such as `head`, has left. Python flushes once more at exit; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning as whoever runs a command reads it, without the line of Python that gave it."""
+    return f"warning: {message}\n"
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nmoe.config.locate import KeyPath, Locator, Place
+from nmoe.config.schema import TAG
 
 _KEY = re.compile(r"--[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+")
 _OVERRIDE = re.compile(r"--([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
@@ -44,13 +45,18 @@ def override_document(path: KeyPath, value: Any, text: str) -> tuple[dict[str, A
 def lay_over(
     data: dict[str, Any], where: Locator, over: dict[str, Any], where_over: Locator, table: KeyPath = ()
 ) -> None:
-    """Lays the document `over` onto `data`, in place: tables are joined key by key, any other value is replaced."""
+    """Lays the document `over` onto `data`, in place: tables are joined key by key, any other value is replaced, and so is
+    a table of another `type`, whose keys are others."""
     for key, value in over.items():
         path = (*table, key)
         below = data.get(key)
         if isinstance(value, dict) and not isinstance(below, dict) and path not in where_over.places:
             below = data[key] = {}  # a section that only an override's path names
-        if isinstance(value, dict) and isinstance(below, dict):
+        if (
+            isinstance(value, dict)
+            and isinstance(below, dict)
+            and value.get(TAG, below.get(TAG)) == below.get(TAG, value.get(TAG))
+        ):
             lay_over(below, where, value, where_over, path)
         else:
             data[key] = value

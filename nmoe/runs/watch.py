@@ -14,6 +14,8 @@ RECOVERED_VIOLATION = 1.0
 RECOVERED_DEAD = 0.25
 # Steps in a row, either way: the load of one small batch says little.
 COLLAPSE_STEPS = 5
+# Steps that are not looked at: a fresh router is uneven until it has been balanced a few times.
+WARM_UP_STEPS = 10
 
 
 @dataclass
@@ -24,19 +26,23 @@ class _Layer:
 
 
 class ExpertWatch:
-    """Tells when the experts of a layer collapse, once until they have recovered.
+    """Tells when the experts of a layer collapse, once, and when they have recovered.
 
-    Raised after `COLLAPSE_STEPS` steps in a row at or over a threshold, and armed again after as many below the lower ones. A
-    resumed run starts counting anew.
+    Raised after `COLLAPSE_STEPS` steps in a row at or over a threshold, the first `WARM_UP_STEPS` aside, and armed again after as
+    many below the lower ones. A resumed run starts counting anew.
     """
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
         self._layers: dict[str, _Layer] = {}
+        self._steps = 0
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """The message of a new alarm, if this step's metrics (`docs/metrics.md`) raise one."""
-        raised = []
+        """The message of a new alarm, or that one is over, if this step's metrics (`docs/metrics.md`) say so."""
+        raised, over = [], []
+        self._steps += any(name.startswith("expert_load_max_violation/") for name in metrics)
+        if self._steps <= WARM_UP_STEPS:
+            return None
         for name, violation in metrics.items():
             if not name.startswith("expert_load_max_violation/"):
                 continue
@@ -47,14 +53,18 @@ class ExpertWatch:
             state.good = state.good + 1 if violation < RECOVERED_VIOLATION and dead < RECOVERED_DEAD else 0
             if state.raised and state.good >= COLLAPSE_STEPS:
                 state.raised = False
+                over.append(f"layer {layer}")
             if not state.raised and state.bad >= COLLAPSE_STEPS:
                 state.raised = True
                 raised.append(
                     f"layer {layer} (its busiest expert has {violation + 1:.1f} times its share, {dead:.0%} have nothing to do)"
                 )
-        if not raised:
-            return None
-        return (
-            f"experts collapse in {', '.join(raised)} for {COLLAPSE_STEPS} steps: raise router_aux_loss_coef, or "
-            "router_bias_rate where the router balances by its bias"
-        )
+        messages = []
+        if over:
+            messages.append(f"experts have recovered in {', '.join(over)}: {COLLAPSE_STEPS} steps with an even load")
+        if raised:
+            messages.append(
+                f"experts collapse in {', '.join(raised)} for {COLLAPSE_STEPS} steps: raise router_aux_loss_coef, or "
+                "router_bias_rate where the router balances by its bias"
+            )
+        return "; ".join(messages) or None

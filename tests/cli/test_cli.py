@@ -207,6 +207,16 @@ def test_ctrl_c_exits_with_130(nmoe: Nmoe, stand_in: StandIn) -> None:
     assert nmoe("report", "runs/a") == 130
 
 
+def test_a_warning_is_one_line() -> None:
+    script = "import sys, types, warnings\nmodule = types.ModuleType('nmoe.runs.report')\n"
+    script += (
+        "module.write_report = lambda run: warnings.warn('install g++')\nsys.modules['nmoe.runs.report'] = module\n"
+    )
+    script += f"sys.argv = ['nmoe', 'report', 'x']\n{MAIN}"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "warning: install g++\n")
+
+
 def test_a_defect_keeps_its_traceback(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in("nmoe.runs.report", "write_report", result=ZeroDivisionError("a defect"))
     monkeypatch.setattr(sys, "argv", ["nmoe", "report", "runs/a"])
@@ -245,6 +255,21 @@ def test_help_of_a_training_verb_lists_its_keys(
     listed = capsys.readouterr().out.partition("Keys, in the file's tables")[2]
     for key in keys:
         assert key in listed
+
+
+def test_resuming_what_is_not_there_says_so(
+    tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in("nmoe.recipes.grpo", "train", result=tmp_path)
+    (tmp_path / "tiny.toml").write_text(RL)
+    resumed = ("rl", "train", str(tmp_path / "tiny.toml"), f"--run.directory={tmp_path}", "--run.resume=true")
+    assert nmoe(*resumed) == 0
+    note = f"{tmp_path}/tiny: no run to go on with yet, so that it starts from the beginning\n"
+    assert capsys.readouterr().out.startswith(note)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.toml").write_text("")
+    assert nmoe(*resumed) == 0
+    assert "no run to go on" not in capsys.readouterr().out
 
 
 def test_the_shell_can_complete(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) -> None:

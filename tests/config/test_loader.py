@@ -8,7 +8,9 @@ import pytest
 from pydantic import Field
 
 from nmoe.config import Array, ConfigError, Conflict, FromFile, Locator, Place, Section, load, parse
+from nmoe.config.environment import CsvPool, GeneratedPool
 from nmoe.config.packaged import find_environment
+from nmoe.config.run import RLConfig
 from nmoe.errors import UserError
 
 
@@ -321,3 +323,19 @@ def test_parse_names_its_source_and_leaves_the_data_alone(write: Write) -> None:
 
 class _Nested(Section):
     shape: Inner
+
+
+def test_a_task_pool_of_another_type_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    """Its keys are others: none of the file's would be known to it."""
+    path = tmp_path / "x.toml"
+    path.write_text(
+        '[run]\nsteps = 1\n[model]\npath = "m"\n[environment]\nenv_id = "e"\n'
+        '[environment.task_pool]\ntype = "generated"\ntask_type = "sort"\ndifficulty = [3, 3]\n'
+    )
+    whole = ['--environment.task_pool={type = "csv", path = "a.csv", task_type = "gsm8k"}']
+    one_by_one = [f"--environment.task_pool.{pair}" for pair in ("type=csv", "path=a.csv", "task_type=gsm8k")]
+    for overrides in (whole, one_by_one):
+        pool = load(path, RLConfig, overrides).environment.task_pool
+        assert pool == CsvPool(type="csv", path="a.csv", task_type="gsm8k")
+    kept = load(path, RLConfig, ["--environment.task_pool.difficulty=[4, 4]"]).environment.task_pool
+    assert kept == GeneratedPool(type="generated", task_type="sort", difficulty=(4, 4))

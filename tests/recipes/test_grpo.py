@@ -235,6 +235,7 @@ def test_the_best_step_is_kept_where_no_checkpoint_was_due(
 def test_collapsing_experts_are_told_of(reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "COLLAPSE_VIOLATION", 0.0)  # any load is too uneven, and none recovers
     monkeypatch.setattr(watch, "RECOVERED_VIOLATION", 0.0)
+    monkeypatch.setattr(watch, "WARM_UP_STEPS", 0)
     monkeypatch.setattr(watch, "COLLAPSE_STEPS", 1)
     run = reinforce(*SMALL, "--run.steps=2")
     (alert,) = read_lines(run / "alerts.jsonl")

@@ -182,6 +182,7 @@ def test_collapsing_experts_are_told_of_once(
 ) -> None:
     monkeypatch.setattr(watch, "COLLAPSE_VIOLATION", 0.0)  # any load is too uneven, and none recovers
     monkeypatch.setattr(watch, "RECOVERED_VIOLATION", 0.0)
+    monkeypatch.setattr(watch, "WARM_UP_STEPS", 0)
     monkeypatch.setattr(watch, "COLLAPSE_STEPS", 2)
     overrides = [f"--run.directory={tmp_path}", *SHORT, "--run.steps=4"]
     run = pretrain(load_run(workshop / "base.toml", PretrainConfig, overrides))
