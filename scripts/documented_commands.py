@@ -25,6 +25,7 @@ OWED = frozenset(
         "nmoe eval runs/speedrun/base environments/sort.toml --samples 8 --temperature 1",
         "nmoe export runs/speedrun/lora adapter --format peft",
         "nmoe export runs/speedrun/lora merged --format hf",
+        "nmoe rl train configs/code_fix.toml",
         "nmoe rl train configs/sort_distillation.toml",
         "nmoe rl train configs/speedrun.toml --run.name=lora --lora.rank=16",
         "nmoe rl train configs/sums_rl.toml",
