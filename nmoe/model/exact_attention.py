@@ -1,8 +1,6 @@
 """Causal attention that gives a query the same bits in any batch, in training, over prompts and in decoding: by the kernel of
-decoding, which takes a query's keys one after another, in blocks that start at position 0.
-
-Where there is no such kernel exact numerics attend in fp64: its sums differ by less than fp32 shows, but for one in some ten
-million, which rounds the other way.
+decoding, which takes a query's keys one after another, in blocks that start at position 0, or, where that cannot run, by sums that
+no order changes (`nmoe.model.order_free_attention`).
 """
 
 # Shapes: T packed tokens, S sequences, M blocks of the longest, H query heads, J key-value heads, C key width, U value width.
@@ -17,17 +15,18 @@ import torch
 from torch import Tensor
 
 from nmoe.model.attention import Attend, AttentionLayer
-from nmoe.model.kernels.cpu import operations
+from nmoe.model.kernels.cpu import library, operations
 
 _BLOCK = 16  # positions, of attention.cpp
 
 
 class ExactAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. Gradients are those of
-    `differentiable`, the same attention by torch's operations: they need not be the same bits twice."""
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `order_free` is taken where
+    the kernel cannot run. Gradients are those of `differentiable`, the same attention by torch's operations: they need not be the
+    same bits twice."""
 
-    def __init__(self, lengths: Sequence[int], differentiable: Attend) -> None:
-        self.differentiable = differentiable
+    def __init__(self, lengths: Sequence[int], order_free: Attend, differentiable: Attend) -> None:
+        self.order_free, self.differentiable = order_free, differentiable
         lengths_S = torch.tensor(lengths, dtype=torch.int64)
         blocks_S = (lengths_S + _BLOCK - 1).div(_BLOCK, rounding_mode="floor")
         first_S = blocks_S.cumsum(0) - blocks_S
@@ -45,6 +44,8 @@ class ExactAttention:
         return out_THU
 
     def attend(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
+        if not library.serves_exact(q_THC):
+            return self.order_free(layer, q_THC, k_TJC, v_TJU)
         return operations.attention(
             layer,
             q_THC,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nmoe.model.low_rank import LowRank
-from nmoe.model.numerics import enough_rows, least_rows_of_mkl, linear
+from nmoe.model.products import linear
 
 
 class Linear(nn.Module):
@@ -23,8 +23,6 @@ class Linear(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         if self.adapter is None:
-            return linear(x_ND, self.weight, self.exact, self.bias)
-        if not self.exact:
-            out_NF: Tensor = self.adapter(x_ND, self.weight, self.bias)
-            return out_NF
-        return self.adapter(enough_rows(x_ND, least_rows_of_mkl()), self.weight, self.bias)[: x_ND.shape[0]]
+            return linear(x_ND, self.weight, self.bias, self.exact)
+        out_NF: Tensor = self.adapter(x_ND, self.weight, self.bias, self.exact)
+        return out_NF

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmoe.model.numerics import prepared
+from nmoe.model.numerics import prepared, row_sums
 from nmoe.model.products import input_gradient, weight_gradient
 
 _PIECE_LOGITS = 2**20
@@ -54,7 +54,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 part_nV = logits_nV[part.start - piece.start : part.stop - piece.start]
                 shifted_nV = _shifted(part_nV, temperature, kept_NM, part)
                 exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[part])
-                total_n = torch.sum(exps_nV, -1, out=total_N[part])
+                total_n = total_N[part].copy_(row_sums(exps_nV))
                 log_total_n = total_n.log()
                 target_n = shifted_nV.gather(-1, targets_N[part].unsqueeze(-1)).squeeze(-1)
                 torch.sub(target_n, log_total_n, out=logprobs_N[part])

@@ -4,8 +4,8 @@ LoRA, Hu et al. 2021 (arXiv:2106.09685, section 4.1). A linear layer that holds 
 value; gate and up) has an update for each of some of them. Their A are one matrix, because small products cost their launch more
 than their arithmetic; each B adds to its own columns of the output.
 
-Only the frozen weight's product is `nmoe.model.products`'. With the narrow ones by oneDNN too, decoding with adapted experts took
-three times as long (docs/decisions.md).
+With fast numerics only the frozen weight's product is `nmoe.model.products`'. With the narrow ones by oneDNN too, decoding with
+adapted experts took three times as long (docs/decisions.md). With exact numerics all are: MKL's narrow ones depend on the batch.
 """
 
 # Shapes: N rows, D inputs, F outputs, G projections with an update, r rank, S outputs of those projections together, E experts,
@@ -38,20 +38,26 @@ class LowRank(nn.Module):
         self.a_GD = nn.Parameter(like.new_empty(len(spans) * rank, inputs))
         self.b_Sr = nn.Parameter(like.new_zeros(outputs, rank))
 
-    def forward(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-        """The whole layer, frozen weight and updates, `[N, F]`."""
+    def forward(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool = False) -> Tensor:
+        """The whole layer, frozen weight and updates, `[N, F]`; `exact` is that of `nmoe.model.numerics`."""
         if torch.is_grad_enabled():
-            out_NF: Tensor = _LinearWithUpdates.apply(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr, self)
+            out_NF: Tensor = _LinearWithUpdates.apply(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr, self, exact)
             return out_NF
-        return self.product(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr)[0]
+        return self.product(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr, exact)[0]
 
     def product(
-        self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, a_GD: Tensor, b_Sr: Tensor
+        self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, a_GD: Tensor, b_Sr: Tensor, exact: bool
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output and `x @ A.T`."""
-        out_NF, low_NG = products.linear(x_ND, weight_FD, bias_F), F.linear(x_ND, a_GD)
+        """The layer's output and `x @ A.T`, called where no gradient is recorded."""
+        out_NF = products.linear(x_ND, weight_FD, bias_F, exact)
+        low_NG = products.linear(x_ND, a_GD, exact=True) if exact else F.linear(x_ND, a_GD)
         for (start, stop), ranks, rows in self.parts():
-            out_NF[:, start:stop].addmm_(low_NG[:, ranks], b_Sr[rows].t(), alpha=self.scale)
+            if exact:
+                # Scaled, then added: what `addmm_` rounds in between depends on the library.
+                update_NF = products.linear(low_NG[:, ranks], b_Sr[rows], exact=True)
+                out_NF[:, start:stop] += update_NF.mul_(self.scale)
+            else:
+                out_NF[:, start:stop].addmm_(low_NG[:, ranks], b_Sr[rows].t(), alpha=self.scale)
         return out_NF, low_NG
 
     def parts(self) -> list[tuple[Span, slice, slice]]:
@@ -86,9 +92,10 @@ class _LinearWithUpdates(torch.autograd.Function):
         a_GD: Tensor,
         b_Sr: Tensor,
         low_rank: LowRank,
+        exact: bool,
     ) -> Tensor:
         assert not weight_FD.requires_grad, "the base is frozen, or its gradient would be missing"
-        out_NF, low_NG = low_rank.product(x_ND, weight_FD, bias_F, a_GD, b_Sr)
+        out_NF, low_NG = low_rank.product(x_ND, weight_FD, bias_F, a_GD, b_Sr, exact)
         ctx.save_for_backward(x_ND, weight_FD, a_GD, b_Sr, low_NG)
         ctx.low_rank = low_rank
         return out_NF
@@ -108,7 +115,7 @@ class _LinearWithUpdates(torch.autograd.Function):
         grad_x_ND = None
         if ctx.needs_input_grad[0]:
             grad_x_ND = products.input_gradient(grad_NF, weight_FD).addmm_(grad_low_NG, a_GD)
-        return grad_x_ND, None, None, grad_a_GD, grad_b_Sr, None
+        return grad_x_ND, None, None, grad_a_GD, grad_b_Sr, None, None
 
 
 class ExpertsLowRank(nn.Module):

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
 from nmoe.model.kernels.combine import combine, dispatch
-from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
-from nmoe.model.numerics import least_rows, least_rows_of_mkl, linear, sigmoid, with_full_groups
-from nmoe.model.products import by_kernel, by_onednn, linear_by_group, swiglu_linear
+from nmoe.model.numerics import sigmoid
+from nmoe.model.products import by_kernel, by_onednn, linear, linear_by_group, swiglu_linear
 from nmoe.model.products import experts as experts_by_kernel
 from nmoe.model.products import route as route_by_kernel
 
@@ -77,7 +76,7 @@ class Router(nn.Module):
             weights_TK, chosen_TK = route_by_kernel(x_TD, self.weight, bias_E, self.bias, *rule)
             trace.chosen_TK.append(chosen_TK)
             return weights_TK, chosen_TK
-        logits_TE = linear(x_TD.float(), self.weight.float(), self.exact, bias_E)
+        logits_TE = linear(x_TD.float(), self.weight.float(), bias_E, self.exact)
         scores_TE = sigmoid(logits_TE, self.exact) if self.sigmoid else logits_TE.softmax(-1)
         layer = len(trace.chosen_TK)
         choice_TE = self._limit_groups(scores_TE.detach() + self.bias)
@@ -127,9 +126,11 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
     counts, offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
 
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
-        return linear_by_group(rows_RD, weight_EDF, counts, weights.exact and serves_exact(rows_RD))
+        return linear_by_group(rows_RD, weight_EDF, counts, weights.exact)
 
     def narrow(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
+        if weights.exact:
+            return linear_by_group(rows_RD, weight_EDF, counts, exact=True)
         # Not by oneDNN, as `low_rank` says.
         if grouped_mm_fits(rows_RD, weight_EDF.shape[-1]):
             return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
@@ -214,13 +215,13 @@ _OWN_SHAPE_PRODUCT = 2**27
 
 def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> ExpertsWay:
     """The fastest of the ways on this device; for exact ones, the one that gives a row the same bits in any batch."""
+    if weights.exact:
+        return experts_by_loop
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
     fits = grouped_mm_fits(x_RD, weights.down_EFD.shape[1], *ranks)
     grouped = experts_by_grouped_mm if fits else experts_by_loop
     if x_RD.device.type != "cpu":
         return grouped
-    if weights.exact:
-        return experts_by_loop
     if x_RD.dtype not in (torch.float32, torch.bfloat16):
         return experts_by_loop
     experts, longest = counts_E.shape[0], int(counts_E.max())
@@ -276,22 +277,12 @@ class MoE(nn.Module):
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         row_TK = row_R.view(tokens, k)
         rows_RD = dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
-        exact = self.exact
         adapters = (self.gate_up_adapter, self.down_adapter)
         weights = ExpertWeights(
-            self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, exact, *adapters
+            self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, self.exact, *adapters
         )
-        experts = experts_way(rows_RD, counts_E, weights)
-
-        def run(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-            return experts(rows_RD, counts_E, weights)
-
-        if exact and not (serves_exact(rows_RD) and adapters == (None, None)):
-            least = least_rows(rows_RD) if adapters == (None, None) else least_rows_of_mkl()
-            out_RD = with_full_groups(run, rows_RD, expert_R, counts_E, least)
-        else:
-            out_RD = run(rows_RD, counts_E)
-        return combine(out_RD, weights_TK, row_TK)
+        out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)
+        return combine(out_RD, weights_TK, row_TK, self.exact)
 
 
 class SwiGLU(nn.Module):

@@ -10,7 +10,7 @@ member at the end, where a causal kernel needs no mask: a real token never looks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model import exact_attention
+from nmoe.model import exact_attention, order_free_attention
 from nmoe.model.attention import AttentionLayer
-from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.varlen import VarlenAttention
 
 # A bucket ends where a sequence is shorter than this share of the bucket's longest: lower wastes arithmetic on padding,
@@ -62,7 +61,7 @@ class _Bucket:
 
 class PackedAttention:
     """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends by
-    `nmoe.model.exact_attention` or, where there is no such kernel, in fp64.
+    `nmoe.model.exact_attention`.
 
     Sequences may share rows, such as a common prompt: then `shared` says which of all T rows it is called with (`[S]`) and where
     each of the T stands among these (`[T]`).
@@ -81,10 +80,10 @@ class PackedAttention:
     @cached_property
     def bucketed(self) -> _BucketedAttention:
         """Made only where a layer needs it."""
-        return _BucketedAttention(self.lengths, self.device, self.exact, self.shared)
+        return _BucketedAttention(self.lengths, self.device, causal_attention, self.shared)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        if self.exact and serves_exact(q_THC):
+        if self.exact:
             return self._exact(layer, q_THC, k_TJC, v_TJU)
         if self.varlen is not None and self.varlen.takes(layer, q_THC):
             return self.varlen(layer, q_THC, k_TJC, v_TJU)
@@ -92,24 +91,31 @@ class PackedAttention:
 
     def _exact(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         if self.shared is None:
-            return self.kernel(layer, q_THC, k_TJC, v_TJU)
+            return self.in_order(layer, q_THC, k_TJC, v_TJU)
         rows_S, place_T = self.shared
-        out_THU = self.kernel(layer, *(x.index_select(0, place_T) for x in (q_THC, k_TJC, v_TJU)))
+        out_THU = self.in_order(layer, *(x.index_select(0, place_T) for x in (q_THC, k_TJC, v_TJU)))
         return out_THU.index_select(0, rows_S)
 
     @cached_property
-    def kernel(self) -> exact_attention.ExactAttention:
-        plain = _BucketedAttention(self.lengths, self.device, exact=False, shared=None)
-        return exact_attention.ExactAttention(self.lengths, plain)
+    def in_order(self) -> exact_attention.ExactAttention:
+        order_free, plain = (
+            _BucketedAttention(self.lengths, self.device, within, shared=None)
+            for within in (order_free_attention.causal_attention, causal_attention)
+        )
+        return exact_attention.ExactAttention(self.lengths, order_free, plain)
 
 
 class _BucketedAttention:
-    """An `Attend` bucket by bucket."""
+    """An `Attend` bucket by bucket; `within` attends in one, as `causal_attention` does."""
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, exact: bool, shared: tuple[Tensor, Tensor] | None
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        within: Callable[[AttentionLayer, Tensor, Tensor, Tensor], Tensor],
+        shared: tuple[Tensor, Tensor] | None,
     ) -> None:
-        self.exact = exact
+        self.within = within
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.gather_T: Tensor | None = None
         if order != list(range(len(lengths))):
@@ -134,15 +140,12 @@ class _BucketedAttention:
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         if self.gather_T is not None:
             q_THC, k_TJC, v_TJU = (x.index_select(0, self.gather_T) for x in (q_THC, k_TJC, v_TJU))
-        dtype = q_THC.dtype
-        if self.exact:
-            q_THC, k_TJC, v_TJU = q_THC.double(), k_TJC.double(), v_TJU.double()
         parts = []
         for bucket in self.buckets:
-            o_BHLU = causal_attention(layer, bucket.block(q_THC), bucket.block(k_TJC), bucket.block(v_TJU))
+            o_BHLU = self.within(layer, bucket.block(q_THC), bucket.block(k_TJC), bucket.block(v_TJU))
             o_THU = o_BHLU.transpose(1, 2).reshape(-1, o_BHLU.shape[1], o_BHLU.shape[3])
             parts.append(o_THU if bucket.rows_T is None else o_THU.index_select(0, bucket.rows_T))
-        out_THU = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+        out_THU = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_THU if self.gather_T is None else out_THU.index_select(0, self.back_S)
 
 

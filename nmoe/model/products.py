@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmoe.model import order_free
 from nmoe.model.kernels.cpu import library, operations
 
 _AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -80,6 +81,14 @@ def _panels_in_fp32(weight_FD: Tensor) -> list[Tensor]:
     return _panels(weight_FD.float())
 
 
+def _grid(weight_FD: Tensor) -> list[Tensor]:
+    return [order_free.on_grid(weight_FD)]
+
+
+def _each_grid(weight_EDF: Tensor) -> list[Tensor]:
+    return [order_free.on_grid(weight_EDF.mT)]
+
+
 def _gate_up_panels(weight_FD: Tensor) -> list[Tensor]:
     return [operations.packed_gate_up(weight_FD.t().unsqueeze(0))]
 
@@ -127,12 +136,12 @@ def by_onednn(x: Tensor) -> bool:
 
 
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, exact: bool = False) -> Tensor:
-    """`x @ weight.T + bias`; with `exact`, which `library.serves_exact` allows, by the kernel with gradients and without."""
+    """`x @ weight.T + bias`; with `exact`, each row has the same bits in any batch, with gradients and without."""
     if exact and torch.is_grad_enabled():
         differentiable_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F, True)
         return differentiable_NF
     if exact:
-        return _by_panels(x_ND, weight_FD, bias_F)
+        return _exact(x_ND, weight_FD, bias_F)
     if by_kernel(x_ND, weight_FD):
         return operations.linear(x_ND, _packed(weight_FD, _panels), weight_FD.shape[0], bias_F)
     if _can_pack(x_ND, weight_FD):
@@ -163,17 +172,31 @@ def prepared_in_fp32(weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x_ND: linear(x_ND.float(), wide_FD)
 
 
-def prepared(weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
-    """`linear(x, weight, exact=True)` without gradients, for several x: the weight is packed once."""
-    panels = _panels_of(weight_FD, _panels)
-    return lambda x_ND: operations.linear(x_ND, panels, weight_FD.shape[0], None)
+def prepared(weight_FD: Tensor, exact: bool) -> Callable[[Tensor], Tensor]:
+    """`linear(x, weight, exact=exact)` without gradients, for several x: what exact products need of a weight is made once."""
+    if not exact:
+        return lambda x_ND: linear(x_ND, weight_FD)
+    made = _kept(weight_FD, _exact_packing(weight_FD))
+    return lambda x_ND: _exact_product(x_ND, made, weight_FD.shape[0], None)
 
 
-def _by_panels(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-    return operations.linear(x_ND, _panels_of(weight_FD, _panels), weight_FD.shape[0], bias_F)
+def _exact(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    return _exact_product(x_ND, _kept(weight_FD, _exact_packing(weight_FD)), weight_FD.shape[0], bias_F)
 
 
-def _panels_of(weight: Tensor, packing: Packing) -> Tensor:
+def _exact_packing(weight: Tensor) -> Packing:
+    return _panels if library.serves_exact(weight) else _grid
+
+
+def _exact_product(x_ND: Tensor, made: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
+    """By our kernel, which adds in order, or in sums that no order changes."""
+    if library.serves_exact(x_ND):
+        return operations.linear(x_ND, made, outputs, bias_F)
+    out_NF = order_free.product(order_free.on_grid(x_ND), made).to(x_ND.dtype)
+    return out_NF if bias_F is None else out_NF + bias_F
+
+
+def _kept(weight: Tensor, packing: Packing) -> Tensor:
     """Packed before where that is kept, otherwise now: a copy of the weight, little beside products of many rows."""
     kept = _here.packed is not None and _can_pack(weight, weight)
     return _packed(weight, packing) if kept else packing(weight.detach())[0]
@@ -239,7 +262,7 @@ def weight_gradient(x_ND: Tensor, grad_NF: Tensor) -> Tensor:
 def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int], exact: bool = False) -> Tensor:
     """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; `exact` is that of `linear`."""
     if exact and not torch.is_grad_enabled():
-        return _groups_by_panels(x_RD, weight_EDF, counts)
+        return _exact_groups(x_RD, weight_EDF, counts)
     if exact:
         differentiable_RF: Tensor = _LinearByGroup.apply(x_RD, weight_EDF, tuple(counts), True)
         return differentiable_RF
@@ -255,8 +278,11 @@ def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int], exa
     return torch.cat([part @ weights[e] for e, part in enumerate(x_RD.split(list(counts)))])
 
 
-def _groups_by_panels(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
-    return operations.linear_by_group(x_RD, _panels_of(weight_EDF, _each_panels), weight_EDF.shape[2], counts)
+def _exact_groups(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+    if library.serves_exact(x_RD):
+        return operations.linear_by_group(x_RD, _kept(weight_EDF, _each_panels), weight_EDF.shape[2], counts)
+    parts, weights_EFD = order_free.on_grid(x_RD).split(list(counts)), _kept(weight_EDF, _each_grid)
+    return torch.cat([order_free.product(part, weights_EFD[e]) for e, part in enumerate(parts)]).to(x_RD.dtype)
 
 
 def _product(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, outputs: int | None = None) -> Tensor:
@@ -273,7 +299,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool) -> Tensor:
         ctx.save_for_backward(x_ND, weight_FD)
-        return (_by_panels if exact else _product)(x_ND, weight_FD, bias_F)
+        return (_exact if exact else _product)(x_ND, weight_FD, bias_F)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -293,7 +319,7 @@ class _LinearByGroup(torch.autograd.Function):
         ctx.save_for_backward(x_RD, weight_EDF)
         ctx.counts = counts
         if exact:
-            return _groups_by_panels(x_RD, weight_EDF, counts)
+            return _exact_groups(x_RD, weight_EDF, counts)
         return torch.cat([_product(part, weight_EDF[e].t()) for e, part in enumerate(x_RD.split(counts))])
 
     @staticmethod
@@ -302,7 +328,7 @@ class _LinearByGroup(torch.autograd.Function):
         parts = grads[0].split(ctx.counts)
         grad_x_RD = grad_weight_EDF = None
         if ctx.needs_input_grad[0]:
-            grad_x_RD = torch.cat([_product(part, weight_EDF[e]) for e, part in enumerate(parts)])
+            grad_x_RD = torch.cat([input_gradient(part, weight_EDF[e].t()) for e, part in enumerate(parts)])
         if ctx.needs_input_grad[1]:
             grad_weight_EDF = torch.empty_like(weight_EDF)
             for e, (x_ND, grad_NF) in enumerate(zip(x_RD.split(ctx.counts), parts, strict=True)):

@@ -32,6 +32,7 @@ from nmoe.recipes.setup import (
     describe,
     load_tokenizer,
     model_identity,
+    provenance_of,
     run_path,
     set_threads,
 )
@@ -44,7 +45,6 @@ from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
-from nmoe.runs.provenance import provenance
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -69,9 +69,7 @@ def train(config: RLConfig) -> Path:
         if probe is not None and config.eval.environment is not None:
             probe_runtime = stack.enter_context(ToolRuntime(probe, config.sandbox))
         run = stack.enter_context(
-            RunDirectory.create(
-                run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
-            )
+            RunDirectory.create(run_path(config), to_toml(config), provenance_of(config, threads), config.run.resume)
         )
         recipe = _Loop(config, run, tokenizer, environment, runtime, probe, probe_runtime, models)
         recipe.run_to_the_end()
@@ -132,7 +130,7 @@ class _Loop:
             Interruptible() as interrupt,
             Progress(config.run.steps, self.run.log, config.run.name, first) as progress,
         ):
-            for line in [*batch_arithmetic(config), *describe(self.learner.lora)]:
+            for line in [*batch_arithmetic(config), *describe(config, self.learner.lora)]:
                 progress.note(line)
             if self.environment.pool.order.read_as:
                 progress.note(f"records: {self.environment.pool.order.read_as}")

@@ -34,6 +34,7 @@ from nmoe.recipes.setup import (
     load_tokenizer,
     model_identity,
     optimizer_settings,
+    provenance_of,
     run_path,
     set_threads,
 )
@@ -48,7 +49,6 @@ from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
-from nmoe.runs.provenance import provenance
 from nmoe.text.tokenizer import Tokenizer
 
 GENERATOR, VERIFIER = "generator", "verifier"
@@ -112,9 +112,7 @@ def selfplay(config: SelfplayConfig) -> Path:
         runtime = stack.enter_context(ToolRuntime(environment, config.sandbox))
         probe_runtime = None if probe is None else stack.enter_context(ToolRuntime(probe, config.sandbox))
         run = stack.enter_context(
-            RunDirectory.create(
-                run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
-            )
+            RunDirectory.create(run_path(config), to_toml(config), provenance_of(config, threads), config.run.resume)
         )
         _Selfplay(config, run, tokenizer, environment, runtime, probe, probe_runtime, roles).run_to_the_end()
     return run.path

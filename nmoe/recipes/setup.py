@@ -17,12 +17,14 @@ from nmoe.errors import UserError
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.model.config import ModelConfig
+from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
 from nmoe.runs.directory import recorded_threads
+from nmoe.runs.provenance import provenance
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
@@ -133,9 +135,22 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
     )
 
 
-def describe(lora: Lora | None) -> list[str]:
-    """What to print of an adapter before a run starts."""
-    return [] if lora is None else lora.describe()
+def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
+    """What a run's directory records of where its numbers come from."""
+    return provenance(config.run.seed, threads, numerics=numerics_here(config.model.numerics))
+
+
+def describe(config: RunConfig, lora: Lora | None) -> list[str]:
+    """What to print before a run starts: where numerics are not what was asked for, and the adapter."""
+    lines = [] if lora is None else lora.describe()
+    if (numerics := numerics_here(config.model.numerics)) != config.model.numerics:
+        inexact = numerics.removeprefix("exact, but for ")
+        lines.insert(
+            0,
+            f"numerics: exact was asked for, and on this machine the bits of {inexact} depend on the batch: hold "
+            "mismatch_* against the tolerance of fast numerics, a mean of 1e-6",
+        )
+    return lines
 
 
 def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance: bool = True) -> Transformer:

@@ -22,11 +22,10 @@ from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import Objective
 from nmoe.recipes.interrupt import Interruptible
 from nmoe.recipes.policy_metrics import optimizer_metrics, routing_metrics
-from nmoe.recipes.setup import describe, run_path
+from nmoe.recipes.setup import describe, provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
-from nmoe.runs.provenance import provenance
 from nmoe.runs.watch import ExpertWatch
 from nmoe.text.tokenizer import Tokenizer
 
@@ -109,7 +108,7 @@ def supervise(config: SupervisedConfig, threads: int, recipe: Supervised) -> Pat
     learner = recipe.learner
     with (
         RunDirectory.create(
-            run_path(config), to_toml(config), provenance(config.run.seed, threads), config.run.resume
+            run_path(config), to_toml(config), provenance_of(config, threads), config.run.resume
         ) as run,
         Interruptible() as interrupt,
         Progress(config.run.steps, run.log, config.run.name, run.start_step) as progress,
@@ -120,7 +119,7 @@ def supervise(config: SupervisedConfig, threads: int, recipe: Supervised) -> Pat
             # The kill may have come between the checkpoint and its mark.
             if run.ledger.is_best(run.start_step):
                 mark_best(run.resumed_from)
-        for line in [*batch_arithmetic(config), *describe(learner.lora), *recipe.notes]:
+        for line in [*batch_arithmetic(config), *describe(config, learner.lora), *recipe.notes]:
             progress.note(line)
         expert_watch = ExpertWatch(learner.model.config.routed_experts)
         for step in range(run.start_step + 1, config.run.steps + 1):

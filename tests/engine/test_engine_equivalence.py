@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, tiny_family
 
 from nmoe.engine.api import EngineStats, Request, Sample, Sampling
 from nmoe.engine.native.cache import bytes_per_block
-from nmoe.engine.native.core import EngineCore, cache_dtype
+from nmoe.engine.native.core import EngineCore
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
@@ -95,7 +95,7 @@ def after_a_prefix_hit(model: Transformer) -> tuple[Answers, EngineStats]:
 
 
 def in_little_memory(model: Transformer) -> tuple[Answers, EngineStats]:
-    core = EngineCore(model, 32, cache_bytes=7 * bytes_per_block(model.config, cache_dtype(model)))
+    core = EngineCore(model, 32, cache_bytes=7 * bytes_per_block(model.config, model.embedding.weight.dtype))
     found = answers(core, requests())
     assert core.stats().preemptions > 3
     return found, core.stats()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,23 +238,71 @@ def test_where_nothing_can_be_compiled_all_goes_on(monkeypatch: pytest.MonkeyPat
         library.library.cache_clear()
 
 
-@needs_kernels
-def test_compiled_once_per_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def compiler_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The commands run in place of a compiler, which writes a file of some bytes into an empty cache."""
     runs: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         runs.append(command)
         if "-o" in command:
-            Path(command[-1]).write_text("")
+            Path(command[-1]).write_bytes(bytes(100))
         return subprocess.CompletedProcess(command, 0, "g++ 1.0", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = library._compiled("g++", {"avx512f"})
+    return runs
+
+
+def test_compiled_once_per_cache(compiler_runs: list[list[str]], tmp_path: Path) -> None:
+    first = library._compiled(["g++"], {"avx512f"})
     assert first.parent == tmp_path / "nmoe" / "kernels"
-    assert library._compiled("g++", {"avx512f"}) == first
-    assert library._compiled("g++", {"avx512f", "amx_bf16"}) != first
-    assert [command[1] for command in runs] == ["--version", "-O3", "--version", "--version", "-O3"]
+    assert library._compiled(["g++"], {"avx512f"}) == first
+    assert library._compiled(["g++"], {"avx512f", "amx_bf16"}) != first
+    assert [command[1] for command in compiler_runs] == ["--version", "-O3", "--version", "--version", "-O3"]
+
+
+@pytest.mark.parametrize("left", [0, 16, 50, 131])
+def test_a_torn_library_is_compiled_anew(compiler_runs: list[list[str]], left: int) -> None:
+    path = library._compiled(["g++"], {"avx512f"})
+    whole = path.read_bytes()
+    assert len(whole) == 100 + 32
+    path.write_bytes(whole[:left])
+    assert library._compiled(["g++"], {"avx512f"}) == path
+    assert path.read_bytes() == whole
+    assert [command[1] for command in compiler_runs].count("-O3") == 2
+
+
+def test_what_a_killed_compiler_left_is_removed(compiler_runs: list[list[str]], tmp_path: Path) -> None:
+    cache = tmp_path / "nmoe" / "kernels"
+    for name, age_s in (("compiling-old", 3600), ("compiling-now", 0)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "half.so").write_bytes(b"half")
+        os.utime(cache / name, (time.time() - age_s,) * 2)
+    path = library._compiled(["g++"], {"avx512f"})
+    assert {found.name for found in cache.iterdir()} == {"compiling-now", path.name}
+
+
+def test_a_compiler_may_be_a_command_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `CXX="ccache g++"`."""
+    monkeypatch.setattr(library, "_cpu_features", lambda: library._NEEDED)
+    seen: list[list[str]] = []
+
+    def compiled(compiler: list[str], _: set[str]) -> Path:
+        seen.append(compiler)
+        raise OSError("not now")
+
+    monkeypatch.setattr(library, "_compiled", compiled)
+    library.library.cache_clear()
+    try:
+        for value in ("ccache g++", "'/opt/my tools/g++' -m64", ""):
+            monkeypatch.setenv("CXX", value)
+            with pytest.warns(UserWarning, match="not now"):
+                assert library.library() is None
+            library.library.cache_clear()
+    finally:
+        library.library.cache_clear()
+    assert seen == [["ccache", "g++"], ["/opt/my tools/g++", "-m64"], ["g++"]]
 
 
 @needs_kernels

@@ -7,21 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.moe import ExpertWeights, RouterTrace, experts_by_grouped_mm
-from nmoe.model.numerics import least_rows, linear, sigmoid, with_full_groups
+from nmoe.model.kernels.combine import combine, combine_reference
+from nmoe.model.moe import RouterTrace
+from nmoe.model.numerics import row_sums, sigmoid
 from nmoe.model.packed import PackedAttention
+from nmoe.model.products import linear, linear_by_group
 from nmoe.model.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 40])
-def test_padding_a_product_changes_neither_its_values_nor_its_gradients(rows: int) -> None:
+def test_an_exact_product_has_the_values_and_gradients_of_any(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     inputs = [torch.randn(rows, 12, generator=generator), torch.randn(5, 12, generator=generator)]
     upstream = torch.randn(rows, 5, generator=generator)
     results = []
-    for product in (lambda x, w: linear(x, w, True), F.linear):
+    for product in (lambda x, w: linear(x, w, exact=True), F.linear):
         x, weight = (t.clone().requires_grad_() for t in inputs)
         out = product(x, weight)
         out.backward(upstream)
@@ -30,51 +32,45 @@ def test_padding_a_product_changes_neither_its_values_nor_its_gradients(rows: in
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 12, 1, 8], [0, 0, 24, 0, 0], [9, 8, 8, 10, 8], [1] * 5], ids=str)
-def test_padding_groups_changes_neither_values_nor_gradients(counts: list[int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    counts_E, rows = torch.tensor(counts), sum(counts)
-    expert_R = torch.repeat_interleave(torch.arange(5), counts_E)
-    inputs = [torch.randn(shape, generator=generator) for shape in [(rows, 8), (5, 8, 24), (5, 12, 8)]]
-    upstream = torch.randn(rows, 8, generator=generator)
-    results = []
-    for padded in (True, False):
-        x, gate_up, down = (t.clone().requires_grad_() for t in inputs)
-
-        def experts(rows_RD: Tensor, counts_E: Tensor, gate_up=gate_up, down=down) -> Tensor:
-            return experts_by_grouped_mm(rows_RD, counts_E, ExpertWeights(gate_up, down))
-
-        out = with_full_groups(experts, x, expert_R, counts_E, least_rows(x)) if padded else experts(x, counts_E)
-        out.backward(upstream)
-        results.append((out.detach(), x.grad, gate_up.grad, down.grad))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="what oneDNN gives of a row's bits, others may not"
-)
 def test_rows_do_not_depend_on_their_number() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(64, 96, generator=generator), torch.randn(160, 96, generator=generator)
-    whole = linear(x, weight, exact=True)
-    for rows in (1, 2, 5, 7, 8, 9, 31):
-        assert torch.equal(linear(x[:rows], weight, exact=True), whole[:rows])
+    for inputs, outputs in ((96, 160), (96, 7), (700, 3), (5, 96)):
+        x, weight = torch.randn(64, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+        whole = linear(x, weight, exact=True)
+        for rows in (1, 2, 5, 7, 8, 9, 31):
+            assert torch.equal(linear(x[:rows], weight, exact=True), whole[:rows])
+            assert torch.equal(linear(x[-rows:], weight, exact=True), whole[-rows:])
 
 
-def test_groups_are_padded_and_cut_back() -> None:
-    seen = []
+def test_groups_do_not_depend_on_the_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(60, 40, generator=generator), torch.randn(3, 40, 6, generator=generator)
+    whole = linear_by_group(x, weight, [20, 0, 40], exact=True)
+    for rows in (1, 3, 17):
+        assert torch.equal(linear_by_group(x[:rows], weight, [rows, 0, 0], exact=True), whole[:rows])
+        assert torch.equal(linear_by_group(x[-rows:], weight, [0, 0, rows], exact=True), whole[-rows:])
 
-    def experts(rows: Tensor, counts: Tensor) -> Tensor:
-        seen.append(counts.tolist())
-        return torch.cat([part * (10**e) for e, part in enumerate(rows.split(counts.tolist()))])
 
-    rows = torch.arange(1.0, 5.0).unsqueeze(-1)
-    out = with_full_groups(experts, rows, torch.tensor([0, 0, 2, 2]), torch.tensor([2, 0, 2]), least_rows(rows))
-    assert out.flatten().tolist() == [1.0, 2.0, 300.0, 400.0]
-    least = least_rows(rows)
-    assert least > 1
-    assert seen == [[8, least, 8]]  # up to a size of its octave, and an empty one to the least
+def test_a_tokens_experts_are_added_alike_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(200, 50, generator=generator), torch.rand(50, 4, generator=generator)
+    places = torch.randperm(200, generator=generator).view(50, 4)
+    whole = combine(rows, weights, places, exact=True)
+    torch.testing.assert_close(whole, combine_reference(rows, weights, places), rtol=1e-5, atol=1e-6)
+    for tokens in (1, 2, 3, 31):
+        assert torch.equal(combine(rows, weights[:tokens], places[:tokens], exact=True), whole[:tokens])
+
+
+def test_a_row_of_a_large_vocabulary_is_summed_alike_alone_and_among_others() -> None:
+    threads = torch.get_num_threads()
+    x = 8 * torch.rand(20, 40_001, generator=torch.Generator().manual_seed(0)).exp()
+    torch.set_num_threads(2)
+    try:
+        alone = torch.cat([row_sums(row) for row in x.split(1)])
+        assert torch.equal(alone, row_sums(x))
+        assert not torch.equal(torch.cat([row.sum(-1) for row in x.split(1)]), alone)  # or nobody needs it
+    finally:
+        torch.set_num_threads(threads)
 
 
 def logits(model: Transformer, sequences: list[Tensor]) -> list[Tensor]:
@@ -98,9 +94,6 @@ def test_exact_values_are_those_of_the_fast_path(tiny_model: MakeModel, experts:
     assert all(map(torch.equal, logits(model.set_numerics("fast"), sequences), fast))
 
 
-@pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="what oneDNN gives of a row's bits, others may not"
-)
 @pytest.mark.parametrize("experts", [6, 0], ids=["moe", "dense"])
 def test_exact_bits_do_not_depend_on_the_batch(tiny_model: MakeModel, experts: int) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -177,7 +177,7 @@ def test_variable_length_kernel_is_told_the_right_things(
     results = []
     for attend, dtype in (
         (PackedAttention(lengths, CPU), torch.bfloat16),
-        (packed._BucketedAttention(lengths, CPU, False, None), torch.float32),
+        (packed._BucketedAttention(lengths, CPU, packed.causal_attention, None), torch.float32),
     ):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in qkv]
         out = attend(layer, *leaves)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.model import order_free_attention
 from nmoe.model.attention import AttentionLayer, LatentAttentionBlock
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.packed import PackedAttention, causal_attention
@@ -78,7 +79,7 @@ class PrefillAttention:
             stop = start + piece.stop - piece.start
             k_JLC, v_JLU = self.cache.gather(layer.index, index, 1)
             k_LJC, v_LJU = (x[:, : piece.stop].transpose(0, 1) for x in (k_JLC, v_JLU))
-            parts.append(_after_earlier(layer, q_THC[start:stop], k_LJC, v_LJU, piece.start, self.cache.dtype))
+            parts.append(_after_earlier(layer, q_THC[start:stop], k_LJC, v_LJU, piece.start, self.exact))
             start = stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -101,17 +102,18 @@ class PrefillAttention:
                 rows = (table_1M, torch.arange(piece.start, piece.stop), torch.zeros(len(q_NHC), dtype=torch.int64))
                 parts.append(operations.attention(layer, q_NHC, _in_blocks(k_PHC), _in_blocks(v_PHU), *rows))
             else:
-                parts.append(_after_earlier(layer, q_NHC, k_PHC, v_PHU, piece.start, self.cache.dtype))
+                parts.append(_after_earlier(layer, q_NHC, k_PHC, v_PHU, piece.start, self.exact))
             start = stop
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _after_earlier(
-    layer: AttentionLayer, q_THC: Tensor, k_PJC: Tensor, v_PJU: Tensor, earlier: int, dtype: torch.dtype
+    layer: AttentionLayer, q_THC: Tensor, k_PJC: Tensor, v_PJU: Tensor, earlier: int, exact: bool
 ) -> Tensor:
-    """Attention of the last T of P positions, `[T, H, U]`, computed in `dtype`."""
-    q_1HTC, k_1JPC, v_1JPU = (x.transpose(0, 1).unsqueeze(0).to(dtype) for x in (q_THC, k_PJC, v_PJU))
-    return causal_attention(layer, q_1HTC, k_1JPC, v_1JPU, earlier)[0].transpose(0, 1).to(q_THC.dtype)
+    """Attention of the last T of P positions, `[T, H, U]`."""
+    q_1HTC, k_1JPC, v_1JPU = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_PJC, v_PJU))
+    attend = order_free_attention.causal_attention if exact else causal_attention
+    return attend(layer, q_1HTC, k_1JPC, v_1JPU, earlier)[0].transpose(0, 1)
 
 
 def _in_blocks(x_PHW: Tensor) -> Tensor:
@@ -177,8 +179,8 @@ class DecodeAttention:
         for row, position in enumerate(self.positions_B.tolist()):
             first = row * blocks * BLOCK_TOKENS
             own = slice(first, first + position + 1)
-            q_1HC, dtype = q_BHC[row : row + 1], self.cache.dtype
-            parts.append(_after_earlier(layer, q_1HC, k_RHC[own], v_RHU[own], position, dtype))
+            q_1HC = q_BHC[row : row + 1]
+            parts.append(_after_earlier(layer, q_1HC, k_RHC[own], v_RHU[own], position, exact=True))
         return torch.cat(parts)
 
     def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:
@@ -195,7 +197,9 @@ class DecodeAttention:
         return out_BHU
 
     def _plan(self, window: int) -> list[_Bucket]:
-        first_B = np.maximum(self.positions_B - window + 1, 0) // BLOCK_TOKENS if window else 0 * self.positions_B
+        first_B = 0 * self.positions_B
+        if window and not self.exact:  # exact sums are cut at the same positions of a sequence, whoever attends
+            first_B = np.maximum(self.positions_B - window + 1, 0) // BLOCK_TOKENS
         count_B = self.positions_B // BLOCK_TOKENS - first_B + 1
         if count_B.min() >= _BUCKET_SHARE * count_B.max():
             return [self._bucket(None, first_B, int(count_B.max()), self.positions_B, self.table_BM, window)]
@@ -236,6 +240,10 @@ class DecodeAttention:
         b, heads, width = q_BHC.shape
         k_NLC, v_NLU = self.cache.gather(layer.index, bucket.index, b)
         length = k_NLC.shape[1]
+        if self.exact:
+            k_BJLC, v_BJLU = (x.unflatten(0, (b, -1)) for x in (k_NLC, v_NLU))
+            seen_B11L = (bucket.mask_BL == 0)[:, None, None]
+            return order_free_attention.attention(layer, q_BHC.unsqueeze(2), k_BJLC, v_BJLU, seen_B11L).squeeze(2)
         q_NGC = q_BHC.reshape(k_NLC.shape[0], -1, width).to(k_NLC.dtype)
         scores_BHL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(layer.scale).view(b, heads, length)
         scores_BHL.add_(bucket.mask_BL.unsqueeze(1))

@@ -31,7 +31,6 @@ from nmoe.engine.native.random import uniforms
 from nmoe.engine.native.rows import Rows
 from nmoe.engine.native.runner import Runner
 from nmoe.errors import UserError
-from nmoe.model.kernels.cpu.library import serves_exact
 from nmoe.model.transformer import Transformer
 
 # Prompt tokens computed in one step, so that one long prompt holds up those that decode for no longer than this.
@@ -54,7 +53,7 @@ class EngineCore:
         weight = model.embedding.weight
         self.model = model
         self.max_sequences, self.prefill_tokens = max_sequences, prefill_tokens
-        dtype = cache_dtype(model)
+        dtype = model.embedding.weight.dtype
         context = -(-model.config.context_tokens // BLOCK_TOKENS)
         one = bytes_per_block(model.config, dtype)
         # One block more per row for the copy of a prompt's last block that each sample starts with.
@@ -557,12 +556,6 @@ class EngineCore:
         routes = None if paused.routes_LYK is None else paused.routes_LYK.numpy()
         kept = job.kept.pop(index, None)
         job.deliver(index, Sample(paused.token_ids, paused.logprobs, paused.versions, "abort", kept, routes))
-
-
-def cache_dtype(model: Transformer) -> torch.dtype:
-    """What keys and values are kept and attended to in."""
-    weight = model.embedding.weight
-    return torch.float64 if model.exact and not serves_exact(weight) else weight.dtype
 
 
 def _order(sequence: tuple[Job, int]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nmoe.errors import DivergenceError
 from nmoe.model.kernels.cpu import library, operations
+from nmoe.model.numerics import row_sums
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
     if greedy_B is not None:
         tokens_B1 = torch.where(greedy_B.unsqueeze(-1), logits_BV.argmax(-1, keepdim=True), tokens_B1)
     # A cumulative sum adds in another order than a sum; the learner's log-sum-exp adds as `sum` does.
-    log_total_B = masses_BV.sum(-1).log()
+    log_total_B = row_sums(masses_BV).log()
     _check_finite(bool(log_total_B.isfinite().all()))
     logprobs_B = shifted_BV.gather(-1, tokens_B1).squeeze(-1) - log_total_B
     if greedy_B is not None:

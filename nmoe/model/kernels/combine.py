@@ -33,12 +33,14 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, exact: bool) -> Tensor:
         ctx.save_for_backward(y_RD, weights_TK, row_TK)
         if _on_gpu(y_RD):
             from nmoe.model.kernels.combine_triton import sum_rows
 
             return sum_rows(y_RD, weights_TK, row_TK)
+        if exact:
+            return _in_order(y_RD, weights_TK, row_TK)
         return combine_reference(y_RD, weights_TK, row_TK)
 
     @staticmethod
@@ -47,12 +49,12 @@ class _Combine(torch.autograd.Function):
         if _on_gpu(y_RD):
             from nmoe.model.kernels.combine_triton import spread_rows
 
-            return *spread_rows(grads[0], y_RD, weights_TK, row_TK), None
+            return *spread_rows(grads[0], y_RD, weights_TK, row_TK), None, None
         grad_TD1 = grads[0].unsqueeze(-1)
         grad_weights_TK = torch.bmm(_gathered(y_RD, row_TK), grad_TD1).squeeze(-1).to(weights_TK.dtype)
         grad_TKD = grads[0].unsqueeze(1) * weights_TK.to(y_RD.dtype).unsqueeze(-1)
         grad_RD = torch.empty_like(y_RD).index_copy_(0, row_TK.reshape(-1), grad_TKD.flatten(0, 1))
-        return grad_RD, grad_weights_TK, None
+        return grad_RD, grad_weights_TK, None, None
 
 
 def dispatch(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -61,10 +63,21 @@ def dispatch(x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
     return out
 
 
-def combine(y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
-    """Each token's weighted sum over its own K rows, `[T, D]`: no token's sum depends on another's place."""
-    out: Tensor = _Combine.apply(y_RD, weights_TK, row_TK)
+def combine(y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor, exact: bool = False) -> Tensor:
+    """Each token's weighted sum over its own K rows, `[T, D]`: no token's sum depends on another's place. With `exact` its bits do
+    not depend on how many tokens there are either."""
+    out: Tensor = _Combine.apply(y_RD, weights_TK, row_TK, exact)
     return out
+
+
+def _in_order(y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
+    """`combine_reference`, element by element: a batched product is another kernel's in another shape."""
+    parts = zip(weights_TK.to(y_RD.dtype).split(1, 1), row_TK.unbind(1), strict=True)
+    products = (y_RD.index_select(0, row_T).mul_(weight_T1) for weight_T1, row_T in parts)
+    out_TD = next(products)
+    for product_TD in products:
+        out_TD += product_TD
+    return out_TD
 
 
 def combine_reference(y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:

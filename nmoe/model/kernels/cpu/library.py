@@ -11,11 +11,14 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,6 +33,8 @@ _HEADERS = ("vector.h", "tile.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-maybe-uninitialized")
 _NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
 _COMPILE_S = 300
+_COMPILING = "compiling-"
+_CHECKSUM = 32  # bytes
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -41,8 +46,8 @@ def library() -> ctypes.CDLL | None:
     if platform.system() != "Linux" or not features >= _NEEDED:
         return None
     try:
-        return ctypes.CDLL(str(_compiled(os.environ.get("CXX", "g++"), features)))
-    except (OSError, subprocess.SubprocessError) as error:
+        return ctypes.CDLL(str(_compiled(shlex.split(os.environ.get("CXX") or "g++"), features)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0:1]
         warnings.warn(
             f"decoding goes by torch's operations, which are slower: its kernels could not be compiled ({''.join(detail)}); "
@@ -60,20 +65,45 @@ def _cpu_features() -> set[str]:
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
 
 
-def _compiled(compiler: str, features: set[str]) -> Path:
-    """The library's file, in the user's cache under a name that changes with all that goes into it."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+def _compiled(compiler: Sequence[str], features: set[str]) -> Path:
+    """The library's file, in the user's cache under a name that changes with all that goes into it. It ends with a checksum of what
+    is before: to load a file that lacks its end would kill the process."""
+    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
     parts = [version, *_FLAGS, *sorted(features), *((_SOURCES / name).read_text() for name in (*_HEADERS, *_UNITS))]
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so"
     directory = _cache_directory()
-    if not (directory / name).exists():
-        with tempfile.TemporaryDirectory(dir=directory) as made:
-            out = Path(made) / name
-            units = [str(_SOURCES / unit) for unit in _UNITS]
-            command = [compiler, *_FLAGS, *units, "-o", str(out)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-            out.replace(directory / name)  # at once: another process may be doing the same
-    return directory / name
+    library = directory / (hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so")
+    if _is_whole(library):
+        return library
+    _remove_left_behind(directory)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=_COMPILING) as made:
+        out = Path(made) / library.name
+        command = [*compiler, *_FLAGS, *(str(_SOURCES / unit) for unit in _UNITS), "-o", str(out)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        with out.open("rb+") as file:
+            checksum = hashlib.file_digest(file, "sha256").digest()
+            file.write(checksum)
+            file.flush()
+            os.fsync(file.fileno())  # a name must not reach the disk before what it names
+        out.replace(library)  # at once: another process may be doing the same
+    return library
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return content[-_CHECKSUM:] == hashlib.sha256(content[:-_CHECKSUM]).digest()
+
+
+def _remove_left_behind(directory: Path) -> None:
+    """Deletes what compilers that were killed left; one that may still be running is let be."""
+    for left in directory.glob(_COMPILING + "*"):
+        try:
+            if time.time() - left.stat().st_mtime > 2 * _COMPILE_S:
+                shutil.rmtree(left, ignore_errors=True)
+        except FileNotFoundError:  # another process has just done so
+            continue
 
 
 def _cache_directory() -> Path:

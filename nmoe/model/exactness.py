@@ -1,0 +1,86 @@
+"""Whether exact numerics are exact on the machine at hand: each part of a model over rows together, and over some of them alone.
+
+Products, attention and the sum over a token's experts are built so that they have to be (`nmoe.model.numerics`). Norms, softmax,
+exponentials and rotary turns are torch's, whose kernels differ with processor and version. Trying all takes some 20 ms.
+"""
+
+# Shapes: N rows, D width, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nmoe.model.attention import AttentionLayer
+from nmoe.model.kernels.combine import combine
+from nmoe.model.logprobs import head_logprobs
+from nmoe.model.norm import rms_norm
+from nmoe.model.numerics import sigmoid
+from nmoe.model.packed import PackedAttention
+from nmoe.model.products import linear, linear_by_group
+from nmoe.model.rope import rotate
+
+_ROWS = 97
+_SOME = (slice(0, 1), slice(0, 8), slice(5, 22), slice(40, 41), slice(64, _ROWS))
+
+
+@torch.no_grad()
+def inexact_parts() -> list[str]:
+    """The parts of which some row has other bits alone than among others; empty where exact numerics are exact."""
+    found = []
+    for name, part in _parts().items():
+        whole = part(slice(0, _ROWS))
+        if not all(torch.equal(part(some), whole[some]) for some in _SOME):
+            found.append(name)
+    return found
+
+
+def numerics_here(asked: str) -> str:
+    """What a run records of its numerics: `fast`, `exact`, or `exact, but for norms`, as where the norms turned out inexact."""
+    inexact = inexact_parts() if asked == "exact" else []
+    return f"{asked}, but for {', '.join(inexact)}" if inexact else asked
+
+
+def _parts() -> dict[str, Callable[[slice], Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x_ND, heads_NHC, scale_D = draw(_ROWS, 96), draw(_ROWS, 6, 20), draw(96)
+    wide, narrow, expert, head = draw(70, 96), draw(4, 96), draw(1, 96, 24), draw(4096, 96) / 10
+    angles, tokens = draw(_ROWS, 1, 10), torch.arange(_ROWS)
+    weights_NK, place_NK = (
+        torch.rand(_ROWS, 3, generator=generator),
+        torch.randint(_ROWS, (_ROWS, 3), generator=generator),
+    )
+    layer = AttentionLayer(0, 0.2)
+
+    def grouped(some: slice) -> Tensor:
+        """One expert three times, with some of the rows each."""
+        rows = x_ND[some]
+        counts = [min(len(rows), 30), 0, max(len(rows) - 30, 0)]
+        return linear_by_group(rows, expert.expand(3, -1, -1), counts, exact=True)
+
+    def attention(some: slice) -> Tensor:
+        """Queries of one sequence, which is cut off after the last of them."""
+        rows = heads_NHC[: some.stop]
+        q, k, v = rows[:, :4], rows[:, 4:5], rows[:, 5:]
+        packed = PackedAttention([len(rows)], x_ND.device, exact=True)
+        return packed(layer, q, k, v)[some]
+
+    return {
+        "products": lambda some: linear(x_ND[some], wide, exact=True),
+        "narrow products": lambda some: linear(x_ND[some], narrow, exact=True),
+        "products of experts": grouped,
+        "sums over experts": lambda some: combine(x_ND, weights_NK[some], place_NK[some], exact=True),
+        "attention": attention,
+        "norms": lambda some: rms_norm(x_ND[some], scale_D, 1e-6),
+        "norms of heads": lambda some: rms_norm(heads_NHC[some, :5], scale_D[:20], 1e-6),
+        "rotary turns": lambda some: rotate(heads_NHC[some, :5], angles[some].cos(), angles[some].sin()),
+        "softmax": lambda some: x_ND[some, :48].softmax(-1),
+        "sigmoid": lambda some: sigmoid(heads_NHC[some], exact=True),
+        "log-probabilities": lambda some: head_logprobs(x_ND[some], head, tokens[some], exact=True)[0],
+    }

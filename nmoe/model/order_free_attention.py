@@ -1,0 +1,76 @@
+"""Attention whose sums no order can change: exact numerics where the C++ kernel of `nmoe.model.exact_attention` cannot run.
+
+Scores are products on a grid (`nmoe.model.order_free`). A query's weights are multiples of 2^-22; values are cut into slices of 22
+bits. So a sum over 512 positions rounds nowhere, whichever library adds it up. The exponential is torch's, element by element.
+"""
+
+# Shapes: B sequences, H query heads, J key-value heads, L queries, S keys, s those of a piece, C key width, U value width,
+# R = H / J * L.
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nmoe.model.attention import AttentionLayer
+from nmoe.model.order_free import BITS, PIECE, on_grid, product, rounded
+
+# The slices hold a value's bits from 2^11 to 2^-11, to 2^-33, to 2^-55; those of larger values come before. They are the same for
+# all values: a grid that followed the largest would depend on what comes after a query.
+_HIGHEST, _SLICES = 11, 3
+
+
+def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, seen: Tensor) -> Tensor:
+    """Attention of each query to the keys that it sees, `[B, H, L, U]` in the queries' type. `seen` is true for these, and has the
+    shape `[L, S]` or `[B, 1, L, S]`; position s of the keys is position s of the sequence."""
+    (b, heads, length, width), kv_heads = q_BHLC.shape, k_BJSC.shape[1]
+    q_BJRC = on_grid(q_BHLC).reshape(b, kv_heads, -1, width)
+    scores_BHLS = product(q_BJRC, on_grid(k_BJSC)).mul_(layer.scale).view(b, heads, length, -1)
+    scores_BHLS.masked_fill_(~seen, float("-inf"))
+    highest_BHL1 = scores_BHLS.amax(-1, keepdim=True)
+    if layer.sinks_H is not None:
+        sinks_H11 = layer.sinks_H.detach().double().view(-1, 1, 1)
+        highest_BHL1 = torch.maximum(highest_BHL1, sinks_H11)
+    weights_BHLS = _weights(scores_BHLS.sub_(highest_BHL1))
+    total_BHL1 = weights_BHLS.sum(-1, keepdim=True)
+    if layer.sinks_H is not None:
+        total_BHL1 = total_BHL1 + _weights(sinks_H11 - highest_BHL1)
+    mixed_BJRU = _mixed(weights_BHLS.view(b, kv_heads, q_BJRC.shape[2], -1), v_BJSU)
+    return (mixed_BJRU.view(b, heads, length, -1) / total_BHL1).to(q_BHLC.dtype)
+
+
+def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
+    """The same with the layer's window; the queries are the last L of S = earlier + L positions."""
+    positions, device = k_BJSC.shape[-2], k_BJSC.device
+    query_L1 = torch.arange(earlier, positions, device=device).unsqueeze(1)
+    age_LS = query_L1 - torch.arange(positions, device=device)
+    seen_LS = age_LS >= 0
+    if layer.window:
+        seen_LS &= age_LS < layer.window
+    return attention(layer, q_BHLC, k_BJSC, v_BJSU, seen_LS)
+
+
+def _weights(shifted: Tensor) -> Tensor:
+    """`exp` of numbers up to 0, rounded to multiples of 2^-22."""
+    return rounded(shifted.float().exp().double(), 2.0**-BITS)
+
+
+def _mixed(weights_BJRS: Tensor, v_BJSU: Tensor) -> Tensor:
+    """`weights @ v`: a sum of each grid's 512 positions is exact, and those sums are added in one order. What has no weight adds
+    nothing, so that neither keys after a query nor the largest value of another sequence change its bits."""
+    rest_BJSU = v_BJSU.double()
+    largest = float(rest_BJSU.abs().amax()) if rest_BJSU.numel() else 0.0
+    above = max(0, math.ceil((math.log2(largest) - _HIGHEST) / BITS)) if 0 < largest < math.inf else 0
+    out_BJRU = weights_BJRS.new_zeros(*weights_BJRS.shape[:-1], v_BJSU.shape[-1])
+    for i in range(-above, _SLICES):
+        step = 2.0 ** (_HIGHEST - BITS * (i + 1))
+        slice_BJSU = rounded(rest_BJSU, step)
+        if i < 0:  # there only for larger values: the others are cut as if there were none
+            slice_BJSU.masked_fill_(rest_BJSU.abs() <= step, 0.0)
+        rest_BJSU = rest_BJSU - slice_BJSU
+        pieces = zip(weights_BJRS.split(PIECE, -1), slice_BJSU.split(PIECE, -2), strict=True)
+        for weights_BJRs, values_BJsU in pieces:
+            out_BJRU += weights_BJRs @ values_BJsU
+    return out_BJRU
