@@ -44,7 +44,7 @@ class _Combine(torch.autograd.Function):
         return combine_reference(y_RD, weights_TK, row_TK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         y_RD, weights_TK, row_TK = ctx.saved_tensors
         if _on_gpu(y_RD):
             from nmoe.model.kernels.combine_triton import spread_rows
