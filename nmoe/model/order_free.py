@@ -20,6 +20,11 @@ PIECE = 512  # products that are added without rounding: 2 * 22 + 9 bits
 _EXPONENT = 0x7FF0000000000000  # of an fp64
 
 
+def needed(x: Tensor) -> bool:
+    """Whether exact numerics concern `x`: in fp64, which tests compute in, what depends on the batch is beyond all they show."""
+    return x.dtype != torch.float64
+
+
 def on_grid(x: Tensor) -> Tensor:
     """`x` in fp64, each piece of 512 numbers of its last axis rounded to 22 bits below that piece's largest."""
     return torch.cat([rounded(piece, _step(piece)) for piece in x.double().split(PIECE, -1)], -1)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model import exact_attention, order_free_attention
+from nmoe.model import exact_attention, order_free, order_free_attention
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.varlen import VarlenAttention
 
@@ -83,7 +83,7 @@ class PackedAttention:
         return _BucketedAttention(self.lengths, self.device, causal_attention, self.shared)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        if self.exact:
+        if self.exact and order_free.needed(q_THC):
             return self._exact(layer, q_THC, k_TJC, v_TJU)
         if self.varlen is not None and self.varlen.takes(layer, q_THC):
             return self.varlen(layer, q_THC, k_TJC, v_TJU)
@@ -98,11 +98,11 @@ class PackedAttention:
 
     @cached_property
     def in_order(self) -> exact_attention.ExactAttention:
-        order_free, plain = (
+        without_order, plain = (
             _BucketedAttention(self.lengths, self.device, within, shared=None)
             for within in (order_free_attention.causal_attention, causal_attention)
         )
-        return exact_attention.ExactAttention(self.lengths, order_free, plain)
+        return exact_attention.ExactAttention(self.lengths, without_order, plain)
 
 
 class _BucketedAttention:

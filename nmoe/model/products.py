@@ -137,6 +137,7 @@ def by_onednn(x: Tensor) -> bool:
 
 def linear(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, exact: bool = False) -> Tensor:
     """`x @ weight.T + bias`; with `exact`, each row has the same bits in any batch, with gradients and without."""
+    exact = exact and order_free.needed(x_ND)
     if exact and torch.is_grad_enabled():
         differentiable_NF: Tensor = _Linear.apply(x_ND, weight_FD, bias_F, True)
         return differentiable_NF
@@ -174,7 +175,7 @@ def prepared_in_fp32(weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
 
 def prepared(weight_FD: Tensor, exact: bool) -> Callable[[Tensor], Tensor]:
     """`linear(x, weight, exact=exact)` without gradients, for several x: what exact products need of a weight is made once."""
-    if not exact:
+    if not (exact and order_free.needed(weight_FD)):
         return lambda x_ND: linear(x_ND, weight_FD)
     made = _kept(weight_FD, _exact_packing(weight_FD))
     return lambda x_ND: _exact_product(x_ND, made, weight_FD.shape[0], None)
@@ -261,6 +262,7 @@ def weight_gradient(x_ND: Tensor, grad_NF: Tensor) -> Tensor:
 
 def linear_by_group(x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int], exact: bool = False) -> Tensor:
     """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; `exact` is that of `linear`."""
+    exact = exact and order_free.needed(x_RD)
     if exact and not torch.is_grad_enabled():
         return _exact_groups(x_RD, weight_EDF, counts)
     if exact:

@@ -1,5 +1,7 @@
 """The learner: gradients that do not depend on how a batch is split, columns in the batch's order, routes, saving."""
 
+import os
+import shlex
 import shutil
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -300,7 +302,9 @@ def test_checkpointing_keeps_less(tiny_model: MakeModel, random_batch: MakeBatch
     assert kept() < 0.25 * before
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+@pytest.mark.skipif(
+    shutil.which(shlex.split(os.environ.get("CXX") or "g++")[0]) is None, reason="torch compiles with $CXX or g++"
+)
 def test_compiled_blocks_have_the_same_gradient(tiny_model: MakeModel, random_batch: MakeBatch) -> None:
     model = tiny_model(experts=0, layers=1)
     names = [name for name, _ in model.named_parameters()]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.model import order_free_attention
+from nmoe.model import order_free, order_free_attention
 from nmoe.model.attention import AttentionLayer, LatentAttentionBlock
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.packed import PackedAttention, causal_attention
@@ -39,7 +39,8 @@ class PrefillAttention:
     """An `Attend` over pieces laid end to end, those that start at 0 first. Keys and values go to the cache."""
 
     def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
-        self.cache, self.exact, self.pieces = cache, exact, pieces
+        self.cache, self.pieces = cache, pieces
+        self.exact = exact and order_free.needed(cache.keys)
         positions_T = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         spans = [np.asarray(piece.blocks, dtype=np.int64) for piece in pieces]
         blocks_T = np.concatenate(
@@ -143,7 +144,7 @@ class DecodeAttention:
     def __init__(
         self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64], exact: bool = False
     ) -> None:
-        self.cache, self.exact = cache, exact
+        self.cache, self.exact = cache, exact and order_free.needed(cache.keys)
         self.positions_B, self.table_BM = positions_B, table_BM
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
