@@ -66,7 +66,7 @@ def score(
     """Log-probabilities and entropies of the scored tokens, under the support that they were sampled from, and what a head says
     there; of the vocabulary nothing where the head is all that is asked."""
     states_ND = scored_states(model, micro, trace)
-    head_NK = None if head is None else head(states_ND)
+    head_NK = None if head is None else head(states_ND, model.exact)
     if head_only:
         nan_N = torch.full(states_ND.shape[:1], torch.nan, device=states_ND.device)
         return Outputs(nan_N, nan_N, head_NK)
@@ -99,7 +99,7 @@ def batch_head_outputs(
     ranks = ranks or Ranks()
     parts, places = [], []
     for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
-        head_NK = head(scored_states(model, micro, RouterTrace(replay=micro.routes_TYK))).cpu()
+        head_NK = head(scored_states(model, micro, RouterTrace(replay=micro.routes_TYK)), model.exact).cpu()
         if counts:
             parts.append(head_NK)
             places.append(rows_T[micro.scored_T.cpu()])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nmoe.errors import UserError
+from nmoe.model.products import linear
 
 HeadKind = Literal["value", "reward", "step", "score"]
 
@@ -31,9 +32,10 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.zeros(outputs, hidden_size))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
-    def forward(self, x_ND: Tensor) -> Tensor:
-        """Outputs `[N, K]` of normalised final hidden states."""
-        return F.linear(x_ND.to(self.weight.dtype), self.weight, self.bias)
+    def forward(self, x_ND: Tensor, exact: bool = False) -> Tensor:
+        """Outputs `[N, K]` of normalised final hidden states; `exact` is that of `nmoe.model.numerics`."""
+        x_ND = x_ND.to(self.weight.dtype)
+        return linear(x_ND, self.weight, self.bias, exact=True) if exact else F.linear(x_ND, self.weight, self.bias)
 
     def save(self, directory: Path) -> None:
         """Writes weights and description into a checkpoint's directory, beside the model's."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nmoe.model.head import Head
 from nmoe.model.kernels.combine import combine, combine_reference
 from nmoe.model.moe import RouterTrace
 from nmoe.model.numerics import row_sums, sigmoid
@@ -49,6 +50,17 @@ def test_groups_do_not_depend_on_the_others() -> None:
     for rows in (1, 3, 17):
         assert torch.equal(linear_by_group(x[:rows], weight, [rows, 0, 0], exact=True), whole[:rows])
         assert torch.equal(linear_by_group(x[-rows:], weight, [0, 0, rows], exact=True), whole[-rows:])
+
+
+def test_a_reward_does_not_depend_on_what_else_is_scored() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head, x = Head(96, 1, "reward"), torch.randn(64, 96, generator=generator)
+    with torch.no_grad():
+        head.weight.normal_(generator=generator)
+        head.bias.fill_(0.5)
+        whole = head(x, exact=True)
+        torch.testing.assert_close(whole, head(x), rtol=1e-5, atol=1e-5)
+        assert torch.equal(torch.cat([head(row, exact=True) for row in x.split(1)]), whole)
 
 
 def test_a_tokens_experts_are_added_alike_in_any_batch() -> None:
