@@ -510,9 +510,18 @@ def grade(
         ),
     ],
     extract: Annotated[
-        Literal["whole", "boxed", "last_number", "harmony"],
+        Literal["whole", "boxed", "prose", "last_number", "harmony"],
         typer.Option(help="Where in a prediction the answer is."),
     ] = "whole",
+    answer_order: Annotated[
+        Literal["any", "as_gold"], typer.Option(help="Whether a list without brackets has an order.")
+    ] = "any",
+    units: Annotated[
+        Literal["as_gold", "any"], typer.Option(help="Which units an answer may add to a gold that has none.")
+    ] = "as_gold",
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Leave out lines whose gold can not be read, and count them.")
+    ] = False,
 ) -> None:
     """Grade recorded predictions against their golds: one JSON line each, and a summary on stderr.
 
@@ -522,9 +531,10 @@ def grade(
     Example, answers in boxes, from a pipe:
       zcat predictions.jsonl.gz | nmoe grade - --extract boxed
     """
+    from nmoe.rl.grading.policy import Policy
     from nmoe.rl.grading.regrade import regrade
 
-    regrade(file, extract, sys.stdout)
+    regrade(file, extract, sys.stdout, Policy(answer_order, units), skip_unreadable=skip_unreadable)
 
 
 @app.command()

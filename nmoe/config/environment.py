@@ -93,8 +93,24 @@ class DatasetKeys(Section):
         default="all",
         description="which gold answers have to be graded correct before a run starts: all, 64 of them, or none",
     )
+    answer_order: Literal["any", "as_gold"] = Field(
+        default="any",
+        description="of `math`: whether a list without brackets, `1, 2`, has an order; lists of tuples have none, values with "
+        "names have one, and the question may ask for one",
+    )
+    units: Literal["asked", "as_gold", "any"] = Field(
+        default="asked",
+        description="of `math`: the unit that an answer may add to a gold without one: the only one that the question names, "
+        "none, or any",
+    )
     max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        for key, default in (("answer_order", "any"), ("units", "asked")):
+            if getattr(self, key) != default and self.task_type != "math":
+                yield Conflict(key, f'is of task_type = "math", not of {self.task_type!r}')
 
 
 class JsonlPool(DatasetKeys):

@@ -96,8 +96,8 @@ def test_stdin(command: Nmoe) -> None:
         ('{"prediction": "5"}', "predictions.jsonl:2: 'gold' is null, not a string"),
         ('{"gold": 5, "prediction": "5"}', "predictions.jsonl:2: 'gold' is 5, not a string"),
         ('{"gold": "5", "prediction": ["5"]}', "predictions.jsonl:2: 'prediction' is [\"5\"], not a string"),
-        ('{"gold": "$.$", "prediction": "5"}', "predictions.jsonl:2: the gold answer '$.$' is empty"),
-        ('{"gold": "' + "1" * 1001 + '", "prediction": "5"}', "longer than 1000 characters"),
+        ('{"gold": "$.$", "prediction": "5"}', "predictions.jsonl:2: nothing is left of the gold answer '$.$'"),
+        ('{"gold": "' + "1" * 1001 + '", "prediction": "5"}', "1001 characters, more than 1000"),
     ],
 )
 def test_bad_lines(nmoe: Nmoe, predictions: Callable[..., Path], line: str, message: str) -> None:
@@ -106,6 +106,36 @@ def test_bad_lines(nmoe: Nmoe, predictions: Callable[..., Path], line: str, mess
     assert result.out == ""
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+def test_all_unreadable_golds_are_named_at_once_or_skipped(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:
+    path = predictions(
+        {"gold": "1", "prediction": "1"},
+        {"gold": "$.$", "prediction": "5"},
+        {"gold": "6 * 3 = 18\n#### 18", "prediction": "18"},
+        {"gold": "2", "prediction": "2"},
+        {"gold": r"So $x=\boxed{5}$.", "prediction": "5"},
+    )
+    refused = nmoe("grade", path)
+    assert (refused.code, refused.out) == (2, "")
+    assert all(f"predictions.jsonl:{line}: " in refused.err for line in (2, 3, 5))
+    assert "3 of 5 golds can not be read" in refused.err
+    assert "--skip-unreadable" in refused.err
+    graded = nmoe("grade", path, "--skip-unreadable")
+    assert graded.code == 0
+    assert [json.loads(line)["line"] for line in graded.out.splitlines()] == [1, 4]
+    assert "2 graded" in graded.err
+    assert "3 skipped, whose gold can not be read" in graded.err
+
+
+def test_order_and_units_are_settings(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:
+    path = predictions({"gold": "1, 2", "prediction": "2, 1"}, {"gold": "5", "prediction": "5 cm"})
+
+    def verdicts(*options: str) -> list[str]:
+        return [json.loads(line)["verdict"] for line in nmoe("grade", path, *options).out.splitlines()]
+
+    assert verdicts() == ["correct", "incorrect"]
+    assert verdicts("--answer-order", "as_gold", "--units", "any") == ["incorrect", "correct"]
 
 
 def test_no_lines_and_no_file(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:

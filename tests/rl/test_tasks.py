@@ -162,7 +162,7 @@ def test_an_expression_of_the_question_is_no_answer_to_it() -> None:
         ("Find all roots. Enter them separated by commas.", True),
         ("Enter your answers, separated with commas.", True),
         ("List the solutions in any order.", True),
-        ("Find all roots.", False),
+        ("Find all roots.", True),
         ("Enter the angles, separated by commas, in increasing order.", False),
         ("Find $a$ and $b$, respectively, separated by commas.", False),
     ],

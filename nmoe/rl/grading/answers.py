@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 
 from nmoe.rl.grading.equivalence import settle
+from nmoe.rl.grading.policy import DEFAULT, AnswerOrder, Policy, Units
 from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.grading.workers import Reply, WorkerPool
 
@@ -26,7 +27,8 @@ _REMEMBERED = 4096
 
 _lock = threading.Lock()
 _pool: WorkerPool | None = None
-_replies: OrderedDict[tuple[str, str, bool], Future[Reply]] = OrderedDict()
+_Key = tuple[str, str, AnswerOrder, Units, str | None]
+_replies: OrderedDict[_Key, Future[Reply]] = OrderedDict()
 
 
 def symbolic_workers() -> WorkerPool:
@@ -38,28 +40,28 @@ def symbolic_workers() -> WorkerPool:
         return _pool
 
 
-async def grade_answer(gold: str, answer: str, *, any_order: bool = False) -> Verdict:
-    """Whether `answer` is `gold`, both raw texts; never raises, for any answer. `any_order`: bare lists are sets."""
-    verdict = settle(gold, answer, any_order=any_order)
+async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict:
+    """Whether `answer` is `gold`, both raw texts; never raises, for any answer."""
+    verdict = settle(gold, answer, policy)
     if verdict is not None:
         return verdict
-    return symbolic_verdict(await asyncio.wrap_future(_submit(gold, answer, any_order)))
+    return symbolic_verdict(await asyncio.wrap_future(_submit(gold, answer, policy)))
 
 
-def grade_answers(pairs: Iterable[tuple[str, str]]) -> Iterator[Verdict]:
+def grade_answers(pairs: Iterable[tuple[str, str]], policy: Policy = DEFAULT) -> Iterator[Verdict]:
     """The verdicts on pairs of gold and answer, in their order; blocks, and keeps a few hundred of them going at once."""
     waiting: deque[Verdict | Future[Reply]] = deque()
     for gold, answer in pairs:
-        waiting.append(settle(gold, answer) or _submit(gold, answer, False))
+        waiting.append(settle(gold, answer, policy) or _submit(gold, answer, policy))
         while waiting and (isinstance(waiting[0], Verdict) or waiting[0].done() or len(waiting) > _IN_FLIGHT):
             yield _verdict(waiting.popleft())
     for one in waiting:
         yield _verdict(one)
 
 
-def _submit(gold: str, answer: str, any_order: bool) -> Future[Reply]:
+def _submit(gold: str, answer: str, policy: Policy) -> Future[Reply]:
     """The reply on a pair; the samples of a group often give the same answer, which is compared once."""
-    key = gold, answer, any_order
+    key = gold, answer, *policy.arguments
     pool = symbolic_workers()
     with _lock:
         shared = _replies.get(key)
@@ -74,7 +76,7 @@ def _submit(gold: str, answer: str, any_order: bool) -> Future[Reply]:
     return mine
 
 
-def _pass_on(key: tuple[str, str, bool], done: Future[Reply], mine: Future[Reply]) -> None:
+def _pass_on(key: _Key, done: Future[Reply], mine: Future[Reply]) -> None:
     failed = done.cancelled() or done.exception() is not None or done.result().status == "lost"
     if failed:
         with _lock:

@@ -14,17 +14,24 @@ from dataclasses import replace
 from typing import Protocol
 
 from nmoe.rl.grading import expressions
-from nmoe.rl.grading.forms import Answer, Compound, Form, Scalar, percent_value, read_answer
+from nmoe.rl.grading.extraction import joined_boxes
+from nmoe.rl.grading.forms import REALS, Answer, Compound, Form, Scalar, percent_value, read_answer
+from nmoe.rl.grading.intervals import REAL_LINE, as_intervals
+from nmoe.rl.grading.names import names_a_term, rename, renamed_arguments
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
-from nmoe.rl.grading.numbers import read_number, same
+from nmoe.rl.grading.numbers import decimal_commas, read_number, same
+from nmoe.rl.grading.policy import DEFAULT, Policy
+from nmoe.rl.grading.question import is_unevaluated, repeats, repeats_equation, wants_equation
+from nmoe.rl.grading.screen import differ, equations_differ
+from nmoe.rl.grading.units import asked_unit, changes_number
 from nmoe.rl.grading.verdict import Verdict
 
 # Matching two sets takes the product of their sizes.
 _MAX_SET = 30
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
-# Words that stand like a unit and multiply: who leaves one out gives another number.
-_MAGNITUDES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
+_NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
+_INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
 
 
 class Leaves(Protocol):
@@ -38,25 +45,25 @@ class Leaves(Protocol):
 
 
 class _Undecided:
-    """Leaves every expression that can be read to the symbolic layer."""
+    """Leaves every expression that can be read, and has not another value for certain, to the symbolic layer."""
 
     def expressions(self, gold: str, answer: str) -> bool | None:
-        readable = expressions.latex(gold) is not None and expressions.latex(answer) is not None
-        return None if readable and expressions.comparable(gold, answer) else False
+        readable = expressions.both_latex(gold, answer) is not None
+        return None if readable and expressions.comparable(gold, answer) and not differ(gold, answer) else False
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
         sides = [expressions.latex(side) for side in (*gold, *answer)]
-        return None if None not in sides and expressions.comparable("=".join(gold), "=".join(answer)) else False
+        readable = None not in sides and expressions.comparable("=".join(gold), "=".join(answer))
+        return None if readable and not equations_differ(gold, answer) else False
 
 
 UNDECIDED = _Undecided()
 
 
-def settle(gold: str, answer: str, *, any_order: bool = False) -> Verdict | None:
+def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
     """The verdict of the exact, numeric and structural layers on raw answers; None where expressions have to be compared.
 
-    `any_order`: lists without brackets, "1, 2", are sets. Total, and quick: an answer beyond `MAX_ANSWER_CHARS` characters is
-    incorrect unread.
+    Total, and quick: an answer beyond `MAX_ANSWER_CHARS` characters is incorrect unread.
     """
     gold, answer = gold.strip(), answer.strip()
     if _PLAIN_INTEGER.fullmatch(gold) and _PLAIN_INTEGER.fullmatch(answer):
@@ -64,6 +71,8 @@ def settle(gold: str, answer: str, *, any_order: bool = False) -> Verdict | None
         return _EXACT if equal else _OTHER_NUMBER
     if not answer or len(answer) > MAX_ANSWER_CHARS:
         return Verdict.of(False, "exact", "empty" if not answer else f"longer than {MAX_ANSWER_CHARS} characters")
+    if "box" in answer or "box" in gold:
+        gold, answer = _unboxed(gold, answer)
     gold_text, answer_text = normalize(gold), normalize(answer)
     if not answer_text:
         return Verdict.of(False, "exact", "empty without its typesetting")
@@ -72,7 +81,7 @@ def settle(gold: str, answer: str, *, any_order: bool = False) -> Verdict | None
     gold_number, answer_number = read_number(gold_text), read_number(answer_text)
     if gold_number is not None and answer_number is not None:
         return _SAME_NUMBER if same(gold_number, answer_number) else _OTHER_NUMBER
-    found = compare(gold, answer, UNDECIDED, any_order=any_order)
+    found = compare(gold, answer, UNDECIDED, policy)
     if found is None:
         return None
     return Verdict.of(found, "structure", "the same part by part" if found else "not the same form or value")
@@ -83,55 +92,111 @@ _SAME_NUMBER = Verdict.of(True, "numeric", "the same number")
 _OTHER_NUMBER = Verdict.of(False, "numeric", "another number")
 
 
-def compare(gold: str, answer: str, leaves: Leaves, *, any_order: bool) -> bool | None:
+def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) -> bool | None:
     """Whether two raw answers are the same, part by part; None where `leaves` leaves open what it depends on."""
-    return _Comparison(leaves).answers(*(_with_order(read_answer(text), any_order) for text in (gold, answer)))
+    gold, answer = _unboxed(gold, answer)
+    comparison = _Comparison(leaves, policy)
+    found = comparison.answers(read_answer(gold), read_answer(answer))
+    if found or (with_points := decimal_commas(gold)) is None:
+        return found
+    # "3,5" is three and a half in much of the world; both readings of such a gold count.
+    other = comparison.answers(read_answer(with_points), read_answer(decimal_commas(answer) or answer))
+    return _any([found, other])
 
 
-def _with_order(answer: Answer, any_order: bool) -> Answer:
-    if any_order and isinstance(answer.form, Compound) and answer.form.kind == "list":
-        return replace(answer, form=replace(answer.form, kind="set"))
-    return answer
+def _unboxed(gold: str, answer: str) -> tuple[str, str]:
+    """Both without boxes. Of several that are one answer, only the last counts where the gold has a single part."""
+    if "box" not in gold and "box" not in answer:
+        return gold, answer
+    boxes = [[box.content for box in joined_boxes(text)] or [text] for text in (gold, answer)]
+    gold = "; ".join(boxes[0])
+    form = read_answer(gold).form
+    several = isinstance(form, Compound) and form.kind in ("list", "set", "record")
+    return gold, "; ".join(boxes[1]) if several else boxes[1][-1]
 
 
 class _Comparison:
     """Three-valued: None is "that depends on the leaves"."""
 
-    def __init__(self, leaves: Leaves) -> None:
+    def __init__(self, leaves: Leaves, policy: Policy) -> None:
         self._leaves = leaves
+        self._policy = policy
 
     def answers(self, gold: Answer, answer: Answer) -> bool | None:
         if gold.text == answer.text:
             return True
+        if not _may_have_condition(gold, answer) or self._is_unsolved(gold, answer):
+            return False
         if gold.label and answer.label:
             if gold.label == answer.label:
                 return self.forms(gold.form, answer.form)
+            letters = renamed_arguments(gold.label, answer.label)
+            if letters is not None:
+                renamed = _renamed(answer.form, letters)
+                return renamed is not None and self.forms(gold.form, renamed)
             return self.forms(gold.relation or gold.form, answer.relation or answer.form)
         if gold.label:
             equation = self.forms(gold.relation or gold.form, answer.form)
-            return equation or (self.forms(gold.form, answer.form) if _may_lose_label(gold) else equation)
+            return _any([equation, self.forms(gold.form, answer.form)]) if _may_lose_label(gold) else equation
         if answer.label:
             equation = self.forms(gold.form, answer.relation or answer.form)
             labelled = answer.label not in _text_of(answer.form)  # "x = x + 1" names nothing
-            return equation or (self.forms(gold.form, answer.form) if labelled else equation)
-        return self.forms(gold.form, answer.form)
+            return _any([equation, self.forms(gold.form, answer.form)]) if labelled else equation
+        found = self.forms(gold.form, answer.form)
+        value = _value_of(gold.form)
+        return found if value is None else _any([found, self.forms(value, answer.form)])
+
+    def _is_unsolved(self, gold: Answer, answer: Answer) -> bool:
+        """Whether the answer is an equation that the question has, or any where it asks for a number."""
+        question = self._policy.question
+        relation = answer.relation or answer.form
+        if question is None or not isinstance(relation, Compound) or relation.kind != "relation":
+            return False
+        solved = isinstance(gold.form, Scalar) and gold.form.number is not None
+        if solved and not answer.label and not wants_equation(question):
+            return True
+        sides = [part.text for part in relation.parts if isinstance(part, Scalar)]
+        golds = gold.relation or gold.form
+        wanted = [part.text for part in golds.parts if isinstance(part, Scalar)] if isinstance(golds, Compound) else []
+        return len(sides) == 2 and repeats_equation(question, sides, wanted)
 
     def forms(self, gold: Form, answer: Form) -> bool | None:
+        gold, answer = _real_line(gold, answer), _real_line(answer, gold)
         if isinstance(gold, Scalar) or isinstance(answer, Scalar):
             both = isinstance(gold, Scalar) and isinstance(answer, Scalar)
             return self.scalars(gold, answer) if both else False  # type: ignore[arg-type]
-        if (intervals := _intervals(gold, answer)) is not None:
+        if (intervals := as_intervals(gold, answer)) is not None:
             gold, answer = intervals
-        if gold.kind in ("set", "union"):
-            # A list in any order will do where the gold has none.
-            if answer.kind != gold.kind and not (gold.kind == "set" and answer.kind == "list"):
-                return False
-            return self.unordered(gold.parts, answer.parts)
-        if gold.kind != answer.kind:
+        if "record" in (gold.kind, answer.kind):
+            return self.records(gold, answer)
+        if gold.kind == "union":
+            return answer.kind == "union" and self.unordered(gold.parts, answer.parts)
+        if gold.kind == "set" or (gold.kind == "list" and self._has_no_order(gold)):
+            return answer.kind in ("set", "list") and self.unordered(gold.parts, answer.parts)
+        if gold.kind != answer.kind and (gold.kind, answer.kind) != ("list", "set"):
             return False
         if gold.kind == "relation":
             return self.relations(gold, answer)
-        if gold.detail != answer.detail:
+        if gold.detail != answer.detail and gold.kind != "list":
+            return False
+        return self.ordered(gold.parts, answer.parts)
+
+    def _has_no_order(self, gold: Compound) -> bool:
+        """A list of several solutions, each of several values, has none under any policy."""
+        solutions = all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
+        return solutions or self._policy.answer_order == "any"
+
+    def records(self, gold: Compound, answer: Compound) -> bool | None:
+        """Values with names of their own: by name where both have them, else in the gold's order."""
+        if gold.kind == answer.kind:
+            names, others = gold.detail.split("\n"), answer.detail.split("\n")
+            if sorted(names) != sorted(others):
+                return False
+            return self.ordered(gold.parts, [answer.parts[others.index(name)] for name in names])
+        named, other = (gold, answer) if gold.kind == "record" else (answer, gold)
+        if named is answer and (other.kind == "set" or (other.kind == "list" and self._has_no_order(other))):
+            return self.unordered(other.parts, named.parts)
+        if other.kind != "list" and (other.kind, other.detail) != ("brackets", "()"):
             return False
         return self.ordered(gold.parts, answer.parts)
 
@@ -176,24 +241,78 @@ class _Comparison:
             return same(gold.number, answer.number) or same(percent_value(gold.number), answer.number)
         if answer.unit == "%" and gold.unit == "" and gold.number and answer.number:
             return same(gold.number, percent_value(answer.number))
-        # TeX leaves dollar signs around numbers, so that one says nothing where the gold has no unit.
-        if answer.unit not in ("", gold.unit, "" if gold.unit else "dollar"):
+        if answer.unit not in ("", gold.unit) and (gold.unit or not self._may_add(answer.unit)):
             return False
-        if not answer.unit and gold.unit.startswith(_MAGNITUDES):
+        if not answer.unit and changes_number(gold.unit) and gold.unit != "%":
             return False
         if gold.text == answer.text:
             return True
         if gold.number is not None and answer.number is not None:
             return same(gold.number, answer.number)
-        if _sentence_case(gold.text) == _sentence_case(answer.text):
+        if _sentence_case(gold.text) == _sentence_case(answer.text) or _same_set(gold.text, answer.text):
             return True
+        if (question := self._policy.question) is not None:
+            if gold.number is not None and is_unevaluated(answer.text):
+                return False
+            if repeats(question, answer.text, gold.text):
+                return False
         return self._leaves.expressions(gold.text, answer.text)
+
+    def _may_add(self, unit: str) -> bool:
+        """Whether an answer may have a unit where the gold has none."""
+        # TeX leaves dollar signs around numbers, so that one says nothing.
+        if unit == "dollar":
+            return True
+        if self._policy.units == "as_gold" or changes_number(unit):
+            return False
+        return self._policy.units == "any" or unit.partition("^")[0] == asked_unit(self._policy.question or "")
+
+
+def _may_have_condition(gold: Answer, answer: Answer) -> bool:
+    """Whether the answer's condition on an index is the gold's, is left out, or says that it is an integer, as indices are."""
+    if answer.condition in ("", gold.condition):
+        return True
+    index = _INDEX.fullmatch(answer.condition)
+    return not gold.condition and index is not None and index[1] in expressions.letters(_text_of(answer.form))
 
 
 def _may_lose_label(gold: Answer) -> bool:
-    r"""The name of a function, what lies in a set, and a constant's name; "y = 2x" without "y =" is no equation."""
+    r"""The name of a function or a sequence, what lies in a set, a constant's name, and any name of a value without x, y and z;
+    "y = 2x" without "y =" is no equation."""
     in_set = isinstance(gold.relation, Compound) and gold.relation.detail == r"\in"
-    return "(" in gold.label or in_set or not expressions.letters(_text_of(gold.form)) - {"e", "i"}
+    letters = expressions.letters(_text_of(gold.form)) - {"e", "i"}
+    named = gold.label != "y" and not letters & {"x", "y", "z"}
+    return "(" in gold.label or in_set or names_a_term(gold.label) or not letters or named
+
+
+def _value_of(gold: Form) -> Form | None:
+    """The value that a gold gives to an expression other than a name: 11 of "a + b = 11". Equations in x, y and z are curves."""
+    if not isinstance(gold, Compound) or gold.kind != "relation" or gold.detail != "=" or len(gold.parts) != 2:
+        return None
+    left, right = (expressions.letters(_text_of(part)) for part in gold.parts)
+    return gold.parts[1] if left and not left & {"x", "y", "z"} and not right - {"e", "i"} else None
+
+
+def _renamed(form: Form, letters: dict[str, str]) -> Form | None:
+    """The form with its variables renamed; None where a new name is taken."""
+    if isinstance(form, Scalar):
+        text = rename(form.text, letters)
+        return None if text is None else replace(form, text=text)
+    parts = [_renamed(part, letters) for part in form.parts]
+    found = tuple(part for part in parts if part is not None)
+    return replace(form, parts=found) if len(found) == len(parts) else None
+
+
+def _real_line(form: Form, other: Form) -> Form:
+    """The real numbers as an interval, where they stand beside one."""
+    return REAL_LINE if isinstance(other, Compound) and form == Scalar(REALS, None) else form
+
+
+def _same_set(gold: str, answer: str) -> bool:
+    r"""Sets of numbers, whose letter may be a plain one, and the empty set, which many write as \phi."""
+    if gold == r"\emptyset":
+        return answer in (r"\phi", r"\Phi")
+    return r"\mathbb" in gold + answer and _NUMBER_SET.sub(r"\1", gold) == _NUMBER_SET.sub(r"\1", answer)
 
 
 def _text_of(form: Form) -> str:
@@ -203,47 +322,6 @@ def _text_of(form: Form) -> str:
 def _sentence_case(text: str) -> str:
     """Words of three letters or more, and "No", with a small first letter: "East" is "east", but a point A is not a."""
     return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
-
-
-def _intervals(gold: Compound, answer: Compound) -> tuple[Compound, Compound] | None:
-    r"""Both as intervals, where one is written with brackets and the other as inequalities. The gold must be an interval beyond
-    doubt: "(1, 2)" may be a point."""
-    if "relation" in (answer.kind, gold.kind) or "set" in (answer.kind, gold.kind):
-        gold_interval, answer_interval = _as_interval(gold), _as_interval(answer)
-        if gold_interval is None or answer_interval is None or gold.kind == answer.kind:
-            return None
-        if gold.kind == "brackets" and gold.detail == "()" and r"\infty" not in _text_of(gold):
-            return None
-        return gold_interval, answer_interval
-    return None
-
-
-def _as_interval(form: Compound) -> Compound | None:
-    if form.kind == "brackets":
-        return form if len(form.parts) == 2 and form.detail in ("()", "(]", "[)", "[]") else None
-    if form.kind in ("union", "set"):
-        parts = [_as_interval(part) for part in form.parts if isinstance(part, Compound)]
-        if len(parts) != len(form.parts) or None in parts:
-            return None
-        return Compound("union", tuple(part for part in parts if part is not None))
-    if form.kind != "relation":
-        return None
-    signs, sides = form.detail.split(","), form.parts
-    closed = {"<": False, r"\le": True}
-    if any(sign not in closed for sign in signs) or not all(isinstance(side, Scalar) for side in sides):
-        return None
-    if len(sides) == 3 and _is_variable(sides[1]):
-        low, high = closed[signs[0]], closed[signs[1]]
-        return Compound("brackets", (sides[0], sides[2]), ("[" if low else "(") + ("]" if high else ")"))
-    if len(sides) == 2 and _is_variable(sides[0]) and not _is_variable(sides[1]):
-        return Compound("brackets", (Scalar(r"-\infty", None), sides[1]), "(" + ("]" if closed[signs[0]] else ")"))
-    if len(sides) == 2 and _is_variable(sides[1]) and not _is_variable(sides[0]):
-        return Compound("brackets", (sides[0], Scalar(r"\infty", None)), ("[" if closed[signs[0]] else "(") + ")")
-    return None
-
-
-def _is_variable(form: Form) -> bool:
-    return isinstance(form, Scalar) and re.fullmatch(r"[A-Za-z]|\\(?:theta|alpha|lambda)", form.text) is not None
 
 
 def _all(found: Iterable[bool | None]) -> bool | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_FUNCTIONS = [
+FUNCTIONS = (
     "arcsin",
     "arccos",
     "arctan",
@@ -25,9 +25,9 @@ _FUNCTIONS = [
     "csc",
     "ln",
     "log",
-]
-_FUNCTIONS += ["exp"]
-_GREEK = [
+    "exp",
+)
+GREEK = (
     "alpha",
     "beta",
     "gamma",
@@ -42,9 +42,9 @@ _GREEK = [
     "tau",
     "phi",
     "omega",
-]
+)
 _OTHER = ["sqrt", "frac", "pi", "cdot", "times", "div", "infty", "binom", "lfloor", "rfloor", "lceil", "rceil"]
-_COMMANDS = frozenset(_FUNCTIONS + _GREEK + _OTHER)
+_COMMANDS = frozenset([*FUNCTIONS, *GREEK, *_OTHER])
 
 _CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
 # The parser recurses, and so does sympy.
@@ -54,19 +54,32 @@ _TOKEN = re.compile(
     r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|\\(?P<command>[A-Za-z]+)|(?P<letters>[A-Za-z]+)"
     r"|(?P<sign>[-+*/^_(){}\[\]|!])|(?P<space> )"
 )
-_WORDS = re.compile(r"(?<![A-Za-z\\])(pi|" + "|".join(_FUNCTIONS) + r")(?![A-Za-z])")
-_ROOT = re.compile(r"(?<![A-Za-z])\\?sqrt ?\(")
+_WORDS = re.compile(r"(?<![A-Za-z\\])(pi|" + "|".join(FUNCTIONS) + r")(?![A-Za-z])")
+_ROOT_OR_BRACKET = re.compile(r"(?<![A-Za-z])\\?sqrt ?\(|[()]|[^()s\\]+|.", re.DOTALL)
 _SUBSCRIPT = re.compile(r"_([0-9])(?![0-9]) ?")
 _POWER = re.compile(r"\^(-[0-9]+|[0-9]{2,}|\\frac\{[0-9]+\}\{[0-9]+\})")
 _TOWER = re.compile(r"\^(?:\{[^{}]*\}|[0-9A-Za-z])\^")
 _DIVISION = re.compile(r"/ ?(?:[0-9]+|[A-Za-z]) ?(?:[A-Za-z(\\{])")
 _DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+_REPEATING = re.compile(r"([0-9]{1,20})\.([0-9]{0,20})\\overline\{([0-9]{1,20})\}")
+_PRODUCT = re.compile(r"[A-Za-z](?: ?(?:\\cdot|\\times|\*) ?[A-Za-z])+|[a-z](?: [a-z])+")
+
+
+def both_latex(gold: str, answer: str) -> tuple[str, str] | None:
+    """The LaTeX of two texts for the parser; None where either is no expression. Letters alone, "xy", are a product only beside
+    one that has its signs: "x\\cdot y"."""
+    sources = latex(gold), latex(answer)
+    if sources[0] is None or sources[1] is None:
+        product = any(_PRODUCT.fullmatch(text) for text in (gold, answer))
+        sources = latex(gold, product), latex(answer, product)
+    return (sources[0], sources[1]) if sources[0] is not None and sources[1] is not None else None
 
 
 @lru_cache(4096)
-def latex(text: str) -> str | None:
-    """The LaTeX of a normalised scalar text for the parser, decimals as exact fractions; None for what is no expression."""
-    source = _WORDS.sub(r"\\\1 ", _with_roots(text.replace("**", "^")))
+def latex(text: str, product: bool = False) -> str | None:
+    """The LaTeX of a normalised scalar text for the parser, decimals as exact fractions; None for what is no expression. `product`:
+    up to four letters alone are one of variables."""
+    source = _WORDS.sub(r"\\\1 ", _with_roots(_REPEATING.sub(_as_ratio, text.replace("**", "^"))))
     source = _SUBSCRIPT.sub(r"_{\1}", source)
     tokens = list(_TOKEN.finditer(source))
     if not tokens or sum(len(token.group()) for token in tokens) != len(source) or not _is_balanced(source):
@@ -76,7 +89,8 @@ def latex(text: str) -> str | None:
             return None
         if token.lastgroup == "number" and before is not None and before.group() == " ":
             return None  # two numbers side by side, or a word and a number
-        if token.lastgroup == "letters" and not _are_variables(token.group(), tokens):
+        alone = token.lastgroup == "letters" and not _are_variables(token.group(), tokens)
+        if alone and (not product or len(token.group()) > 4):
             return None
     if _TOWER.search(source) or _DIVISION.search(source) or re.search(r"[0-9]\.?[eE][0-9]", source):
         return None
@@ -84,17 +98,21 @@ def latex(text: str) -> str | None:
 
 
 def _with_roots(text: str) -> str:
-    r""" "sqrt(x)" as "\sqrt{x}", by the bracket that closes it."""
-    while match := _ROOT.search(text):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"(": 1, ")": -1}.get(text[end], 0)
-            if depth == 0:
-                break
-        else:
-            return text
-        text = rf"{text[: match.start()]}\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"
-    return text
+    r""" "sqrt(x)" as "\sqrt{x}", by the bracket that closes it. One pass."""
+    if "sqrt" not in text:
+        return text
+    parts: list[str] = []
+    open_: list[int | None] = []  # of each bracket where its root's stands in `parts`
+    for token in _ROOT_OR_BRACKET.finditer(text):
+        sign = token.group()
+        if sign == ")":
+            root = open_.pop() if open_ else None
+            if root is not None:
+                parts[root], sign = r"\sqrt{", "}"
+        elif sign.endswith("("):
+            open_.append(len(parts) if len(sign) > 1 else None)
+        parts.append(sign)
+    return "".join(parts)
 
 
 def _is_balanced(source: str) -> bool:
@@ -134,3 +152,9 @@ def comparable(gold: str, answer: str) -> bool:
     """Whether i means the same in both: the parser takes I for the imaginary unit, which elsewhere is a current or an integral."""
     both = letters(gold) | letters(answer)
     return not {"i", "I"} <= both
+
+
+def _as_ratio(repeating: re.Match[str]) -> str:
+    whole, fixed, cycle = repeating.groups()
+    numerator = int(whole + fixed + cycle) - int(whole + fixed)
+    return rf"\frac{{{numerator}}}{{{10 ** len(fixed) * (10 ** len(cycle) - 1)}}}"

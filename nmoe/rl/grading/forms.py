@@ -5,6 +5,8 @@ r"""The form of an answer: a scalar, or scalars in a list, brackets, a set, a un
     "(1, 2)", "[0, 1)"           brackets "()" and "[)", whether they are a point or an interval
     "1, 2", "1 and 2"            a list, which has an order
     "\{1, 2\}", "1 or 2", "\pm 2"  a set, which has none
+    "x = 3, y = 4"               a record: values with names of their own, whatever their order
+    "(x, y) = (3, 4)"            the same record
     "(0, 1) \cup [3, \infty)"    a union of brackets
     "1 < x \le 2", "y = 2x + 1"  relations
     "\begin{pmatrix} ...  "      a matrix, by rows
@@ -16,16 +18,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
+from nmoe.rl.grading.names import name_of, names_in
 from nmoe.rl.grading.normalization import normalize
 from nmoe.rl.grading.numbers import Number, read_number
+from nmoe.rl.grading.units import is_unit, known_unit, spell_unit
 
 _MAX_DEPTH = 30
 
-Kind = Literal["list", "brackets", "set", "union", "matrix", "relation"]
+Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matrix", "relation"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Compound:
-    """Several forms. `detail` is the brackets ("(]"), the relations ("<,\\le") or the shape of a matrix ("2x3")."""
+    """Several forms. `detail` is the brackets ("(]"), the relations ("<,\\le"), the shape of a matrix ("2x3"), a record's names,
+    one a line, or "pm" for the set of a value with both signs."""
 
     kind: Kind
     parts: tuple[Form, ...]
@@ -57,12 +62,14 @@ Form = Scalar | Compound
 @dataclass(frozen=True)
 class Answer:
     """A whole answer. `label` is the name it gives its value ("x", "f(x)"), "" without one, and `relation` then the form with
-    the name still in it. `text` is the whole normalised text."""
+    the name still in it. `condition` is what it says of an index at its end, "k\\in\\mathbb{Z}". `text` is the whole
+    normalised text."""
 
     text: str
     form: Form
     label: str = ""
     relation: Form | None = None
+    condition: str = ""
 
 
 # Letters in braces whose command says that they are words: the unit of what stands before.
@@ -82,40 +89,21 @@ _DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
 # An angle may be in degrees, and so may the argument of a function, which is no unit of its value.
 _ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
 _FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
-_NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?'?(?:\([A-Za-z](?:, ?[A-Za-z])*\))?")
 _BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
 
-_UNITS = {
-    "cm": "centimeter centimetre",
-    "mm": "millimeter millimetre",
-    "km": "kilometer kilometre",
-    "meter": "m metre",
-    "in": "inch",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "kg": "kilogram",
-    "mg": "milligram",
-    "gram": "g",
-    "lb": "lbs pound",
-    "oz": "ounce",
-    "ml": "milliliter millilitre",
-    "liter": "l litre",
-    "sec": "s second",
-    "min": "minute",
-    "hr": "h hour",
-    "day": "",
-    "degree": "deg",
-    "%": "percent percentage pct",
-    "mph": "milesperhour",
-    "dollar": "",
-    "cent": "",
-    "unit": "",
+# The index that a general solution runs over.
+_CONDITION = re.compile(
+    r"(.+?)(?:, ?| )?\(?([a-z](?:, ?[a-z])?\\in ?(?:\\mathbb\{[NQRZ]\}|[NQRZ])(?:[_^](?:[*+]|\{[*+]\}))?)\)?", re.DOTALL
+)
+_LINE_NAME = re.compile(r"(?:line ?)?[A-Za-z](?:_(?:[0-9]|\{[0-9]\}))?: ?(?=[^:]*[xy][^:]*$)")
+_WORD_SIGNS = {
+    r"\emptyset": ["empty set", "the empty set", "null set"],
+    r"\mathbb{R}": ["all real", "all reals", "all real numbers", "any real number", "real numbers", "the real numbers"],
 }
-_UNIT_NAMES = {spelling: name for name, spellings in _UNITS.items() for spelling in [name, *spellings.split()]}
-_POWER_WORDS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
+_SIGN_OF = {words: sign for sign, spellings in _WORD_SIGNS.items() for words in spellings}
+REALS = r"\mathbb{R}"
 
 _TOKEN = re.compile(r"\\begin\{[a-z]+\*?\}|\\end\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _OPENING, _CLOSING = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\rangle"}
@@ -132,19 +120,27 @@ def read_answer(text: str) -> Answer:
     marked = _WORDED.sub(_mark, _MARKS.sub("?", text))
     if grouped := _GROUPED_COUNT.fullmatch(marked):  # "1,234 eggs" is one number
         marked = grouped[1].replace(",", "") + grouped[2]
-    normal = normalize(marked)
-    plain = normalize(_MARKS.sub(" ", marked))
+    normal = _LINE_NAME.sub("", normalize(marked), 1) if "=" in marked and ":" in marked else normalize(marked)
+    condition = ""
+    if r"\in" in normal and (conditioned := _CONDITION.fullmatch(normal)):
+        normal, condition = conditioned.groups()
+    return replace(_read_unconditioned(normal, normalize(_MARKS.sub(" ", marked))), condition=condition)
+
+
+def _read_unconditioned(normal: str, plain: str) -> Answer:
     tokens = _tokens(normal)
     if tokens is None:
         return Answer(plain, Scalar(plain, None))
     relations = _split(tokens, _RELATIONS | {r"\in"})
     if len(relations) == 2:
         (left, _), (right, relation) = relations
-        if relation == "=" and not _NAME.fullmatch(left) and _NAME.fullmatch(right):
+        if relation == "=" and not name_of(left) and name_of(right):
             left, right = right, left
-        if relation in ("=", r"\in") and _NAME.fullmatch(left):
+        if relation in ("=", r"\in") and (name := name_of(left)):
             form = _read(right, 0)
-            return Answer(plain, form, left, Compound("relation", (_scalar(left), form), relation))
+            if names := names_in(name):
+                return Answer(plain, _record(names, form) or form)
+            return Answer(plain, form, name, Compound("relation", (_scalar(left), form), relation))
     form = _read(normal, 0)
     return _hoist_label(plain, form)
 
@@ -158,21 +154,52 @@ def _mark(worded: re.Match[str]) -> str:
 
 def _hoist_label(text: str, form: Form) -> Answer:
     """ "x = 1 or x = 2" labels the set of 1 and 2."""
-    if isinstance(form, Compound) and form.kind in ("list", "set") and form.parts:
-        items = [_assignment(part) for part in form.parts]
-        names = {None if item is None else item[0] for item in items}
-        if len(names) == 1 and None not in names:
-            values = tuple(item[1] for item in items if item is not None)
-            return Answer(text, Compound(form.kind, values), str(names.pop()), form)
+    if isinstance(form, Compound) and form.kind in ("list", "set") and (items := _assignments(form.parts)):
+        names = {name for name, _ in items}
+        if len(names) == 1:
+            name, values = names.pop(), tuple(value for _, value in items)
+            if inner := names_in(name):
+                records = [_record(inner, value) for value in values]
+                found = tuple(one for one in records if one is not None)
+                return Answer(text, Compound(form.kind, found) if len(found) == len(values) else form)
+            return Answer(text, Compound(form.kind, values), name, form)
     return Answer(text, form)
+
+
+def _record(names: Sequence[str], form: Form) -> Form | None:
+    """The values in brackets with their names, or each of several; None where they do not fit."""
+    if isinstance(form, Scalar):
+        return None
+    if form.kind in ("list", "set"):
+        records = [_record(names, part) for part in form.parts]
+        found = tuple(one for one in records if one is not None)
+        return Compound(form.kind, found) if len(found) == len(form.parts) else None
+    if form.kind != "brackets" or form.detail != "()" or len(form.parts) != len(names):
+        return None
+    return Compound("record", form.parts, "\n".join(names))
+
+
+def _assignments(forms: Sequence[Form]) -> list[tuple[str, Form]] | None:
+    """The names and values of equations that all give a name its value."""
+    items = [_assignment(form) for form in forms]
+    found = [item for item in items if item is not None]
+    return found if found and len(found) == len(items) else None
 
 
 def _assignment(form: Form) -> tuple[str, Form] | None:
     if isinstance(form, Compound) and form.kind == "relation" and form.detail == "=" and len(form.parts) == 2:
         name, value = form.parts
-        if isinstance(name, Scalar) and _NAME.fullmatch(name.text):
-            return name.text, value
+        # A tuple on the left was read as brackets; its text is still a name's.
+        text = name.text if isinstance(name, Scalar) else _tuple_text(name)
+        if (known := name_of(text)) is not None:
+            return known, value
     return None
+
+
+def _tuple_text(form: Compound) -> str:
+    if form.kind != "brackets" or form.detail != "()":
+        return ""
+    return f"({', '.join(part.text if isinstance(part, Scalar) else '' for part in form.parts)})"
 
 
 def _tokens(text: str) -> list[tuple[str, int]] | None:
@@ -223,12 +250,46 @@ def _read(text: str, level: int) -> Form:
                 return _scalar(text)
             return build(parts, level + 1)
     if (both := _plus_and_minus(tokens)) is not None:
-        return Compound("set", tuple(_read(normalize(one), level + 1) for one in both))
+        return Compound("set", tuple(_read(normalize(one), level + 1) for one in both), "pm")
     return _bracketed(text, tokens, level) or _scalar(text)
 
 
 def _many(kind: Kind) -> Callable[[list[tuple[str, str]], int], Form]:
     return lambda parts, level: Compound(kind, tuple(_read(normalize(part), level) for part, _ in parts))
+
+
+def _list(parts: list[tuple[str, str]], level: int) -> Form:
+    """A list, which is a record where each item has a name of its own; "0, \\pm 1" has three items, and no order."""
+    forms: list[Form] = []
+    kind: Kind = "list"
+    for part, _ in parts:
+        form = _read(normalize(part), level)
+        if isinstance(form, Compound) and (form.kind == "list" or form.detail == "pm"):
+            forms += form.parts
+            kind = "set" if form.detail == "pm" else kind
+        else:
+            forms.append(form)
+    items = _assignments(forms)
+    if items and len({name for name, _ in items}) == len(items) > 1:
+        return Compound("record", tuple(value for _, value in items), "\n".join(name for name, _ in items))
+    return Compound(kind, tuple(forms))
+
+
+def _difference(parts: list[tuple[str, str]], level: int) -> Form:
+    """All real numbers but some, as a union of intervals."""
+    forms = tuple(_read(normalize(part), level) for part, _ in parts)
+    whole, *less = forms
+    without = less[0] if len(less) == 1 and isinstance(less[0], Compound) and less[0].kind == "set" else None
+    if whole != Scalar(REALS, None) or without is None:
+        return Compound("difference", forms)
+    points = [part for part in without.parts if isinstance(part, Scalar) and part.number and not part.unit]
+    if len(points) != len(without.parts):
+        return Compound("difference", forms)
+    ordered = sorted(points, key=lambda point: point.number.value if point.number else 0)
+    ends = [Scalar(r"-\infty", None), *ordered, Scalar(r"\infty", None)]
+    return Compound(
+        "union", tuple(Compound("brackets", tuple(ends[place : place + 2]), "()") for place in range(len(ends) - 1))
+    )
 
 
 def _relation(parts: list[tuple[str, str]], level: int) -> Form:
@@ -242,9 +303,11 @@ def _relation(parts: list[tuple[str, str]], level: int) -> Form:
 
 _SPLITS: list[tuple[set[str], Callable[[list[tuple[str, str]], int], Form]]] = [
     ({"\ue002"}, _many("set")),
-    ({",", ";"}, _many("list")),
+    ({";"}, _list),
+    ({","}, _list),
     (_RELATIONS, _relation),
     ({r"\cup"}, _many("union")),
+    ({r"\setminus"}, _difference),
 ]
 
 
@@ -302,8 +365,9 @@ def _matrix(text: str, level: int) -> Form | None:
 def _scalar(text: str) -> Scalar:
     """A scalar with its unit or base taken off."""
     if match := _MARKED_UNIT.fullmatch(text):
-        return _with_unit(match[1], _unit(match[2], match[3] or ""))
+        return _with_unit(match[1], spell_unit(match[2], match[3] or ""))
     text = normalize(_MARKS.sub(" ", text))
+    text = _SIGN_OF.get(text.lower().removeprefix("the set of "), text)
     if number := read_number(text):
         return Scalar(text, number)
     if match := _BASE.fullmatch(text):
@@ -318,11 +382,10 @@ def _scalar(text: str) -> Scalar:
     if match := _FOREIGN_CURRENCY.fullmatch(text):
         return _with_unit(match[2], match[1])
     if match := _BARE_UNIT.fullmatch(text):
-        words, unit = match[2], _unit(match[2], match[3] or "")
+        words, unit = match[2], spell_unit(match[2], match[3] or "")
         # A single letter may be a variable: 5m. Words that are no known unit are one only after a number: 18 apples.
-        known = len(words) > 1 and unit.partition("^")[0] in _UNITS
-        counted = any(len(word) >= 3 for word in words.split()) and read_number(normalize(match[1])) is not None
-        if known or counted:
+        counted = is_unit(words) and read_number(normalize(match[1])) is not None
+        if (len(words) > 1 and known_unit(unit)) or counted:
             return _with_unit(match[1], unit)
     return Scalar(text, None)
 
@@ -332,17 +395,6 @@ def _with_unit(text: str, unit: str) -> Scalar:
     if unit == "degree" and not _ANGLE.fullmatch(value):
         return Scalar(rf"{value}^\circ", None)
     return Scalar(value, read_number(value), unit)
-
-
-def _unit(words: str, power: str) -> str:
-    """One spelling of a unit: "square centimetres" and "cm^2" are "cm^2"; what is not known is its words without a plural s."""
-    names = words.lower().replace(".", " ").split()
-    powers = [_POWER_WORDS[name] for name in names if name in _POWER_WORDS]
-    spelled = "".join(name for name in names if name not in _POWER_WORDS)
-    singulars = (spelled, spelled.removesuffix("s"), spelled.removesuffix("es"))
-    unit = next((_UNIT_NAMES[one] for one in singulars if one in _UNIT_NAMES), spelled.removesuffix("s"))
-    power = power or "".join(powers)
-    return f"{unit}^{power}" if power and power != "1" else unit
 
 
 def percent_value(number: Number) -> Number:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from nmoe.errors import UserError
 from nmoe.rl.grading.extraction import last_boxed, last_number
+from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
 
 
 def _whole(field: str) -> str | None:
@@ -48,3 +49,14 @@ def extract_gold(extractor: str, field: str) -> str:
             f"gold_extractor ({', '.join(GOLD_EXTRACTORS)})"
         )
     return gold
+
+
+def unreadable(gold: str) -> str | None:
+    """Why no answer could be compared with a gold answer; None where it can be read."""
+    if len(gold.strip()) > MAX_ANSWER_CHARS:
+        return f"the gold answer has {len(gold)} characters, more than {MAX_ANSWER_CHARS}: is it a whole solution?"
+    if "####" in gold or last_boxed(gold) is not None:
+        return f"the gold answer {gold!r:.80} is a solution"
+    if not normalize(gold):
+        return f"nothing is left of the gold answer {gold!r} without its typesetting"
+    return None

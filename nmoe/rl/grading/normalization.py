@@ -2,13 +2,15 @@ r"""Normalisation of answers: takes away what is typesetting and keeps what is m
 
 - `$...$`, `$$...$$`, `\(...\)`, `\[...\]` and `**...**` around the whole answer; trailing periods; a dollar sign before a
   number; U+2212 becomes "-", and other signs of mathematics (π × · ≤ ∞ √ ² ...) the LaTeX that they stand for;
+- spaces of every kind (thin, non-breaking, of no width), fractions that are one character (½, 2½), ∅ and ℝ, `\lvert`, `\lbrace` and
+  other second names of signs; a dot over repeating decimals becomes `\overline`; a plus sign before a whole item goes;
 - `\text \textbf \mathrm \mathbf` and their kin (the braces' content stays); `\left`, `\right`, `\displaystyle`, and the
   spacing commands `\! \, \; \: \quad`, and `~`;
 - `\dfrac`, `\tfrac` and `\cfrac` become `\frac`; `<=` becomes `\le`, and `\leq` and the like their shortest name;
 - white space collapses to one space, and to none beside punctuation and between a command and what is no letter, save one
   after a comma;
 - a whole answer that is a number loses its thousands separators, its plus sign and its leading zeros. In "(1,234)" and
-  "1, 234" the comma stays: those are two numbers.
+  "1, 234" the comma stays: those are two numbers. Spaces separate thousands, too: "12 500".
 """
 
 from __future__ import annotations
@@ -37,8 +39,27 @@ _SIGNS = str.maketrans(
         "°": r"^\circ ",
         "²": "^2",
         "³": "^3",
+        "∅": r"\emptyset ",
+        "ℝ": r"\mathbb{R}",
+        "⁄": "/",
+        **dict.fromkeys("\u00a0\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B))), " "),
+        **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
     }
 )
+# By numerator and denominator.
+_VULGAR = {
+    "½": (1, 2),
+    "⅓": (1, 3),
+    "⅔": (2, 3),
+    "¼": (1, 4),
+    "¾": (3, 4),
+    "⅕": (1, 5),
+    "⅖": (2, 5),
+    "⅗": (3, 5),
+    "⅘": (4, 5),
+}
+_VULGAR |= {"⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8), "⅞": (7, 8)}
+_VULGAR_FRACTION = re.compile(rf"(?<![0-9.,])([0-9]{{0,9}})\s*([{''.join(_VULGAR)}])")
 _ROOT_SIGN = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
 _SPELLINGS = {
     "<=": r"\le ",
@@ -48,10 +69,27 @@ _SPELLINGS = {
     "{,}": ",",
     r"^{\circ}": r"^\circ ",
     r"\varnothing": r"\emptyset ",
+    r"\O": r"\emptyset ",
+    r"\lbrace": r"\{",
+    r"\rbrace": r"\}",
+    r"\lvert": "|",
+    r"\rvert": "|",
+    r"\vert": "|",
+    r"\mid": "|",
+    r"\lVert": r"\|",
+    r"\rVert": r"\|",
+    r"\backslash": r"\setminus ",
 }
-_SPELLING = re.compile("|".join(map(re.escape, _SPELLINGS)))
-_DROPPED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\! ?|\\[,;:]")
-_SPACES = re.compile(r"\\(?:displaystyle|quad|qquad)(?![A-Za-z])|(?<!\\)\\ |~")
+_COMMAND_SPELLINGS = "|".join(re.escape(one) for one in _SPELLINGS if one[1:].isalpha())
+_SPELLING = re.compile(
+    rf"(?:{_COMMAND_SPELLINGS})(?![A-Za-z])|" + "|".join(re.escape(one) for one in _SPELLINGS if not one[1:].isalpha())
+)
+_NUMBER_SET = re.compile(r"\\(?:mathbb|mathbf|Bbb)\s*(?:\{\s*([CNQRZ])\s*\}|([CNQRZ])(?![A-Za-z]))")
+_EMPTY_BRACES = re.compile(r"\\\{\s*\\\}")
+_REPEATING_DOTS = re.compile(r"(?<=[0-9]\.)([0-9]*)\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
+_ITEM_PLUS = re.compile(r"(^|[(\[{,;=<>]|\\(?:cup|le|ge|in)(?![A-Za-z])) ?\+")
+_DROPPED = re.compile(r"\\(?:left|right|thinspace|big|Big|bigg|Bigg)(?![A-Za-z]) ?|\\! ?|\\[,;:]")
+_SPACES = re.compile(r"\\(?:displaystyle|quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~")
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _RELATION_COMMAND = re.compile(r"\\(le|ge)q(?:slant)?(?![A-Za-z])|\\(ne)q(?![A-Za-z])")
 _WRAPPERS = re.compile(
@@ -62,7 +100,8 @@ _CURRENCY = re.compile(r"^([+-]?)\\?\$(?=[0-9.,]+$)")
 _IDLE_SPACE = re.compile(r" (?!\w)|(?<![\w,]) ")
 _COMMAND_SPACE = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
 _LIST_COMMA = re.compile(r",(?=\S)")
-_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+# "0,125" is no thousand.
+_GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?")
 _PLAIN = re.compile(r"\+?(-?)(?:0+(?=[0-9]))?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -78,19 +117,30 @@ def normalize(text: str) -> str:
 def _normalize_once(text: str) -> str:
     if plain := _PLAIN.fullmatch(text):
         return "".join(plain.groups())
-    text = _ROOT_SIGN.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text).translate(_SIGNS)
+    if not text.isascii():
+        text = _VULGAR_FRACTION.sub(_as_fraction, text)
+        text = _ROOT_SIGN.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text).translate(_SIGNS)
+    text = _NUMBER_SET.sub(lambda match: rf"\mathbb{{{match[1] or match[2]}}}", text)
+    text = _EMPTY_BRACES.sub(r"\\emptyset ", text)
     text = _SPELLING.sub(lambda match: _SPELLINGS[match[0]], text)
     text = _FRACTION_COMMAND.sub(r"\\frac", _SPACES.sub(" ", _DROPPED.sub("", text)))
     text = _RELATION_COMMAND.sub(lambda match: "\\" + (match[1] or match[2]), text)
     text = _strip_enclosure(_unwrap(text).strip().rstrip(". "))
     text = _CURRENCY.sub(r"\1", text)
     if _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
+        text = text.replace(",", "").replace(" ", "")
     if plain := _PLAIN.fullmatch(text):
         return "".join(plain.groups())
     text = _COMMAND_SPACE.sub(r"\1", _IDLE_SPACE.sub("", re.sub(r"\s+", " ", text)))
+    text = _ITEM_PLUS.sub(r"\1", _REPEATING_DOTS.sub(r"\1\\overline{\2\3\4}", text))
     # A comma that is left separates items. With its space it can not turn into a thousands separator: "1, 234" is two.
     return _LIST_COMMA.sub(", ", text)
+
+
+def _as_fraction(vulgar: re.Match[str]) -> str:
+    """2½ is five halves."""
+    numerator, denominator = _VULGAR[vulgar[2]]
+    return rf"\frac{{{int(vulgar[1] or 0) * denominator + numerator}}}{{{denominator}}}"
 
 
 def _unwrap(text: str) -> str:

@@ -2,7 +2,7 @@ r"""Numbers as people write them, read as exact rationals, and when two of them 
 
 Read are, in ASCII digits: integers and decimals, `a/b` and `\frac{a}{b}` (also `\frac12`), mixed numbers (`1\frac{1}{2}`,
 `1 1/2`; the fraction must be a proper one), scientific notation (`1.5\times10^{3}`, `1.5*10^3`, `1.5e3`, with exponents up
-to 1000) and repeating decimals (`0.1\overline{6}`). "inf", "nan" and "9**9**9" are texts.
+to 1000) and repeating decimals (`0.1\overline{6}`, `0.1(6)`). "inf", "nan" and "9**9**9" are texts.
 
 Where neither side is a decimal, numbers are the same when they are equal. Where either is, they may differ by
 1e-6 * min(1, |gold|): absolute for large golds, so that a long integer can not be missed by a digit, and relative for small
@@ -29,7 +29,7 @@ _MIXED = re.compile(rf"([+-]?)([0-9]+)(?:\\frac{_PART}{_PART}| ([0-9]+)/([0-9]+)
 _SCIENTIFIC = re.compile(
     rf"([+-]?{_DECIMAL})(?:(?:\\times|\\cdot|\*|×|·) ?10\^(?:\{{([+-]?[0-9]+)\}}|([+-]?[0-9]+))|[eE]([+-]?[0-9]+))"
 )
-_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\{?([0-9]+)\}?")
+_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{?([0-9]+)\}?|\(([0-9]+)\))")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def read_number(text: str) -> Number | None:
             return None
         return Number(Fraction(coefficient) * Fraction(10) ** int(exponent), "." in coefficient)
     if match := _REPEATING.fullmatch(text):
-        sign, whole, fixed, cycle = match.groups()
+        sign, whole, fixed, *cycles = match.groups()
+        cycle = cycles[0] or cycles[1]
         value = Fraction(int(whole + fixed + cycle or "0") - int(whole + fixed or "0"))
         value /= 10 ** len(fixed) * (10 ** len(cycle) - 1)
         return Number(-value if sign == "-" else value, False)
@@ -85,3 +86,23 @@ def same(gold: Number, answer: Number) -> bool:
     if not (gold.decimal or answer.decimal):
         return gold.value == answer.value
     return abs(gold.value - answer.value) <= TOLERANCE * min(Fraction(1), abs(gold.value))
+
+
+_COMMA = re.compile(r"(?<![0-9,])([0-9]+),([0-9]+)(?![0-9,])")
+_COMMA_IN_BRACKETS = re.compile(r"[(\[{][^()\[\]{}]*[0-9],[0-9]")
+_RUN_OF_COMMAS = re.compile(r"[0-9],[0-9]+,[0-9]")
+
+
+def decimal_commas(text: str) -> str | None:
+    """The text with points for its decimal commas; None where it has none. "3,5" has one, and "1,234", "1, 2", "1,2,3" and "(1,2)"
+    have none; in brackets, as in "(1,5; 2,5)", only beside semicolons."""
+    if "," not in text:
+        return None
+    plain = text.replace("{,}", ",")
+    found = _COMMA.findall(plain)
+    thousands = any(len(after) == 3 and len(before) <= 3 and before[0] != "0" for before, after in found)
+    if not found or thousands or _RUN_OF_COMMAS.search(plain):
+        return None
+    if ";" not in plain and _COMMA_IN_BRACKETS.search(plain):
+        return None
+    return _COMMA.sub(r"\1.\2", plain)

@@ -15,6 +15,7 @@ from nmoe.config.environment import DatasetKeys
 from nmoe.data.rows import Row
 from nmoe.errors import UserError
 from nmoe.rl.grading.gold import extract_gold
+from nmoe.rl.grading.policy import DEFAULT, POLICY_KEYS
 from nmoe.rl.pools.fields import Fields, fields_of, gold_of, question_of
 from nmoe.rl.pools.order import Order, Shuffled, fingerprint_of
 from nmoe.rl.problem import Problem
@@ -76,7 +77,9 @@ def _problem(
             answer = extract_gold(settings.gold_extractor, gold_of(record, fields.gold, task.gold_types))
         question, gold, metadata = task.pose(asked, answer, record)
     commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
-    metadata = {"record": index, **commits, **metadata}
+    # Only where they say something else than the defaults.
+    policy = {key: getattr(settings, key) for key in POLICY_KEYS if getattr(settings, key) != getattr(DEFAULT, key)}
+    metadata = {"record": index, **commits, **policy, **metadata}
     # Bytes, such as pictures, have no JSON form, and would be long in any other.
     kept = {name: _plain(value) for name, value in record.items() if columns and not isinstance(value, bytes)}
     problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept, history)

@@ -10,6 +10,7 @@ import pytest
 
 from nmoe.rl.grading import answers
 from nmoe.rl.grading.answers import grade_answer, grade_answers, symbolic_workers
+from nmoe.rl.grading.policy import DEFAULT, Policy
 from nmoe.rl.grading.verdict import Verdict
 
 HANGS = "9^{9^{9^{9}}}"
@@ -35,7 +36,8 @@ def test_the_layers_in_turn() -> None:
 def test_lists_are_sets_where_asked_for() -> None:
     async def both() -> list[str]:
         pair = r"\sqrt{8}, 3", r"3, 2\sqrt{2}"
-        return [(await grade_answer(*pair, any_order=any_order)).outcome for any_order in (False, True)]
+        policies = Policy(answer_order="as_gold"), Policy()
+        return [(await grade_answer(*pair, policy)).outcome for policy in policies]
 
     assert asyncio.run(both()) == ["incorrect", "correct"]
 
@@ -53,7 +55,7 @@ def test_an_answer_that_comes_twice_is_compared_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pool, "submit", lambda *arguments: submitted.append(arguments) or submit(*arguments))
     outcomes = [verdict.reason for verdict in grade_answers([("x+7", HANGS)] * 16)]
     assert outcomes == ["deadline: took longer than the deadline"] * 16
-    assert submitted == [("x+7", HANGS, False)]
+    assert submitted == [("x+7", HANGS, *DEFAULT.arguments)]
 
 
 def test_whoever_is_cancelled_cancels_nobody_else() -> None:
@@ -83,5 +85,5 @@ def test_an_error_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         return await grading
 
     assert asyncio.run(killed()).outcome == "error"
-    assert (*pair, False) not in answers._replies
+    assert (*pair, *DEFAULT.arguments) not in answers._replies
     assert asyncio.run(grade_answer(*pair)).outcome == "incorrect"

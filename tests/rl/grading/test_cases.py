@@ -1,6 +1,6 @@
 """Golds as real datasets have them (cases.txt): the share of right answers accepted in every class, and no near miss.
 
-    pytest tests/rl/grading/test_cases.py -s        # prints the shares and every case that is missed
+pytest tests/rl/grading/test_cases.py -s        # prints the shares and every case that is missed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _read() -> list[Case]:
         for line in lines:
             gold, _, rest = line.partition(" ⇒ ")
             right, _, wrong = rest.replace("⏎", "\n").partition(" ✗ ")
-            assert gold and right and wrong, line
+            assert all((gold, right, wrong)), line
             cases.append(Case(title.partition(":")[0], gold, right, wrong))
     return cases
 

@@ -58,7 +58,7 @@ from nmoe.rl.grading.normalization import normalize
         ("90°", r"90^\circ"),
         (r"\pi r^2", r"\pi r^2"),
         (r"2 \times 3", r"2\times3"),
-        (r"1\ 000", "1 000"),
+        (r"1\ 000", "1000"),
         (r"a \\ b", r"a\\b"),
         ("", ""),
         ("$.$", ""),
