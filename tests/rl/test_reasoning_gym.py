@@ -13,6 +13,7 @@ from nmoe.errors import UserError
 from nmoe.rl.environment import Environment
 from nmoe.rl.grading import gym
 from nmoe.rl.grading.verdict import Verdict
+from nmoe.rl.grading.workers import WorkerPool
 from nmoe.rl.pools import Pool
 from nmoe.rl.problem import Problem
 from nmoe.rl.tasks import TASKS, Attempt
@@ -177,6 +178,36 @@ def test_a_verifier_that_raises(monkeypatch: pytest.MonkeyPatch, broken: str, ex
             gym.score("x", "{}", 0, 1, 0, "four")
     else:
         assert gym.score("x", "{}", 0, 1, 0, "four") == expected
+
+
+JUNK = ["xyzzy", "nan", "nan + nanj", "inf", "?", "None", "[]", "{}", "()", "-987654321", "0.123454321"]
+# Those that take seconds to make an entry, and `composite`, which is made of others.
+SLOW = {"composite", "sudoku", "zebra_puzzles"}
+
+
+@needs_package
+def test_no_dataset_accepts_junk() -> None:
+    """Every dataset of the package, on answers that are none of any."""
+    from reasoning_gym.factory import DATASETS
+
+    # In a worker, because of what its warm-up replaces.
+    pool = WorkerPool("nmoe.rl.grading.gym:score", 1, deadline_s=60)
+    asked = [(name, answer) for name in sorted(DATASETS.keys() - SLOW) for answer in JUNK]
+    replies = [pool.submit(name, "{}", 7, 1, 0, answer) for name, answer in asked]
+    accepted = [one for one, reply in zip(asked, replies, strict=True) if reply.result().value == 1.0]
+    pool.close()
+    assert accepted == []
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("dataset", "wrong"), [("coin_flip", "0"), ("game_of_life_halting", "xyzzy"), ("complex_arithmetic", "nan")]
+)
+def test_repaired_verifiers_still_accept_the_gold(dataset: str, wrong: str) -> None:
+    for index in range(4):
+        entry = gym._dataset(dataset, "{}", 7, 8)[index]
+        assert gym.score(dataset, "{}", 7, 8, index, str(entry["answer"])) == 1.0
+        assert gym.score(dataset, "{}", 7, 8, index, wrong) == 0.0
 
 
 @needs_package

@@ -1,7 +1,8 @@
 """reasoning-gym in worker processes: the entries of its datasets, and `score_answer` on one that is made anew for it.
 
 Some of them evaluate the answer as Python (`eval(answer)` in string_insertion, sympy's `parse_expr`, which is `eval` too, in
-countdown). Before the first call these names are replaced, in this process: `eval` by `ast.literal_eval`, `parse_expr` by one
+countdown), and some give full marks to what is no answer.
+Before the first call these names are replaced, in this process: `eval` by `ast.literal_eval`, `parse_expr` by one
 that refuses all but numbers, operators, single letters and the names of functions. That is known of the one version below,
 so that no other is used.
 """
@@ -14,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -99,7 +101,22 @@ def score(name: str, config: str, seed: int, size: int, index: int, answer: str)
         if entry["answer"] is not None:
             verifier(entry["answer"], entry)
         return 0.0
-    return min(1.0, max(0.0, given)) if math.isfinite(given) else 0.0
+    if not math.isfinite(given) or not _may_be_right(name, answer, str(entry["answer"])):
+        return 0.0
+    return min(1.0, max(0.0, given))
+
+
+def _may_be_right(name: str, answer: str, gold: str) -> bool:
+    """What the verifiers of three datasets leave out: one asks `bool(answer) == bool(gold)` of two texts, one gives full marks to a
+    prefix of the gold's digits, and one finds no distance between nan and anything."""
+    if name == "game_of_life_halting":
+        return answer.strip().casefold() == gold.casefold()
+    if name == "coin_flip":
+        try:
+            return abs(Fraction(answer.replace(",", "")) - Fraction(gold)) <= Fraction(1, 10**4)
+        except (ValueError, ZeroDivisionError):
+            return False
+    return name != "complex_arithmetic" or not re.search("nan|inf", answer, re.IGNORECASE)
 
 
 @lru_cache(64)
