@@ -99,7 +99,8 @@ def own_logprobs(prompt: list[int], sampled: list[int]) -> torch.Tensor:
 with tempfile.TemporaryDirectory() as scratch:
     exported = Path(scratch) / "exported"
     export_checkpoint(run, exported)
-    process, port = serve(exported, Path(scratch) / "vllm.log")
+    log = Path(scratch) / "vllm.log"
+    process, port = serve(exported, log)
     try:
         differences: list[float] = []
         for prompt in prompts:
@@ -115,6 +116,8 @@ with tempfile.TemporaryDirectory() as scratch:
             for choice in json.loads(ask(port, "/v1/completions", body))["choices"]:
                 theirs = torch.tensor(choice["logprobs"]["token_logprobs"])
                 differences += (own_logprobs(prompt, choice["token_ids"]) - theirs).abs().tolist()
+    except urllib.error.HTTPError as error:
+        sys.exit(f"vLLM answered {error.code}: {error.read().decode()[:2000]}\n{log.read_text()[-4000:]}")
     finally:
         process.terminate()
         process.wait(30)
