@@ -180,7 +180,7 @@ def test_a_verifier_that_raises(monkeypatch: pytest.MonkeyPatch, broken: str, ex
         assert gym.score("x", "{}", 0, 1, 0, "four") == expected
 
 
-JUNK = ["xyzzy", "nan", "nan + nanj", "inf", "?", "None", "[]", "{}", "()", "-987654321", "0.123454321"]
+JUNK = ["xyzzy", "nan", "nan + nanj", "inf", "?", "None", "[xyzzy]", "{}", "()", "-987654321", "0.123454321"]
 # Those that take seconds to make an entry, and `composite`, which is made of others.
 SLOW = {"composite", "sudoku", "zebra_puzzles"}
 
