@@ -19,6 +19,7 @@ from nmoe.learner.optimizer import StepResult
 from nmoe.rl.failures import FAILURES
 from nmoe.rl.grading.grade import COMPONENTS
 from nmoe.rl.rollout.trajectory import Trajectory
+from nmoe.rl.tasks import TASKS
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -41,22 +42,26 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             metrics[f"reward/{name}"] = _mean(values)
         if any(t.grade.cached for t in trajectories):
             metrics[f"reward_cached/{name}"] = _mean([name in t.grade.cached for t in trajectories])
-    # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
-    high_but_wrong = [
-        t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in trajectories
-    ]
-    metrics["high_reward_but_wrong"] = _mean(high_but_wrong)
+    # An answer to an open problem is neither right nor wrong, and no rate of 0.
+    metrics.pop("correctness")
+    closed = [t for t in trajectories if TASKS[t.problem.task_type].has_gold]
+    if closed:
+        metrics["correctness"] = _mean([t.grade.extras["correctness"] for t in closed])
+        # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
+        metrics["high_reward_but_wrong"] = _mean(
+            [t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in closed]
+        )
     metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
     metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
     metrics["turns_mean"] = _mean([len(t.turns) for t in everything])
     metrics["tool_calls_mean"] = _mean([len(t.tool_events) for t in everything])
-    for source in sorted({t.problem.source for t in trajectories}):
+    for source in sorted({t.problem.source for t in closed}):
         metrics[f"correctness/{source}"] = _mean(
-            [t.grade.extras["correctness"] for t in trajectories if t.problem.source == source]
+            [t.grade.extras["correctness"] for t in closed if t.problem.source == source]
         )
-    for group in sorted({group for t in trajectories for group in t.problem.groups}):
+    for group in sorted({group for t in closed for group in t.problem.groups}):
         metrics[f"correctness/{group}"] = _mean(
-            [t.grade.extras["correctness"] for t in trajectories if group in t.problem.groups]
+            [t.grade.extras["correctness"] for t in closed if group in t.problem.groups]
         )
     layers = Counter(t.grade.verdict.layer for t in everything if t.grade.verdict is not None)
     metrics |= {f"settled/{layer}": count / layers.total() for layer, count in sorted(layers.items())}

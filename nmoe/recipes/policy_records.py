@@ -39,13 +39,13 @@ class StepRecords:
             ratios = {name: metrics[name] for name in ("grad_norm", "log_ratio_raw_max", "log_ratio_min", "ratio_max")}
             problems = [group.problem.id for group in rollouts.kept]
             self._ledger.spike({"step": step, **ratios, "problems": problems})
-        numbers = {
-            "reward": metrics["reward_mean"],
-            "correctness": metrics["correctness"],
-            "format": metrics["format_ok"],
-            "length": metrics["response_length_mean"],
-            "tokens/s": metrics["tokens_per_second"],
+        shown_as = {
+            "reward": "reward_mean",
+            "correctness": "correctness",
+            "format": "format_ok",
+            "length": "response_length_mean",
+            "tokens/s": "tokens_per_second",
+            "mismatch": "mismatch_abs_mean",
         }
-        if "mismatch_abs_mean" in metrics:
-            numbers["mismatch"] = metrics["mismatch_abs_mean"]
-        self._progress.step(step, numbers)
+        # Open problems have no correctness, a step without an update no mismatch.
+        self._progress.step(step, {label: metrics[name] for label, name in shown_as.items() if name in metrics})

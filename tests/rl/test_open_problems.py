@@ -11,6 +11,7 @@ from scripted_engine import ScriptedEngine
 
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import refuse_open_problems
+from nmoe.recipes.policy_metrics import rollout_metrics
 from nmoe.rl.check import check_environment
 from nmoe.rl.environment import Environment
 from nmoe.rl.rollout.collector import Collector, RolloutSettings
@@ -43,6 +44,9 @@ def test_an_open_problem_has_rewards_and_no_verdict(environment: Make) -> None:
     grade = group.trajectories[0].grade
     assert (grade.verdict, grade.failure, grade.answer) == (None, "ok", "something")
     assert (grade.components["format"], grade.components["correctness"], grade.score) == (1.0, 0.0, 9.0)
+    metrics = rollout_metrics(group.trajectories)
+    assert metrics["reward_mean"] == 9.0
+    assert not [name for name in metrics if "correct" in name or "wrong" in name]
 
 
 @pytest.mark.usefixtures("prompts")
