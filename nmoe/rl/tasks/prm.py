@@ -24,8 +24,9 @@ def read_label(text: str) -> str | None:
     """The label "+", "0" or "-" that a text wholly is; None for any other."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
-    stripped = text.strip()
-    return _LABEL_OF.get(stripped if stripped in STEP_LABELS else normalize(stripped).casefold())
+    stripped = text.strip().strip("*$").strip()
+    # Normalising drops the plus before a number, which here would make "-" of "+-".
+    return _LABEL_OF.get(stripped if stripped.startswith("+") else normalize(stripped).casefold())
 
 
 class PrmStepTask(QuestionTask):
