@@ -116,7 +116,7 @@ def configuration(name: str) -> str:
 def measure(name: str, seed: int) -> Record:
     """One run of a recipe."""
     recipe, run = RECIPES[name], SPEEDRUN / f"{name}_seed{seed}"
-    calibration = calibration_s()
+    where = machine()
     began, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     if not (run / "checkpoints/latest").exists():
         nmoe(*recipe.verb, f"configs/{name}.toml", f"--run.name={run.name}", f"--run.seed={seed}")
@@ -125,10 +125,9 @@ def measure(name: str, seed: int) -> Record:
         "recipe": name,
         "seed": seed,
         "configuration": configuration(name),
-        **machine(),
+        **where,
         **versions("torch"),
         "threads": json.loads((run / "provenance.json").read_text())["threads"],
-        "calibration_s": round(calibration, 4),
         "wall_s": round(time.perf_counter() - began, 1),
         "cpu_s": round(after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime, 1),
         "steps_s": round(sum(row.get("time_step_s", 0.0) for row in read_metrics(run)), 1),

@@ -82,21 +82,20 @@ def run(seed: int, kernels: str, out: Path) -> Record:
         command.append("--resume")
     environment = {**os.environ, **KERNELS[kernels], "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     out.parent.mkdir(parents=True, exist_ok=True)
-    calibration = calibration_s()
+    where = machine()
     with out.with_suffix(".log").open("a") as log:
         code = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
     if code not in (0, 1) or not (out / "summary.json").exists():
         sys.exit(f"seed {seed} with {kernels} kernels ended with {code}; see {out.with_suffix('.log')}")
     summary = json.loads((out / "summary.json").read_text())
     provenance = json.loads((out / "rl/provenance.json").read_text())
-    where = machine() | {"threads": provenance["threads"]}
     return {
         "seed": seed,
         "kernels": kernels,
         "recipe": recipe(),
         **where,
+        "threads": provenance["threads"],
         **versions("torch"),
-        "calibration_s": round(calibration, 4),
         "kept_every_promise": code == 0,
         **summary,
     }
