@@ -490,6 +490,13 @@ class EnvironmentSettings(Section):
             yield Conflict(
                 "task_pool", "open problems have no right answer that correctness could reward; add [[rewards]]"
             )
+        if task_types(self.task_pool) == {"open"}:
+            for index, stage in enumerate(() if self.curriculum is None else self.curriculum.stages):
+                if stage.gate is not None and stage.gate.metric == "correctness":
+                    yield Conflict(
+                        f"curriculum.stages.{index}.gate",
+                        "open problems have no right answer, so that it would never open",
+                    )
         if not any(reward.weight for reward in self.rewards):
             stages = () if self.curriculum is None else self.curriculum.stages
             weighed = {f"curriculum.stages.{index}.weights": stage.weights for index, stage in enumerate(stages)}

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, FromFile, Section
 from nmoe.config.dataset import RecordsSection, SFTRecordsSection
-from nmoe.config.environment import MAX_SEED, EnvironmentSettings, duplicates, held_out
+from nmoe.config.environment import MAX_SEED, EnvironmentSettings, duplicates, held_out, task_types
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
 from nmoe.config.sandbox import SandboxSettings
@@ -738,6 +738,10 @@ class RLConfig(AdaptableConfig):
                 f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
             )
         yield from self._algorithm_conflicts()
+        if self.batch.favour_unsolved and "open" in task_types(self.environment.task_pool):
+            yield Conflict(
+                "batch.favour_unsolved", "open problems are never solved, and would be drawn in place of all others"
+            )
         if self.sampling.temperature == 0:
             yield Conflict("sampling.temperature", "at 0 a group's completions are all alike, and nothing is learned")
         if self.eval.every_steps > 0 and self.eval.environment is None and held_out(self.environment) is None:

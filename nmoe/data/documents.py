@@ -74,10 +74,12 @@ def _ids(record: Mapping[str, Any], tokenizer: Tokenizer, end: list[int], where:
 
 
 def _prompt_tokens(record: Mapping[str, Any], tokens: int, where: str) -> int:
-    prompt = record.get("prompt_tokens", 0)
+    prompt = record.get("prompt_tokens")
+    if prompt is None:  # a null in a table where other rows have one
+        return 0
     if type(prompt) is not int or prompt < 0:
         raise UserError(f"{where}: prompt_tokens is {prompt!r}, and has to be a count of tokens")
-    if prompt and "token_ids" not in record:
+    if prompt and record.get("token_ids") is None:
         raise UserError(f"{where}: prompt_tokens counts `token_ids`, and this document is text")
     if prompt >= tokens:
         raise UserError(f"{where}: prompt_tokens = {prompt} leaves none of {tokens} tokens to learn")

@@ -26,10 +26,10 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
         columns["messages"] = _with_system(columns.pop("conversations"), columns.pop("system", None))
         made["messages"] = "conversations"
     if {"instruction", "output"} <= columns.keys() and not {"prompt", "completion"} & columns.keys():
-        asked = [columns.pop("instruction"), columns.pop("input", None)]
+        asked = [_text(columns.pop(name), name) for name in ("instruction", "input") if name in columns]
         columns["completion"] = columns.pop("output")
         columns.pop("text", None)  # Alpaca's own: the three again, in one text
-        columns["prompt"] = "\n\n".join(one for one in asked if isinstance(one, str) and one.strip())
+        columns["prompt"] = "\n\n".join(one for one in asked if one.strip())
         made |= {"prompt": "instruction and input", "completion": "output"}
     for side in ("chosen", "rejected"):
         if isinstance(said := columns.get(side), str) and said.startswith("\n\nHuman:"):
@@ -41,9 +41,16 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
 def _with_system(conversations: object, system: object) -> Sequence[Any]:
     """ShareGPT's messages, the system prompt that some of its relatives keep in a column of its own before them."""
     messages = listed(conversations, "conversations")
-    return (
-        [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system.strip() else messages
-    )
+    if system is None or not _text(system, "system").strip():
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _text(value: object, column: str) -> str:
+    """A column that becomes part of what is asked: left out, an operand would be missing from its question."""
+    if not isinstance(value, str):
+        raise UserError(f"{column!r} has to be a text, and is {value!r}")
+    return value
 
 
 def _dialogue(text: str, column: str) -> list[dict[str, str]]:

@@ -1,7 +1,9 @@
 """Attention whose sums no order can change: exact numerics where the C++ kernel of `nmoe.model.exact_attention` cannot run.
 
-Scores are products on a grid (`nmoe.model.order_free`). A query's weights are multiples of 2^-22; values are cut into slices of 22
-bits. So a sum over 512 positions rounds nowhere, whichever library adds it up. The exponential is torch's, element by element.
+Scores are products on a grid (`nmoe.model.order_free`). A query's weights, up to 1, are cut into a slice of multiples of 2^-22
+and one of multiples of 2^-44: of many keys beside one that draws nearly everything, the small weights add up. Values are cut
+into slices of 22 bits. So a sum over 512 positions rounds nowhere, whichever library adds it up. The exponential is torch's,
+element by element.
 """
 
 # Shapes: B sequences, H query heads, J key-value heads, L queries, S keys, s those of a piece, C key width, U value width,
@@ -33,11 +35,12 @@ def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Ten
     if layer.sinks_H is not None:
         sinks_H11 = layer.sinks_H.detach().double().view(-1, 1, 1)
         highest_BHL1 = torch.maximum(highest_BHL1, sinks_H11)
-    weights_BHLS = _weights(scores_BHLS.sub_(highest_BHL1))
-    total_BHL1 = weights_BHLS.sum(-1, keepdim=True)
+    coarse_BHLS, fine_BHLS = _weights(scores_BHLS.sub_(highest_BHL1))
+    total_BHL1 = coarse_BHLS.sum(-1, keepdim=True) + fine_BHLS.sum(-1, keepdim=True)
     if layer.sinks_H is not None:
-        total_BHL1 = total_BHL1 + _weights(sinks_H11 - highest_BHL1)
-    mixed_BJRU = _mixed(weights_BHLS.view(b, kv_heads, q_BJRC.shape[2], -1), v_BJSU)
+        total_BHL1 = total_BHL1 + sum(_weights(sinks_H11 - highest_BHL1))
+    shape = (b, kv_heads, q_BJRC.shape[2], -1)
+    mixed_BJRU = _mixed(coarse_BHLS.view(shape), v_BJSU) + _mixed(fine_BHLS.view(shape), v_BJSU)
     return (mixed_BJRU.view(b, heads, length, -1) / total_BHL1).to(q_BHLC.dtype)
 
 
@@ -52,9 +55,11 @@ def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJ
     return attention(layer, q_BHLC, k_BJSC, v_BJSU, seen_LS)
 
 
-def _weights(shifted: Tensor) -> Tensor:
-    """`exp` of numbers up to 0, rounded to multiples of 2^-22."""
-    return rounded(shifted.float().exp().double(), 2.0**-BITS)
+def _weights(shifted: Tensor) -> tuple[Tensor, Tensor]:
+    """`exp` of numbers up to 0 as the sum of two: multiples of 2^-22 and, for what these leave, of 2^-44."""
+    whole = shifted.float().exp().double()
+    coarse = rounded(whole, 2.0**-BITS)
+    return coarse, rounded(whole - coarse, 2.0 ** (-2 * BITS))
 
 
 def _mixed(weights_BJRS: Tensor, v_BJSU: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.rl.problem import GROUPS
+
 # A gain below this is within the noise of a few hundred sampled answers.
 LEAST_GAIN = 0.02
 
@@ -20,7 +22,10 @@ Rates = Mapping[str, float]
 def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The rate of each source in an evaluation's results: of the datasets "skills/add", "skills/sort", or of "sort" where there is
     one source."""
-    parts = [result for result in results if "/" in result["dataset"]] or results[:1]
+    # Levels and subjects, "skills/level=3", are parts of sources, and too small to decide by.
+    kinds = tuple(f"{kind}=" for kind in GROUPS)
+    named = [result for result in results if "/" in result["dataset"]]
+    parts = [one for one in named if not one["dataset"].rpartition("/")[2].startswith(kinds)] or results[:1]
     return {result["dataset"]: result["value"] for result in parts}
 
 

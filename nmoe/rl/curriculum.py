@@ -63,6 +63,8 @@ class Curriculum:
 
     def _mean(self, window: deque[float], gate: GateSettings, metrics: Mapping[str, float]) -> float:
         """Of the window with this step's rate; NaN, which no comparison holds for, until the window is full."""
+        if gate.metric == "correctness" and gate.metric not in metrics:
+            return math.nan  # all problems of this step were open: the window keeps what it has
         rate = metrics.get(gate.metric, math.nan)
         if not math.isfinite(rate):
             raise ValueError(f"a gate of stage {self.stage!r} needs a finite {gate.metric!r} at each step, got {rate}")

@@ -104,6 +104,12 @@ def test_prompts_are_read_and_not_learned(tmp_path: Path, tokenizer: Tokenizer) 
     assert (rest.ids.tolist(), rest.prompt, rest.learned.tolist()) == ([7, 8, 9], 1, [True, True])
 
 
+def test_a_null_says_that_there_is_no_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"token_ids": [5, 6, 7], "prompt_tokens": None}, {"token_ids": [5, 6, 7], "prompt_tokens": 2}]
+    documents = read_documents(str(write(tmp_path / "d.jsonl", *rows)), tokenizer, 64)
+    assert [document.prompt for document in documents] == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

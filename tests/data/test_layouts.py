@@ -73,6 +73,8 @@ def test_alpaca(tmp_path: Path) -> None:
     assert record == PromptCompletion(f"{path}:1", (USER,), (ANSWER,))
     (mapped,) = read_records(DatasetSettings(path=str(path), columns={"prompt": "instruction", "completion": "output"}))
     assert mapped == record
+    with pytest.raises(UserError, match="'input' has to be a text, and is 7"):
+        one(path, {"instruction": "Square the number.", "input": 7, "output": "49"})
 
 
 def test_dialogues_of_hh_rlhf(tmp_path: Path) -> None:

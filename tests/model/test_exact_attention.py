@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nmoe.model import order_free_attention
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.packed import PackedAttention
 
@@ -62,3 +63,23 @@ def test_rows_that_sequences_share() -> None:
     shared = PackedAttention([5, 6], CPU, True, (rows_S, place_T))(layer, q, k, v)
     plain = PackedAttention([5, 6], CPU, True)(layer, q[place_T], k[place_T], v[place_T])
     assert torch.equal(shared, plain[rows_S])
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_many_small_weights_beside_a_large_one_add_up(with_sinks: bool) -> None:
+    """Without kernels, weights are rounded to a grid: 20,000 keys of e^-16 each hold 0.2% of the attention."""
+    keys, low = 20_000, -16.0
+    scores = torch.full((keys,), low)
+    scores[0] = 0.0
+    k_BJSC = torch.cat([scores[:, None], torch.zeros(keys, 3)], 1)[None, None]
+    q_BHLC = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    v_BJSU = torch.ones(1, 1, keys, 2)
+    v_BJSU[:, :, 0] = 0.0
+    sinks_H = torch.tensor([low]) if with_sinks else None
+    layer = AttentionLayer(0, 1.0, 0, sinks_H)
+    (got,) = order_free_attention.attention(
+        layer, q_BHLC, k_BJSC, v_BJSU, torch.ones(1, keys, dtype=torch.bool)
+    ).flatten()[:1]
+    small = torch.tensor(low, dtype=torch.float64).exp()
+    wanted = (keys - 1) * small / (1 + (keys - 1 + with_sinks) * small)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0)

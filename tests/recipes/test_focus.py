@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from recipes.policy_cases import answer
+from pydantic import ValidationError
+from recipes.policy_cases import answer, settings
 
 from nmoe.recipes.focus import DECAY, LEAST, Focus
 from nmoe.rl.pools.pool import Drawn
@@ -47,3 +48,10 @@ def test_the_draw_is_a_function_of_seed_and_position_at_the_share_s_rate() -> No
     other = Focus(4)
     other.rates = focus.rates
     assert [other.admits(one) for one in drawn] != taken
+
+
+def test_open_problems_would_be_drawn_in_place_of_all_others() -> None:
+    pool = {"type": "jsonl", "path": "essays.jsonl", "task_type": "open"}
+    essays = {"env_id": "essays", "task_pool": pool, "rubric": {"format": 1.0}}
+    with pytest.raises(ValidationError, match="open problems are never solved"):
+        settings(environment=essays, batch={"favour_unsolved": True})

@@ -42,6 +42,8 @@ def test_rates_are_those_of_the_sources(tmp_path: Path) -> None:
     results = [{"dataset": "skills", "value": 0.5}, {"dataset": "skills/add", "value": 0.4}]
     assert rates_of(results) == {"skills/add": 0.4}
     assert rates_of(results[:1]) == {"skills": 0.5}
+    levels = [{"dataset": "math/level=Level 5", "value": 0.1}, {"dataset": "math/subject=Algebra", "value": 1.0}]
+    assert rates_of([{"dataset": "math", "value": 0.7}, *levels]) == {"math": 0.7}
     for step, value in ((20, 0.7), (0, 0.1), (100, 0.9)):
         record = {"step": step, "results": [{"dataset": "sort", "value": value}]}
         (tmp_path / f"step_{step:06d}.json").write_text(json.dumps(record))

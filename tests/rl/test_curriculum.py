@@ -109,6 +109,15 @@ def test_a_gate_without_its_number_is_an_error(metrics: dict[str, float]) -> Non
         Curriculum(SETTINGS).observe(metrics)
 
 
+def test_a_step_of_open_problems_says_nothing_of_correctness() -> None:
+    gate = GateSettings(metric="correctness", at_least=0.5)
+    first = StageSettings(name="first", weights=Weights(correctness=1.0), gate=gate)
+    curriculum = Curriculum(CurriculumSettings(window_steps=2, stages=(first, SETTINGS.stages[2])))
+    for metrics, stage in (({"correctness": 0.6}, "first"), ({}, "first"), ({"correctness": 0.6}, "correctness")):
+        curriculum.observe(metrics)
+        assert curriculum.stage == stage
+
+
 def test_the_last_stage_needs_no_metric() -> None:
     curriculum = Curriculum(CurriculumSettings(stages=SETTINGS.stages[2:]))
     curriculum.observe({})
