@@ -95,7 +95,10 @@ _BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
 
 # The index that a general solution runs over.
 _CONDITION = re.compile(
-    r"(.+?)(?:, ?| )?\(?([a-z](?:, ?[a-z])?\\in ?(?:\\mathbb\{[NQRZ]\}|[NQRZ])(?:[_^](?:[*+]|\{[*+]\}))?)\)?", re.DOTALL
+    # Of two indices the first stands after a comma or a bracket: in "k\pi, k\in Z" the i belongs to the expression.
+    r"(.+?)(?:, ?| )?\(?((?:(?<=[,(])[a-z], ?|(?<=, )[a-z], ?)?[a-z]\\in ?"
+    r"(?:\\mathbb\{[NQRZ]\}|[NQRZ])(?:[_^](?:[*+]|\{[*+]\}))?)\)?",
+    re.DOTALL,
 )
 _LINE_NAME = re.compile(r"(?:line ?)?[A-Za-z](?:_(?:[0-9]|\{[0-9]\}))?: ?(?=[^:]*[xy][^:]*$)")
 _WORD_SIGNS = {

@@ -109,6 +109,25 @@ def test_order_and_units(policy: Policy, gold: str, answer: str, expected: bool)
     assert graded(gold, answer, policy) is expected
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "expected"),
+    [
+        (r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{4}+k\pi", True),
+        (r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"k\pi+\frac{\pi}{4}, k\in\mathbb{Z}", True),
+        (r"\frac{\pi}{4}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{3}+k\pi", False),
+        (r"x=2k\pi, k\in\mathbb{Z}", r"2\pi k", True),
+        (r"2\pi k, k\in\mathbb{Z}", r"2\pi", False),
+        (r"3n, n\in N", "3n", True),
+        (r"3n, n\in N", r"4n, n\in N", False),
+        (r"m+n\pi, m, n\in\mathbb{Z}", r"m+n\pi", True),
+        (r"m+n\pi (m, n\in\mathbb{Z})", r"m+n\pi", True),
+        (r"2k+1(k\in Z)", "2k+1", True),
+    ],
+)
+def test_a_general_solution_is_all_that_stands_before_its_index(gold: str, answer: str, expected: bool) -> None:
+    assert graded(gold, answer, Policy()) is expected
+
+
 HOSTILE = [r"\sqrt(", "sqrt(", "(", r"\{", "{", r"\frac{", "|", r"\text{", "x=", "1,", "a and "]
 
 
