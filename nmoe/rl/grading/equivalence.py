@@ -15,7 +15,7 @@ from typing import Protocol
 
 from nmoe.rl.grading import expressions
 from nmoe.rl.grading.extraction import joined_boxes
-from nmoe.rl.grading.forms import REALS, Answer, Compound, Form, Scalar, percent_value, read_answer
+from nmoe.rl.grading.forms import REALS, Answer, Compound, Form, Scalar, dollars, percent_value, read_answer
 from nmoe.rl.grading.intervals import REAL_LINE, as_intervals
 from nmoe.rl.grading.names import names_a_term, rename, renamed_arguments
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS, normalize
@@ -76,11 +76,12 @@ def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
     gold_text, answer_text = normalize(gold), normalize(answer)
     if not answer_text:
         return Verdict.of(False, "exact", "empty without its typesetting")
-    if gold_text == answer_text:
-        return _EXACT
-    gold_number, answer_number = read_number(gold_text), read_number(answer_text)
-    if gold_number is not None and answer_number is not None:
-        return _SAME_NUMBER if same(gold_number, answer_number) else _OTHER_NUMBER
+    if "$" not in answer or dollars(answer) is None:  # a sign is a unit where the question asks for another
+        if gold_text == answer_text:
+            return _EXACT
+        gold_number, answer_number = read_number(gold_text), read_number(answer_text)
+        if gold_number is not None and answer_number is not None:
+            return _SAME_NUMBER if same(gold_number, answer_number) else _OTHER_NUMBER
     found = compare(gold, answer, UNDECIDED, policy)
     if found is None:
         return None
@@ -241,7 +242,8 @@ class _Comparison:
             return same(gold.number, answer.number) or same(percent_value(gold.number), answer.number)
         if answer.unit == "%" and gold.unit == "" and gold.number and answer.number:
             return same(gold.number, percent_value(answer.number))
-        if answer.unit not in ("", gold.unit) and (gold.unit or not self._may_add(answer.unit)):
+        same_unit = answer.unit in ("", gold.unit) or {answer.unit, gold.unit} == {"$", "dollar"}
+        if not same_unit and (gold.unit or not self._may_add(answer.unit)):
             return False
         if not answer.unit and changes_number(gold.unit) and gold.unit != "%":
             return False
@@ -260,12 +262,13 @@ class _Comparison:
 
     def _may_add(self, unit: str) -> bool:
         """Whether an answer may have a unit where the gold has none."""
-        # TeX leaves dollar signs around numbers, so that one says nothing.
-        if unit == "dollar":
-            return True
+        asked = asked_unit(self._policy.question or "")
+        # TeX leaves dollar signs around numbers, so that one says nothing unless the question asks for another unit.
+        if unit == "$":
+            return asked in (None, "dollar")
         if self._policy.units == "as_gold" or changes_number(unit):
             return False
-        return self._policy.units == "any" or unit.partition("^")[0] == asked_unit(self._policy.question or "")
+        return self._policy.units == "any" or unit.partition("^")[0] == asked
 
 
 def _may_have_condition(gold: Answer, answer: Answer) -> bool:

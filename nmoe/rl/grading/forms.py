@@ -36,7 +36,8 @@ Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matr
 class Scalar:
     """One value: its text without the unit, and the number that this is, if it is one.
 
-    `unit` is "" without one, and "%" for percent, whose number is the one before the sign. `base` is that of digits with a base
+    `unit` is "" without one, "%" for percent, whose number is the one before the sign, and "$" for a dollar sign, which may be
+    TeX's; the word is "dollar". `base` is that of digits with a base
     as subscript, "" without one.
     """
 
@@ -118,8 +119,8 @@ _MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end
 
 def read_answer(text: str) -> Answer:
     """The form of an answer in raw text."""
-    if _DOLLARS.fullmatch(text) and (amount := read_number(normalize(text))) is not None:
-        return Answer(normalize(text), Scalar(normalize(text), amount, "dollar"))
+    if (amount := dollars(text)) is not None:
+        return Answer(f"${normalize(text)}", Scalar(normalize(text), amount, "$"))
     marked = _WORDED.sub(_mark, _MARKS.sub("?", text))
     if grouped := _GROUPED_COUNT.fullmatch(marked):  # "1,234 eggs" is one number
         marked = grouped[1].replace(",", "") + grouped[2]
@@ -128,6 +129,11 @@ def read_answer(text: str) -> Answer:
     if r"\in" in normal and (conditioned := _CONDITION.fullmatch(normal)):
         normal, condition = conditioned.groups()
     return replace(_read_unconditioned(normal, normalize(_MARKS.sub(" ", marked))), condition=condition)
+
+
+def dollars(text: str) -> Number | None:
+    """The number after a dollar sign that has no other to close it; None for any other raw text."""
+    return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
 
 
 def _read_unconditioned(normal: str, plain: str) -> Answer:

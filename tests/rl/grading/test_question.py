@@ -103,6 +103,17 @@ def test_what_the_question_has_and_what_is_left_to_do_is_no_answer(
         (Policy(question="How many cm long is it?"), "5", "5 m", False),
         (Policy(question="It is 3 km long. How many cm is that?"), "5", "5 cm", False),
         (Policy(units="as_gold", question="How many cm long is it?"), "5", "5 cm", False),
+        (Policy(question="How many cents is it?"), "5", r"5\text{ dollars}", False),
+        (Policy(question="How many cents is it?"), "5", r"\$5", False),
+        (Policy(question="How many cents is it?"), "x=5", r"\$5", False),
+        (Policy(question="How many dollars is it?"), "5", r"5\text{ dollars}", True),
+        (Policy(question="How many dollars is it?"), "5", r"\$5", True),
+        (Policy(question="How many apples?"), "5", "$5", True),
+        (Policy(units="as_gold"), "5", r"5\text{ dollars}", False),
+        (Policy(units="as_gold"), "5", r"\$5.00", True),
+        (Policy(), r"\$5", r"5\text{ dollars}", True),
+        (Policy(), r"5\text{ dollars}", r"\$5", True),
+        (Policy(), r"5\text{ cents}", r"\$5", False),
     ],
 )
 def test_order_and_units(policy: Policy, gold: str, answer: str, expected: bool) -> None:
