@@ -23,7 +23,7 @@ from nmoe.rl.grading.numbers import decimal_commas, read_number, same
 from nmoe.rl.grading.policy import DEFAULT, Policy
 from nmoe.rl.grading.question import is_unevaluated, repeats, repeats_equation, wants_equation
 from nmoe.rl.grading.screen import differ, equations_differ
-from nmoe.rl.grading.units import asked_unit, changes_number
+from nmoe.rl.grading.units import asked_unit, asks_percent, changes_number
 from nmoe.rl.grading.verdict import Verdict
 
 # Matching two sets takes the product of their sizes.
@@ -241,6 +241,12 @@ class _Comparison:
         if gold.unit == "%" and answer.unit == "" and gold.number and answer.number:
             return same(gold.number, answer.number) or same(percent_value(gold.number), answer.number)
         if answer.unit == "%" and gold.unit == "" and gold.number and answer.number:
+            if (
+                self._policy.units != "as_gold"
+                and asks_percent(self._policy.question or "")
+                and same(gold.number, answer.number)
+            ):
+                return True
             return same(gold.number, percent_value(answer.number))
         same_unit = answer.unit in ("", gold.unit) or {answer.unit, gold.unit} == {"$", "dollar"}
         if not same_unit and (gold.unit or not self._may_add(answer.unit)):

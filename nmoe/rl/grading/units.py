@@ -80,6 +80,8 @@ _FACTORS |= {
 _FACTORS |= {"over", "times", "pi", *expressions.FUNCTIONS} - {"sec"}
 # Of these a unit cannot be told in running text.
 _COMMON_WORDS = {"in", "min", "second", "seconds", "sec", "pound", "mi"}
+# "What percent of 80 is 20?" asks for one, "What is 20 percent of 80?" does not.
+_PERCENT_ASKED = re.compile(r"\b(?:what|which|many|the|as|an?|in|nearest)\s+percent(?:age)?\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]+|\^\{?\\circ")
 
 
@@ -121,3 +123,8 @@ def asked_unit(question: str) -> str | None:
         elif len(word) > 1 and word not in _COMMON_WORDS and known_unit(unit := spell_unit(word, "")):
             found.add(unit)
     return found.pop() if len(found) == 1 else None
+
+
+def asks_percent(question: str) -> bool:
+    """Whether a question asks for a number of percent, and names no unit but that."""
+    return asked_unit(question) == "%" and _PERCENT_ASKED.search(question) is not None
