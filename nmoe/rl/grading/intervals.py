@@ -28,7 +28,7 @@ def _as_interval(form: Compound) -> Compound | None:
         return form if len(form.parts) == 2 and form.detail in ("()", "(]", "[)", "[]") else None
     if form.kind in ("union", "set"):
         parts = [_as_interval(part) for part in form.parts if isinstance(part, Compound)]
-        if len(parts) != len(form.parts) or None in parts:
+        if len(parts) != len(form.parts) or None in parts or len(_variables(form)) > 1:
             return None
         return Compound("union", tuple(part for part in parts if part is not None))
     if form.kind != "relation":
@@ -45,6 +45,16 @@ def _as_interval(form: Compound) -> Compound | None:
     if len(sides) == 2 and _is_variable(sides[1]) and not _is_variable(sides[0]):
         return Compound("brackets", (sides[0], Scalar(r"\infty", None)), ("[" if closed[signs[0]] else "(") + ")")
     return None
+
+
+def _variables(form: Form) -> set[str]:
+    """What the inequalities of an interval or a union say something of: the side in the middle, or the one that is a letter."""
+    if not isinstance(form, Compound):
+        return set()
+    if form.kind != "relation":
+        return set[str]().union(*map(_variables, form.parts))
+    sides = form.parts[1:2] if len(form.parts) == 3 else form.parts
+    return {side.text for side in sides if isinstance(side, Scalar) and _is_variable(side)}
 
 
 def _is_variable(form: Form) -> bool:
