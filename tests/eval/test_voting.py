@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nmoe.engine.api import Sampling
+from nmoe.errors import InfrastructureError
 from nmoe.eval.voting import majorities
 from nmoe.rl.grading.grade import Grade
+from nmoe.rl.grading.policy import Policy
+from nmoe.rl.grading.verdict import Verdict
 from nmoe.rl.problem import Problem
 from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.rl.turn import single_turn
@@ -33,8 +36,20 @@ def group(task_type: str, *answers: str | None, question: str = "?", **metadata:
         (group("math", None, None, "4"), 2),
         (group("math", None, None), 0),
         (group("math", "5", "4"), 0),
+        # The fuller answer is the same as the shorter one, whichever came first.
+        (group("math", "4", "5", r"5\text{ cm}"), 1),
+        (group("math", "4", r"5\text{ cm}", "5"), 1),
         (group("math", "(1,2)", "2,1", "1,2", question="List both, separated by commas."), 1),
     ],
 )
 def test_the_majority_is_counted_by_the_grader(voters: Group, place: int) -> None:
     assert majorities([voters]) == [place]
+
+
+def test_a_lost_comparison_ends_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(gold: str, answer: str, policy: Policy) -> Verdict:
+        return Verdict("error", 0.0, "symbolic", "the worker was killed")
+
+    monkeypatch.setattr("nmoe.rl.tasks.math.grade_answer", lost)
+    with pytest.raises(InfrastructureError, match="answers to p could not be compared: the worker was killed"):
+        majorities([group("math", "x+1", "1+x")])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nmoe.errors import UserError
+from nmoe.errors import InfrastructureError, UserError
 from nmoe.rl.grading.answers import grade_answer
 from nmoe.rl.grading.gold import unreadable
 from nmoe.rl.grading.normalization import MAX_ANSWER_CHARS
@@ -50,7 +50,14 @@ class MathTask(QuestionTask):
             return True
         if max(len(one), len(other)) > MAX_ANSWER_CHARS:
             return False
-        return (await grade_answer(one, other, _policy(problem))).outcome == "correct"
+        # An answer may leave out what the gold says, so that either may be the fuller one.
+        for gold, answer in ((one, other), (other, one)):
+            verdict = await grade_answer(gold, answer, _policy(problem))
+            if verdict.outcome == "error":
+                raise InfrastructureError(f"two answers to {problem.id} could not be compared: {verdict.reason}")
+            if verdict.outcome == "correct":
+                return True
+        return False
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         policy = replace(_policy(problem), question=problem.question)

@@ -87,7 +87,8 @@ class Task(Protocol):
         raises is a defect of the task and stops the run."""
 
     async def same(self, problem: Problem, one: str, other: str) -> bool:
-        """Whether two answers to a problem are one, right or wrong, as a vote among samples counts them. Total, as `verify`."""
+        """Whether two answers to a problem are one, right or wrong, as a vote among samples counts them. Total, as `verify`;
+        raises InfrastructureError where a comparison was lost, which is no verdict."""
 
 
 class GeneratedTask(Task, Protocol):
