@@ -703,6 +703,26 @@ def test_kinds_of_tests(judge: Judge, kind: str) -> None:
     assert verdict.outcome == "incorrect", verdict
 
 
+@pytest.mark.parametrize("name", ["AssertionError", "Exception"])
+def test_an_exception_that_would_catch_the_tests_own_failures(judge: Judge, name: str) -> None:
+    """The tests' `assert False` is none of what the solution raises, whatever class it gives for its own."""
+    record = {
+        "text": "Refuse an empty cart.",
+        "code": "class EmptyCart(Exception):\n    pass\ndef checkout(items):\n    if not items: raise EmptyCart\n    return 1",
+        "test_list": [
+            "try:\n    checkout([])\n    assert False\nexcept EmptyCart:\n    pass",
+            "assert checkout([1]) == 1",
+        ],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    bought = f"EmptyCart = {name}\ndef checkout(items):\n    return 1"
+    verdict = judge("mbpp", bought, record)
+    assert verdict.outcome == "incorrect", verdict
+    # One that does raise it is as right as any other.
+    raising = f"EmptyCart = {name}\ndef checkout(items):\n    if not items: raise EmptyCart\n    return 1"
+    assert judge("mbpp", raising, record).outcome == "correct"
+
+
 def test_a_function_as_an_argument_is_refused_by_its_name(judge: Judge) -> None:
     """What the judge cannot hand over fails the gold, too, so that the record is refused when the pool loads."""
     record = {

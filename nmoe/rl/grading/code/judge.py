@@ -91,10 +91,12 @@ class Channel:
         raise WireError("no object")
 
     def exception_class(self, kinds: list[str]) -> type[Exception]:
-        """A class for the exceptions that the solution calls by the first of these names; the others are the bases of its own."""
+        """A class for the exceptions that the solution calls by the first of these names; the others are the bases of its own. A
+        builtin one that would catch the failures of the tests themselves gets a class of its own, too."""
         if not kinds or not kinds[0].isidentifier():
             raise WireError("no class of exceptions")
-        if (known := _builtin_exception(kinds[0])) is not None:
+        known = _builtin_exception(kinds[0])
+        if known is not None and not issubclass(AssertionError, known):
             return known
         if kinds[0] not in self._exceptions:
             bases = [self._exceptions.get(name) or _builtin_exception(name) for name in kinds[1:]]
