@@ -122,12 +122,16 @@ def _object(where: str, line: bytes) -> dict[str, object]:
 
 def _is_path(name: str) -> bool:
     """Whether it is no hub dataset's name, or hardly one, so that a file of this name which is not there is a mistake in the
-    path: without a network a hub would be waited for in vain."""
+    path: without a network a hub would be waited for in vain. The name alone decides: what lies beside it says nothing of a
+    hub's."""
     path = Path(name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or _form_of(path) is not None:
-        return True
-    # OpenHermes-2.5 is a dataset, train.josnl a slip of the hand; and so is what lies in a directory of this machine.
-    return path.suffix[1:].isalpha() or ("/" in name and path.parent.is_dir()) or bool(_similar(name))
+    # OpenHermes-2.5 is a dataset, train.josnl a slip of the hand.
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or _form_of(path) is not None
+        or path.suffix[1:].isalpha()
+    )
 
 
 def _similar(name: str) -> str:
@@ -339,5 +343,5 @@ def _failure(name: str, subset: str | None, split: str, local: Path | None, reas
     return (
         f"{what}: there is no such file or directory, nor one below $NMOE_DATASETS, and the hub did not give it: {reason}; "
         "give the path of a local copy, put a copy below the directory that $NMOE_DATASETS names, or name a mirror of the "
-        "hub in $HF_ENDPOINT"
+        f"hub in $HF_ENDPOINT{_similar(name)}"
     )

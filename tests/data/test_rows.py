@@ -130,7 +130,7 @@ def test_files_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [("open/data: test row 10", ROWS[9])]
 
 
-@pytest.mark.parametrize("name", ["trian.jsonl", "train.josnl", "data/open", "tran", "data/trian.jsonl"])
+@pytest.mark.parametrize("name", ["trian.jsonl", "train.josnl", "data/trian.jsonl"])
 def test_a_slip_of_the_hand_is_not_looked_up_on_a_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,15 +140,14 @@ def test_a_slip_of_the_hand_is_not_looked_up_on_a_hub(
     monkeypatch.setattr(datasets, "load_dataset", asked)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for file in ("train.jsonl", "data/train.jsonl", "trans"):
+    for file in ("train.jsonl", "data/train.jsonl"):
         (tmp_path / file).write_bytes(lines(ROWS))
     meant = {
         "trian.jsonl": "train.jsonl",
         "train.josnl": "train.jsonl",
-        "tran": "trans",
         "data/trian.jsonl": "data/train.jsonl",
     }
-    wanted = f"; did you mean {meant[name]!r}?" if name in meant else ""
+    wanted = f"; did you mean {meant[name]!r}?"
     with pytest.raises(
         UserError, match=f"^{re.escape(name)}: can not be read: No such file or directory{re.escape(wanted)}"
     ):
@@ -159,6 +158,29 @@ def test_a_hub_name_with_a_version_is_asked_for(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list([{"name": name}]))
     assert values(read_rows("AI-MO/NuminaMath-1.5")) == [{"name": "AI-MO/NuminaMath-1.5"}]
+
+
+@pytest.mark.parametrize("name", ["openai/gsm8k", "squad"])
+def test_what_lies_beside_makes_no_path_of_a_hub_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there under a similar name is named where the hub has said no, and not before."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai/gsm9k").mkdir(parents=True)
+    (tmp_path / "squad2").mkdir()
+    there = True
+
+    def asked(name: str, *_: object, **__: object) -> datasets.Dataset:
+        if not there:
+            raise datasets.exceptions.DatasetNotFoundError("no such dataset")
+        return datasets.Dataset.from_list([{"name": name}])
+
+    monkeypatch.setattr(datasets, "load_dataset", asked)
+    assert values(read_rows(name)) == [{"name": name}]
+    there = False
+    meant = {"openai/gsm8k": "openai/gsm9k", "squad": "squad2"}[name]
+    with pytest.raises(UserError, match=rf"the hub did not give it: no such dataset; .*; did you mean '{meant}'\?$"):
+        list(read_rows(name))
 
 
 def test_the_keys_of_other_rows_objects_are_none_of_a_rows_own(tmp_path: Path) -> None:
