@@ -2,7 +2,8 @@
 would teach that right answers are wrong.
 
 Each gold is graded once. Those that passed are remembered in $NMOE_GOLDS, else nmoe/golds in the user's cache directory, under a
-hash of the problem and of the graders' sources.
+hash of the problem and of what decides a verdict: the graders' sources, the versions of Python and of what they parse with, and for
+code the sandbox.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import nmoe.rl.grading
+import nmoe.rl.sandbox
 import nmoe.rl.tasks
 from nmoe.config.environment import DatasetKeys, MixturePool
 from nmoe.errors import InfrastructureError, StorageError, UserError
@@ -28,6 +31,7 @@ from nmoe.rl.pools.mixture import Mixture
 from nmoe.rl.pools.order import Order, stable_hash
 from nmoe.rl.problem import Problem
 from nmoe.rl.sandbox.api import OpensSandboxes
+from nmoe.rl.sandbox.sandboxes import Sandboxes
 from nmoe.rl.tasks import TASKS, Attempt
 from nmoe.runs.storage import append_whole
 
@@ -35,6 +39,8 @@ SAMPLE = 64
 _NAMED = 20
 _AT_ONCE = 8
 _INTERVAL_S = 10.0
+_PACKAGES = (nmoe.rl.grading, nmoe.rl.tasks, nmoe.rl.sandbox)
+_DISTRIBUTIONS = ("sympy", "mpmath", "math-verify", "latex2sympy2_extended")
 
 
 def check_golds(environment: Environment, sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
@@ -64,7 +70,7 @@ def _problems(order: Order) -> list[Problem]:
 
 
 async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
-    passed = Passed()
+    passed = Passed(sandboxes)
     waiting = [problem for problem in problems if not passed.has(problem)]
     rest, failed, done, told = iter(waiting), dict[str, str](), 0, time.monotonic()
 
@@ -108,9 +114,15 @@ async def _verdict(problem: Problem, sandboxes: OpensSandboxes | None) -> Verdic
 
 
 class Passed:
-    """The golds that passed, one file of hashes for each type of task: `Passed().has(problem)`."""
+    """The golds that passed, one file of hashes for each type of task: `Passed(sandboxes).has(problem)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, sandboxes: OpensSandboxes | None) -> None:
+        self._sandbox = (
+            # How many are kept warm, and under which uids they run, decides nothing.
+            repr((sandboxes.settings.level, sandboxes.interpreter, sandboxes.limits))
+            if isinstance(sandboxes, Sandboxes)
+            else ""
+        )
         named, cached = os.environ.get("NMOE_GOLDS"), os.environ.get("XDG_CACHE_HOME")
         self._directory = Path(named) if named else Path(cached or Path.home() / ".cache") / "nmoe" / "golds"
         self._known: dict[str, set[str]] = {}
@@ -119,7 +131,7 @@ class Passed:
         if problem.task_type not in self._known:
             path = self._path(problem)
             self._known[problem.task_type] = set(path.read_text().split()) if path.exists() else set()
-        return _key(problem) in self._known[problem.task_type]
+        return _key(problem, self._sandbox) in self._known[problem.task_type]
 
     def add(self, problem: Problem) -> None:
         """Remembers a gold."""
@@ -127,23 +139,25 @@ class Passed:
         # Where nothing can be remembered, golds are graded again by the next run.
         with suppress(OSError, StorageError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            append_whole(path, f"{_key(problem)}\n".encode())
+            append_whole(path, f"{_key(problem, self._sandbox)}\n".encode())
 
     def _path(self, problem: Problem) -> Path:
         return self._directory / f"{problem.task_type}.txt"
 
 
-def _key(problem: Problem) -> str:
+def _key(problem: Problem, sandbox: str) -> str:
+    of_sandbox = sandbox if TASKS[problem.task_type].needs_sandbox else ""
     metadata = sorted((name, value) for name, value in problem.metadata.items() if name != "record")
-    content = repr((_graders(), problem.task_type, problem.question, problem.gold, metadata))
+    content = repr((_graders(), of_sandbox, problem.task_type, problem.question, problem.gold, metadata))
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 @cache
 def _graders() -> str:
-    """A digest of the sources that a verdict depends on."""
-    digest = hashlib.sha256()
-    for package in (nmoe.rl.grading, nmoe.rl.tasks):
+    """A digest of the sources and versions that a verdict depends on."""
+    versions = (sys.version, *(f"{name} {version(name)}" for name in _DISTRIBUTIONS))
+    digest = hashlib.sha256("\n".join(versions).encode())
+    for package in _PACKAGES:
         assert package.__file__ is not None, "packages of nmoe lie in files"
         for path in sorted(Path(package.__file__).parent.rglob("*.py")):
             digest.update(path.read_bytes())

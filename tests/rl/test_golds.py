@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nmoe.rl.golds as golds_module
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.sandbox import SandboxSettings
@@ -60,6 +62,29 @@ def test_every_gold_is_graded_once_and_remembered_by_its_content(
     # Another pool, in which one of them is new.
     check_golds(environment(tmp_path, tokenizer, ["d", "c", "b"]), None, print)
     assert sorted(graded) == ["a", "b", "c", "d"]
+
+
+def test_what_decides_a_verdict_is_part_of_what_is_remembered(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another sympy, another Python, and for code another sandbox: the golds are graded again."""
+    text, code = (Problem("p", kind, "?", "1", "p", {"record": 0}) for kind in ("math", "mbpp"))
+    key = golds_module._key
+    before = key(text, ""), key(code, "landlock")
+    assert (key(text, ""), key(code, "landlock")) == before
+    assert key(text, "bubblewrap") == before[0]
+    assert key(code, "bubblewrap") != before[1]
+    for module, name, value in [
+        (sys, "version", "3.99"),
+        (golds_module, "version", lambda name: "99" if name == "sympy" else "1"),
+        (golds_module, "_PACKAGES", golds_module._PACKAGES[:-1]),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            golds_module._graders.cache_clear()
+            assert key(text, "") != before[0]
+    golds_module._graders.cache_clear()
+    assert golds_module._PACKAGES[-1].__name__ == "nmoe.rl.sandbox"
 
 
 def test_those_that_fail_are_named_and_graded_again_the_next_time(
@@ -123,5 +148,5 @@ def test_canonical_solutions_of_humaneval_pass(tokenizer: Tokenizer) -> None:
     except SandboxSetupError as error:
         pytest.skip(f"the landlock level can not be had here: {error}")
     check_golds(demo, sandboxes, print)
-    passed = Passed()
+    passed = Passed(sandboxes)
     assert all(passed.has(demo.pool.order.at(position)) for position in range(16))
