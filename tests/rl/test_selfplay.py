@@ -481,6 +481,48 @@ def test_an_own_claim_that_nobody_could_check_earns_nothing(
     assert [attempt.generator_reward() for attempt in attempts] == [None] * 2
 
 
+def test_an_own_claim_too_long_to_be_checked_escapes_no_reward(
+    tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony
+) -> None:
+    """Whether its own evaluation can be checked is up to the author: a long one is worth nothing, the proof keeps its reward."""
+    defect = "A step is missing."
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Evaluation\n" in prompt:
+            return "Looking.", "1"
+        if "## Solution\n" in prompt:
+            return evaluation("Every step is right.", "1"), "1"
+        return "Adding.", proof("4+7=11", defect, "0.5")
+
+    short, asked = played(tmp_path, tokenizer, harmony, answers, samples=1, context=2000)
+    assert sum("## Evaluation\n" in prompt for prompt in asked) == 2
+    assert [attempt.generator_reward() for attempt in short] == [pytest.approx(0.76 + 0.24 * 0.5)] * 2
+    defect *= 30
+    long, asked = played(tmp_path, tokenizer, harmony, answers, samples=1, context=2000)
+    assert not any("## Evaluation\n" in prompt for prompt in asked)
+    assert [attempt.score for attempt in long] == [ALL] * 2
+    assert [attempt.generator_reward() for attempt in long] == [pytest.approx(0.76)] * 2
+
+
+def test_a_verification_too_long_to_be_checked_earns_nothing(
+    tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony
+) -> None:
+    """The others' claims stand and make the label; the long one has no part in it."""
+
+    def answers(prompt: str, index: int) -> tuple[str, str]:
+        if "## Evaluation\n" in prompt:
+            return "Looking.", "1"
+        if "## Solution\n" in prompt:
+            return evaluation("Step 1 is wrong. " * (30 if index == 0 else 1), "0"), "0"
+        return "Adding.", proof("4+7=12", "Every step is right.", "1")
+
+    attempts, _ = played(tmp_path, tokenizer, harmony, answers, samples=1, context=2000)
+    for attempt in attempts:
+        assert attempt.score == NONE
+        assert [one.asked for one in attempt.analyses] == [0, 3, 3, 3]
+        assert [attempt.verifier_reward(one) for one in attempt.analyses] == [0.0, 1.0, 1.0, 1.0]
+
+
 def test_lost_verifications_and_checks_are_not_silence(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None:
     """What the infrastructure loses is missing from the trajectories, and counts all the same."""
 

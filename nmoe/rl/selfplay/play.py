@@ -42,8 +42,11 @@ class Judged:
 
     @property
     def meta(self) -> float | None:
-        """R_meta: 1 where it claims no defect, None where nobody could judge what it claims."""
-        return meta_score(self.analysis.checks) if self.analysis.claims else 1.0
+        """R_meta: 1 where it claims no defect, 0 where its claim leaves no room in the context to be checked, which is its
+        author's doing, None where the checks that were asked for are lost or cannot be read."""
+        if not self.analysis.claims:
+            return 1.0
+        return meta_score(self.analysis.checks) if self.asked else 0.0
 
 
 @dataclass
@@ -76,8 +79,8 @@ class Attempted:
         ]
 
     def generator_reward(self) -> float | None:
-        """None where it is not known: the proof was not accepted, or its own evaluation claims a defect that nobody could check. A
-        reply that is no proof is 0."""
+        """None where it is not known: the proof was not accepted, or the checks of what its own evaluation claims are lost or
+        cannot be read. A reply that is no proof is 0."""
         if self.outcome == "no_proof":
             return 0.0
         if self.score is None or self.proof is None or self.own is None or self.own.meta is None:
@@ -85,7 +88,8 @@ class Attempted:
         return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
     def verifier_reward(self, judged: Judged) -> float | None:
-        """The reward of one of the analyses of an accepted proof; None where nobody could check what it claims."""
+        """The reward of one of the analyses of an accepted proof; None where the checks of what it claims are lost or cannot be
+        read."""
         assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
         if judged.evaluation is None:
             return 0.0

@@ -5,7 +5,8 @@
 
 s' is the score that the reply gives, s the one that the proof was accepted with. R_Y is s, R_meta the mean score of the
 meta-verifications of the reply's own evaluation. An evaluation that reports no defect claims nothing that could be made up: its
-R_meta is 1. One whose claims nobody could check has no R_meta, and no reward.
+R_meta is 1. One whose claims leave no room in the context for their check has R_meta 0: else a long evaluation would escape a low
+reward. One whose checks are lost or cannot be read has no R_meta, and no reward.
 """
 
 from __future__ import annotations
