@@ -269,9 +269,9 @@ class _Comparison:
     def _may_add(self, unit: str) -> bool:
         """Whether an answer may have a unit where the gold has none."""
         asked = asked_unit(self._policy.question or "")
-        # TeX leaves dollar signs around numbers, so that one says nothing unless the question asks for another unit.
-        if unit == "$":
-            return asked in (None, "dollar")
+        # TeX leaves dollar signs around numbers, and amounts are asked for without the word: "How much does she make every day?"
+        if unit in ("$", "dollar"):
+            return asked != "cent" and (unit == "$" or self._policy.units != "as_gold")
         if self._policy.units == "as_gold" or changes_number(unit):
             return False
         return self._policy.units == "any" or unit.partition("^")[0] == asked

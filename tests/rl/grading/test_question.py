@@ -114,6 +114,8 @@ def test_what_the_question_has_and_what_is_left_to_do_is_no_answer(
         (Policy(question="How many cents is it?"), "5", r"\$5", False),
         (Policy(question="How many cents is it?"), "x=5", r"\$5", False),
         (Policy(question="How many dollars is it?"), "5", r"5\text{ dollars}", True),
+        (Policy(question="How much does she make every day?"), "5", r"5\text{ dollars}", True),
+        (Policy(question="How much does she make every day?"), "5", r"\$5", True),
         (Policy(question="How many dollars is it?"), "5", r"\$5", True),
         (Policy(question="How many apples?"), "5", "$5", True),
         (Policy(units="as_gold"), "5", r"5\text{ dollars}", False),
