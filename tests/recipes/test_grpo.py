@@ -275,4 +275,10 @@ def test_favouring_what_is_unsolved_is_part_of_a_checkpoint(reinforce: Reinforce
     focused = (*SMALL, "--batch.favour_unsolved=true")
     run = reinforce(*focused)
     assert [row["focus/reverse"] for row in read_metrics(run)] == [1.0] * 3
-    assert _state(run)["focus"].keys() == {"reverse"}
+    rates = _state(run)["focus"]
+    assert rates.keys() == {"reverse"}
+    constant = "--optimizer.min_lr_ratio=1"
+    whole = _state(reinforce(*focused, constant, "--run.name=whole"))
+    reinforce(*focused, constant, "--run.name=cut", "--run.steps=2")
+    resumed = _state(reinforce(*focused, constant, "--run.name=cut", "--run.resume=true"))
+    assert resumed["focus"] == whole["focus"], "an average over all steps, not over those since the resumption"
