@@ -8,9 +8,9 @@ from statistics import fmean
 from holding import hold
 
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import evaluate
 from nmoe.model.checkpoint import load_model
-from nmoe.rl.environment import Environment
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer

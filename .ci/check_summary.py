@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holding import hold
 
-from nmoe.recipes.speedrun.promises import PROMISES
+from nmoe.speedrun.promises import PROMISES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from calibration import calibration_s

@@ -23,8 +23,9 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.model.policy import load_policy
 from nmoe.runs.export import export_checkpoint
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 QUESTIONS = ["Reverse: 4153", "Sort: 90817", "Add: 47 + 85", "Reverse: 771209", "Add: 90 + 19", "Sort: 5210"]
 SAMPLES, NEW_TOKENS = 4, 40

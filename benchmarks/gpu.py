@@ -25,7 +25,7 @@ import torch
 from machine import machine, versions
 from torch import Tensor
 
-from nmoe.engine.api import Request, Sample, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
@@ -34,6 +34,7 @@ from nmoe.model.moe import MoE, RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sample, Sampling
 
 PROMPT, NEW = 512, 128
 QWEN3 = ModelConfig(

@@ -104,9 +104,9 @@ def pairs(workload: str, count: int) -> list[Pair]:
 
 
 def run_nmoe(work: list[Pair], alone: bool) -> tuple[float, list[bool], Counter[str]]:
-    from nmoe.rl.grading import answers
-    from nmoe.rl.grading.equivalence import settle
-    from nmoe.rl.grading.workers import WorkerPool
+    from nmoe.grading.math import answers
+    from nmoe.grading.math.equivalence import settle
+    from nmoe.grading.workers.pool import WorkerPool
 
     if alone:
         settle("1", "x")
@@ -115,7 +115,7 @@ def run_nmoe(work: list[Pair], alone: bool) -> tuple[float, list[bool], Counter[
         elapsed = time.perf_counter() - began
         assert None not in verdicts
     else:
-        answers._pool = WorkerPool("nmoe.rl.grading.symbolic:equal", 1)
+        answers._pool = WorkerPool("nmoe.grading.math.symbolic:equal", 1)
         assert next(answers.grade_answers([("x+y", "y+x")])).outcome == "correct"
         began = time.perf_counter()
         verdicts = list(answers.grade_answers(work))
@@ -130,7 +130,7 @@ def run_math_verify(work: list[Pair]) -> tuple[float, list[bool], Counter[str]]:
     logging.disable(logging.CRITICAL)
     from math_verify import parse, verify
 
-    from nmoe.rl.grading.symbolic import WARM_UP
+    from nmoe.grading.math.symbolic import WARM_UP
 
     def grade(gold: str, answer: str) -> bool:
         parsed = [parse(f"${text}$" if "$" not in text else text, parsing_timeout=None) for text in (gold, answer)]

@@ -13,7 +13,7 @@ from decode_workload import NEW_TOKENS, PROMPT_TOKENS, Dtype, Generated, Logits,
 from side import answer
 from stopwatch import Stopwatch
 
-from nmoe.engine.api import Request, Sample, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs
@@ -21,12 +21,9 @@ from nmoe.model.checkpoint import load_model
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.policy_batch import policy_batch
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rl.grading.grade import Grade
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Trajectory
-from nmoe.rl.turn import Turn
+from nmoe.rl.batch import policy_batch
+from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENS_PER_MICROBATCH = 16384

@@ -31,7 +31,7 @@ from grpo_workload import (
 )
 from side import answer
 
-from nmoe.engine.api import Request, Sample, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.advantages import ADVANTAGES
 from nmoe.learner.batch import Batch
@@ -39,12 +39,9 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
-from nmoe.recipes.policy_batch import policy_batch
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rl.grading.grade import Grade
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Trajectory
-from nmoe.rl.turn import Turn
+from nmoe.rl.batch import policy_batch
+from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 TOKENS_PER_MICROBATCH = 16384
 

@@ -29,10 +29,10 @@ from machine import machine, versions
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
+from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.evaluate import evaluate
 from nmoe.model.checkpoint import load_model
-from nmoe.rl.environment import Environment
-from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer

@@ -24,16 +24,16 @@ import torch
 from machine import machine, versions
 
 from nmoe.config.environment import BudgetSettings, EnvironmentSettings, GeneratedPool, ToolsSettings
-from nmoe.engine.api import Request, Sample
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rl.environment import Environment
-from nmoe.rl.rollout.collector import Collector, RolloutSettings
-from nmoe.rl.tools.event import ToolCall
-from nmoe.text.harmony import Harmony, Message
+from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message, Sample, ToolCall
 
 R = TypeVar("R")
 

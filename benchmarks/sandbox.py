@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable
 from machine import machine, versions
 
 from nmoe.config.sandbox import SandboxSettings
-from nmoe.rl.sandbox.process import ProcessSandbox
-from nmoe.rl.sandbox.sandboxes import Sandboxes
+from nmoe.sandbox.process import ProcessSandbox
+from nmoe.sandbox.sandboxes import Sandboxes
 
 LEVELS = ("bubblewrap", "landlock")
 

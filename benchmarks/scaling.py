@@ -23,7 +23,7 @@ import torch
 from machine import machine, versions
 
 from nmoe.data.documents import Document
-from nmoe.engine.api import Request, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
@@ -36,6 +36,7 @@ from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.pretrain import document_batch
 from nmoe.recipes.setup import keep_freed_memory
+from nmoe.types import Sampling
 
 CONFIG_FILE = Path(__file__).with_name("qwen3_dense_5m.json")
 COUNTS = (2, 4, 8, 16, 32)

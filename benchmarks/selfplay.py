@@ -4,7 +4,7 @@ meets.
     python benchmarks/selfplay.py runs/speedrun/base --out runs/selfplay_benchmark
 
 From a base of the speedrun: it learns to add, then the form of the three roles with reviewers that overlook most errors
-(`nmoe.recipes.speedrun.roles`), once; then, for each seed, two rounds of `configs/selfplay.toml` with --train. A verifier agrees
+(`nmoe.speedrun.roles`), once; then, for each seed, two rounds of `configs/selfplay.toml` with --train. A verifier agrees
 where it gives a solution the score that the oracle gives; a reply without a score disagrees. Paired by solution, before the first
 round against after the last.
 """
@@ -24,21 +24,15 @@ from nmoe.config.run import SFTConfig, load_run
 from nmoe.config.selfplay import SelfplayConfig
 from nmoe.data.prm import split_steps
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import sample_problems
 from nmoe.eval.statistics import paired_difference
 from nmoe.model.policy import load_policy
-from nmoe.recipes.selfplay import selfplay
 from nmoe.recipes.sft import sft
-from nmoe.recipes.speedrun.roles import (
-    LONGEST,
-    SHORTEST,
-    WARM_UP,
-    claim_is_true,
-    write_verifications,
-)
-from nmoe.recipes.speedrun.steps import score, write_problems
-from nmoe.rl.environment import Environment
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.selfplay.loop import selfplay
+from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP, claim_is_true, write_verifications
+from nmoe.speedrun.steps import score, write_problems
 from nmoe.text.tokenizer import Tokenizer
 
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8

@@ -55,7 +55,7 @@ _DECIDES = (
     "configs/speedrun.toml",
     "configs/speedrun_base.toml",
     "environments/skills.toml",
-    "nmoe/recipes/speedrun/corpus.py",
+    "nmoe/speedrun/corpus.py",
 )
 
 Record = dict[str, Any]

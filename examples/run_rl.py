@@ -16,7 +16,7 @@ from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.run import RLConfig
-from nmoe.recipes.grpo import train
+from nmoe.rl.train import train
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 LETTERS = "aeiou"

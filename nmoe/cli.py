@@ -208,7 +208,7 @@ def train(arguments: ConfigAndOverrides) -> None:
     from nmoe.config.run import RLConfig
 
     config = _configuration(arguments, RLConfig)
-    from nmoe.recipes.grpo import train
+    from nmoe.rl.train import train
 
     _sum_up(train(config), "rl")
 
@@ -264,7 +264,7 @@ def selfplay(
     }
     overrides = [f"--{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     config = _configuration([*arguments, *overrides], SelfplayConfig)
-    from nmoe.recipes.selfplay import selfplay
+    from nmoe.selfplay.loop import selfplay
 
     _sum_up(selfplay(config), "selfplay")
 
@@ -343,7 +343,7 @@ def verifier(
     named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
     overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     config = _configuration([*arguments, *overrides], VerifierConfig)
-    from nmoe.recipes.verifier import verifier
+    from nmoe.verifier.train import verifier
 
     _sum_up(verifier(config), "verifier")
 
@@ -367,7 +367,7 @@ def check(
     Example, with the tokens of a trained model:
       nmoe env check my_environment --tokenizer runs/speedrun
     """
-    from nmoe.rl.check import check_environment
+    from nmoe.envs.check import check_environment
 
     for line in check_environment(Path(environment), tokenizer):
         typer.echo(line)
@@ -381,7 +381,7 @@ def list_() -> None:
     Example:
       nmoe env list
     """
-    from nmoe.rl.check import list_environments
+    from nmoe.envs.check import list_environments
 
     for line in list_environments():
         typer.echo(line)
@@ -399,8 +399,8 @@ def gc(
     Example:
       nmoe env gc --dry-run
     """
-    from nmoe.rl.workspace.collect import collect
-    from nmoe.rl.workspace.store import workspaces_root
+    from nmoe.sandbox.workspaces.collect import collect
+    from nmoe.sandbox.workspaces.store import workspaces_root
 
     for line in collect(workspaces_root(), dry_run=dry_run):
         typer.echo(line)
@@ -496,8 +496,9 @@ def evaluate(
     if environment is None:
         raise UserError("eval without an ENVIRONMENT; name a TOML file, a directory or a packaged environment")
     from nmoe.eval.command import evaluate_command
+    from nmoe.verifier.scorers import load_scorer
 
-    evaluate_command(checkpoint, environment, problems or 200, samples, temperature, seed, best_of, out)
+    evaluate_command(checkpoint, environment, problems or 200, samples, temperature, seed, load_scorer, best_of, out)
 
 
 @app.command()
@@ -531,8 +532,8 @@ def grade(
     Example, answers in boxes, from a pipe:
       zcat predictions.jsonl.gz | nmoe grade - --extract boxed
     """
-    from nmoe.rl.grading.policy import Policy
-    from nmoe.rl.grading.regrade import regrade
+    from nmoe.grading.math.policy import Policy
+    from nmoe.grading.regrade import regrade
 
     regrade(file, extract, sys.stdout, Policy(answer_order, units), skip_unreadable=skip_unreadable)
 
@@ -599,7 +600,7 @@ def replay(
     Example, with the weights that sampled it:
       nmoe replay runs/mine/replay/step_000011-sampled-sort_7-0-20c4 --checkpoint runs/mine/checkpoints/step_000010
     """
-    from nmoe.eval.replay import replay_command
+    from nmoe.rl.replay import replay_command
 
     for line in replay_command(bundle, checkpoint, tokenizer, allow_user_code=allow_user_code):
         typer.echo(line)
@@ -667,7 +668,7 @@ def speedrun(
     Example:
       nmoe speedrun --seed 1 --out runs/speedrun-1
     """
-    from nmoe.recipes.speedrun import speedrun
+    from nmoe.speedrun import speedrun
 
     speedrun(out, seed, full, resume)
 

@@ -1,4 +1,5 @@
-"""What tests of whole runs share: a tiny base that knows one skill badly, and the settings of a run that teaches it.
+"""What many tests share: a small tokenizer, pools and environments from settings; for tests of whole runs a tiny base that knows
+one skill badly, and the settings of a run that teaches it.
 
 The base has read questions such as "Reverse: 301" with answers in Harmony. Half of them are right and the others copy the
 digits; two in five leave the answer in the wrong channel. Sampled, it is right in about a third. Reinforcement learning has
@@ -12,18 +13,24 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Triton's kernels run on CPU in its interpreter, which has to be chosen before anything imports triton: torch does.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from nmoe.config import Locator, Place, Section, parse
+from nmoe.config.environment import TaskPool
 from nmoe.config.run import PretrainConfig, RLConfig, load_run
-from nmoe.recipes.grpo import train
+from nmoe.envs.environment import Environment
+from nmoe.envs.pools import Pool, Shard, build_pool
+from nmoe.envs.pools.generated import split_of
 from nmoe.recipes.pretrain import pretrain
-from nmoe.rl.pools.generated import split_of
-from nmoe.text.harmony import Harmony, Message
+from nmoe.rl.train import train
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 RIGHT, PROPER = 0.5, 0.6
 
@@ -171,3 +178,42 @@ def reinforce(workshop: Path, base: Path, tmp_path: Path) -> Reinforce:
 def trained(workshop: Path, base: Path) -> Path:
     """The run directory of the base after reinforcement learning, `workshop/rl`."""
     return train(load_run(workshop / "rl.toml", RLConfig))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["Sort: 53914", "the answer is 42", "assistant user system analysis final"] * 5, 320)
+
+
+@pytest.fixture(scope="session")
+def harmony(tokenizer: Tokenizer) -> Harmony:
+    return Harmony(tokenizer)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Environment]:
+    """Makes the environment "demo" of the rest of its TOML text."""
+
+    def make(text: str, *, rank: int = 0, world_size: int = 1) -> Environment:
+        path = tmp_path / "environment.toml"
+        path.write_text(f'env_id = "demo"\n{text}')
+        return Environment.from_toml(path, tokenizer, rank=rank, world_size=world_size)
+
+    return make
+
+
+class PoolHolder(Section):
+    """A task pool is a union; the loader takes sections."""
+
+    pool: TaskPool
+
+
+@pytest.fixture(scope="session")
+def make_pool() -> Callable[..., Pool]:
+    """Makes the pool "demo" of a `[task_pool]` table."""
+
+    def make(table: dict[str, Any], rank: int = 0, world_size: int = 1) -> Pool:
+        settings = parse({"pool": table}, PoolHolder, Locator(Place("test")))
+        return build_pool("demo", settings.pool, Shard(rank, world_size))
+
+    return make

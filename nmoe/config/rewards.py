@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nmoe.config.base import Conflict, DataPath, Section
 
-# The components of a grade that the rubric weighs (`nmoe.rl.grading.grade`).
+# The components of a grade that the rubric weighs (`nmoe.envs.grade`).
 RUBRIC_COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
 
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")

@@ -17,11 +17,12 @@ from nmoe.data.messages import ChatMessage, ToolCall
 from nmoe.data.records import Conversation, Messages, PromptCompletion, Record, Text, Tools
 from nmoe.errors import UserError
 from nmoe.text.chat import END_THINK, THINK, ChatTemplate
-from nmoe.text.harmony import Harmony, HarmonyTokenizer, Message
+from nmoe.text.harmony import Harmony, HarmonyTokenizer
 from nmoe.text.harmony_format import END, END_OF_TEXT, RETURN
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
 from nmoe.text.natural_format import natural_format
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 IGNORED = -100
 """The label of a token that is not learned, as in transformers."""

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-FinishReason = Literal["stop", "length", "abort"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` cut nothing off.
-
-    Draws are keyed by (seed, sample index, position), never by what else is in the batch.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_ids: tuple[int, ...] = ()
-    seed: int = 0
+from nmoe.types import FinishReason, Sample, Sampling
 
 
 @dataclass(frozen=True)
@@ -35,24 +20,6 @@ class Request:
     n: int
     sampling: Sampling
     request_id: str
-
-
-@dataclass
-class Sample:
-    """One completion. `logprobs` are those of the distribution actually sampled from, after temperature, top-k and top-p
-    (so 0.0 under greedy); the stop token, where one was sampled, is part of it.
-
-    `versions` is the weight version each token was sampled with. `kept_ids`, where top-k or top-p cut the support,
-    holds each token's kept set. `routes` holds every router pick as int16 `[prompt + completion - 1, layers, K]`, for
-    engines that record them.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: FinishReason
-    kept_ids: list[list[int]] | None = None
-    routes: Any | None = None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from nmoe.envs.environment import Environment
+from nmoe.envs.scorer import Scorer
 from nmoe.eval.evaluate import Evaluation, is_correct, share_of, summarise
 from nmoe.eval.statistics import paired_difference
 from nmoe.eval.voting import majorities
-from nmoe.rl.environment import Environment
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.scorer import Scorer
+from nmoe.types import Group, Trajectory
 
 UNANSWERED = float("-inf")
 """The score of a sample that says nothing: any other is chosen before it."""

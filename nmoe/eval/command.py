@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.envs.scorer import Scorer
 from nmoe.errors import UserError
 from nmoe.eval.best_of_n import best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation, is_correct, refuse_open_problems, summarise
-from nmoe.eval.scorers import load_scorer
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
-from nmoe.rl.rollout.trajectory import Group
 from nmoe.runs.storage import write_atomically
+from nmoe.types import Group
 
 
 def evaluate_command(
@@ -23,11 +23,12 @@ def evaluate_command(
     samples: int,
     temperature: float,
     seed: int,
+    load_scorer: Callable[[Path], Scorer],
     best_of: Path | None = None,
     out: Path | None = None,
 ) -> None:
-    """Prints one line per evaluation, and writes them to `out` with every problem's answers. With `best_of` the scorer there
-    chooses among the samples.
+    """Prints one line per evaluation, and writes them to `out` with every problem's answers. With `best_of` the scorer
+    that `load_scorer` finds there chooses among the samples.
 
     Raises UserError for what can not be loaded or sampled. After Ctrl-C the problems that are done are evaluated, printed and kept
     before SamplingInterruptedError is raised.

@@ -8,15 +8,14 @@ from typing import Any
 
 from nmoe.config.environment import task_types
 from nmoe.engine.api import Engine
+from nmoe.envs.environment import Environment
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
 from nmoe.eval.voting import majorities
-from nmoe.rl.environment import Environment
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.collector import Collector, RolloutSettings
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.tasks import TASKS
-from nmoe.rl.tools.runtime import ToolRuntime
+from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.types import Group, Problem, Trajectory
 
 
 @dataclass(frozen=True)

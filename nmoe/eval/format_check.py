@@ -14,17 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.envs.environment import Environment
+from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import is_correct
 from nmoe.eval.statistics import wilson
 from nmoe.eval.subject import open_subject
-from nmoe.rl.environment import Environment
-from nmoe.rl.failures import FAILURES
-from nmoe.rl.grading.extraction import from_response
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.tasks import TASKS, Attempt
+from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on
+from nmoe.types import FAILURES, Group, Problem, Trajectory
 
 ENOUGH = 0.95
 # Mean correctness of samples at which groups mostly agree: all wrong, or all right.

@@ -15,8 +15,8 @@ from nmoe.data.messages import ChatMessage
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
 from nmoe.data.rendering import IGNORED, Rendered, Renderer, RenderFormat, make_renderer, render
+from nmoe.envs.check import token_table
 from nmoe.errors import UserError
-from nmoe.rl.check import token_table
 from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 

@@ -13,16 +13,16 @@ import torch
 from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
+from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import distinct_problems, sample_problems
 from nmoe.model.policy import load_policy
-from nmoe.rl.environment import Environment
-from nmoe.rl.rollout.trajectory import Group
-from nmoe.rl.tools.runtime import ToolRuntime
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Group
 
 
 class SamplingInterruptedError(UserError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from nmoe.rl.rollout.trajectory import Group
-from nmoe.rl.tasks import TASKS
+from nmoe.envs.tasks import TASKS
+from nmoe.types import Group
 
 
 def majorities(groups: Sequence[Group]) -> list[int]:

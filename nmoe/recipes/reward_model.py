@@ -2,7 +2,7 @@
 `nmoe reward CONFIG`
 
 Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is that of the model with `head.safetensors`
-beside it; it scores answers as `nmoe.eval.scorers` does.
+beside it; it scores answers as `nmoe.verifier.scorers` does.
 """
 
 # Shapes: N scored positions, the last of each of two sequences of a pair.

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import is_correct
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
-from nmoe.rl.environment import Environment
-from nmoe.rl.rollout.trajectory import Group, Trajectory
 from nmoe.runs.storage import write_atomically
+from nmoe.types import Group, Trajectory
 
 
 def write_pairs(

@@ -19,9 +19,9 @@ from nmoe.config.run import SupervisedConfig
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
+from nmoe.learner.metrics import optimizer_metrics, routing_metrics
 from nmoe.learner.objectives import Objective
 from nmoe.recipes.interrupt import Interruptible
-from nmoe.recipes.policy_metrics import optimizer_metrics, routing_metrics
 from nmoe.recipes.setup import describe, provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory

@@ -1,1 +1,1 @@
-"""The environment kernel: problems in, graded trajectories out. It knows tokens and engines, never the model."""
+"""Reinforcement learning: the training loop and its parts, one step after the other in `train.py`."""

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import torch
 
-from nmoe.engine.api import Request, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.formats import in_format
 from nmoe.errors import UserError
 from nmoe.model.policy import load_policy
-from nmoe.rl.formats import in_format
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.runs.threads import choose_threads
 from nmoe.serve.conversation import ChatFormat, Conversation
 from nmoe.text.harmony import Harmony, StreamParser
 from nmoe.text.incremental import IncrementalDecoder
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Sampling
 
 _NEW = "/new"
 

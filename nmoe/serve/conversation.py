@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from nmoe.envs.formats import FORMATS
 from nmoe.errors import UserError
-from nmoe.rl.formats import FORMATS
-from nmoe.text.harmony import Message
 from nmoe.text.natural_format import natural_format
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 ChatFormat = Literal["auto", "harmony", "chat", "text"]
 

@@ -19,9 +19,9 @@ from itertools import pairwise, product, takewhile
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.text.harmony_format import Message
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.tool_definition import ToolDefinition
+from nmoe.types import Message
 
 THINK, END_THINK = "<think>", "</think>"
 TAGS = (THINK, END_THINK, "<tool_call>", "</tool_call>")

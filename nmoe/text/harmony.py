@@ -22,12 +22,12 @@ from nmoe.text.harmony_format import (
     START,
     HarmonyError,
     HarmonyTokenizer,
-    Message,
     check_message,
     write_author,
 )
 from nmoe.text.harmony_parser import HarmonyParser
 from nmoe.text.incremental import IncrementalDecoder
+from nmoe.types import Message
 
 __all__ = ["Completion", "Event", "Harmony", "HarmonyError", "HarmonyTokenizer", "Message", "StreamParser"]
 

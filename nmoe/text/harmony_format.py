@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from nmoe.errors import UserError
+from nmoe.types import Message
 
 START = "<|start|>"
 END = "<|end|>"
@@ -57,28 +58,6 @@ class HarmonyTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def special_id(self, token: str) -> int: ...
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message of a conversation.
-
-    A tool call:   Message("assistant", '{"x": 2}', channel="commentary", recipient="functions.square",
-                           content_type="json")
-    its answer:    Message("tool", "4", channel="commentary", recipient="assistant", name="functions.square")
-    """
-
-    role: str
-    content: str
-    channel: str | None = None
-    recipient: str | None = None
-    name: str | None = None
-    content_type: str | None = None
-
-    @property
-    def is_call(self) -> bool:
-        """Whether the assistant hands over to a tool here, so that the message ends in <|call|>."""
-        return self.role == "assistant" and self.recipient is not None
 
 
 @dataclass(frozen=True)

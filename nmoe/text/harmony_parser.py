@@ -20,10 +20,10 @@ from nmoe.text.harmony_format import (
     START,
     HarmonyError,
     HarmonyTokenizer,
-    Message,
     Segment,
     read_header,
 )
+from nmoe.types import Message
 
 _CLOSING = {END: "end", RETURN: "return", CALL: "call"}
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nmoe.text.harmony_format import Message
 from nmoe.text.tool_definition import ToolDefinition
+from nmoe.types import Message
 
 NAMESPACE = "functions"
 

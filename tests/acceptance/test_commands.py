@@ -13,12 +13,13 @@ from command_line import Result
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from nmoe.engine.api import Request, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Sampling
 
 Nmoe = Callable[..., Result]
 EVALUATION = re.compile(r"(\S+) on reverse (\d+\.\d)% \[(\d+\.\d)%, (\d+\.\d)%\] of (\d+)")

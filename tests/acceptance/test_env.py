@@ -14,10 +14,10 @@ import pytest
 from command_line import Result
 
 from nmoe.config.packaged import SHIPPED
-from nmoe.rl import tasks
-from nmoe.rl.grading.verdict import Verdict
-from nmoe.text.harmony import Harmony, Message
+from nmoe.envs import tasks
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message, Verdict
 
 Nmoe = Callable[..., Result]
 

@@ -11,7 +11,7 @@ import pytest
 from command_line import Result
 
 from nmoe.config.run import RLConfig, load_run
-from nmoe.recipes.grpo import train
+from nmoe.rl.train import train
 
 Nmoe = Callable[..., Result]
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from nmoe import cli
+from nmoe.verifier.scorers import load_scorer
 from nmoe.config.run import PretrainConfig, RLConfig
 from nmoe.errors import StorageError, UserError
 
@@ -71,7 +72,7 @@ StandIn = Callable[..., list[tuple[Any, ...]]]
 
 
 def test_rl_train_loads_its_configuration(tmp_path: Path, nmoe: Nmoe, stand_in: StandIn) -> None:
-    calls = stand_in("nmoe.recipes.grpo", "train", result=tmp_path)
+    calls = stand_in("nmoe.rl.train", "train", result=tmp_path)
     path = tmp_path / "tiny.toml"
     path.write_text(RL)
     assert nmoe("rl", "train", "--run.seed=3", str(path), "--batch.group_size", "4", "--run.seed", "4") == 0
@@ -93,7 +94,7 @@ def test_pretrain_loads_its_configuration(tmp_path: Path, nmoe: Nmoe, stand_in: 
 def test_bad_overrides_are_all_listed_and_nothing_starts(
     tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = stand_in("nmoe.recipes.grpo", "train")
+    calls = stand_in("nmoe.rl.train", "train")
     path = tmp_path / "tiny.toml"
     path.write_text(RL)
     assert nmoe("rl", "train", str(path), "--optimizer.learnng_rate", "1", "--run.seed", "-x") == 2
@@ -134,8 +135,8 @@ def test_the_other_verbs_hand_over_their_arguments(
     ]
     assert nmoe("eval", "a", "e", *several) == 0
     assert calls == [
-        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, None, None),
-        (Path("a"), Path("e"), 5, 8, 0.6, 7, Path("runs/b"), Path("r")),
+        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, load_scorer, None, None),
+        (Path("a"), Path("e"), 5, 8, 0.6, 7, load_scorer, Path("runs/b"), Path("r")),
     ]
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
@@ -155,7 +156,7 @@ def test_the_other_verbs_hand_over_their_arguments(
     assert calls == [(Path("runs/a"), Path("out"), None, "hf"), (Path("a"), Path("b"), "bfloat16", "peft")]
     assert capsys.readouterr().out == "out\nb\n"
 
-    calls = stand_in("nmoe.recipes.speedrun", "speedrun")
+    calls = stand_in("nmoe.speedrun", "speedrun")
     assert nmoe("speedrun") == 0
     assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
     assert nmoe("speedrun", "--full", "--resume") == 0
@@ -260,7 +261,7 @@ def test_help_of_a_training_verb_lists_its_keys(
 def test_resuming_what_is_not_there_says_so(
     tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in("nmoe.recipes.grpo", "train", result=tmp_path)
+    stand_in("nmoe.rl.train", "train", result=tmp_path)
     (tmp_path / "tiny.toml").write_text(RL)
     resumed = ("rl", "train", str(tmp_path / "tiny.toml"), f"--run.directory={tmp_path}", "--run.resume=true")
     assert nmoe(*resumed) == 0
@@ -280,7 +281,7 @@ def test_the_shell_can_complete(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) 
 def test_a_terminal_is_not_left_blank(
     tmp_path: Path, nmoe: Nmoe, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in("nmoe.recipes.grpo", "train", result=tmp_path)
+    stand_in("nmoe.rl.train", "train", result=tmp_path)
     (tmp_path / "tiny.toml").write_text(RL)
     assert nmoe("rl", "train", str(tmp_path / "tiny.toml")) == 0
     assert capsys.readouterr().err == ""

@@ -12,15 +12,7 @@ from nmoe.config import ConfigError, Locator, Place, load, parse, to_toml
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import COMMANDS
 from nmoe.config.environment import GeneratedPool
-from nmoe.config.run import (
-    DPOConfig,
-    PretrainConfig,
-    RewardConfig,
-    RLConfig,
-    RunConfig,
-    SFTConfig,
-    load_run,
-)
+from nmoe.config.run import DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig, load_run
 from nmoe.config.schema import paths_of
 from nmoe.config.toml import toml_value
 

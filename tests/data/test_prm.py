@@ -11,7 +11,7 @@ import pytest
 
 from nmoe.data.prm import LabelledSteps, Reading, read_source
 from nmoe.errors import UserError
-from nmoe.recipes.speedrun import steps as domain
+from nmoe.speedrun import steps as domain
 
 PROBLEM = "What is 3 + 4 + 5?"
 

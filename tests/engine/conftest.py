@@ -7,10 +7,11 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-from nmoe.engine.api import Request, Sampling
+from nmoe.engine.api import Request
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sampling
 
 __all__ = ["tiny_model"]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nmoe.engine.api import Delta, Request, Sample, Sampling
+from nmoe.engine.api import Delta, Request
 from nmoe.engine.native import runner
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.core import GATHER_STEPS, EngineCore
@@ -21,6 +21,7 @@ from nmoe.errors import DivergenceError, UserError
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sample, Sampling
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from nmoe.engine.api import Delta, Request, Sample
+from nmoe.engine.api import Delta, Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import DivergenceError, UserError
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sample
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]

@@ -8,17 +8,14 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_family
 
-from nmoe.engine.api import EngineStats, Request, Sample, Sampling
+from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.core import EngineCore
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.policy_batch import policy_batch
-from nmoe.rl.grading.grade import Grade
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Trajectory
-from nmoe.rl.turn import Turn
+from nmoe.rl.batch import policy_batch
+from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 Answers = list[tuple[Request, Sample]]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_family
 
-from nmoe.engine.api import Request, Sample
+from nmoe.engine.api import Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.forward import batch_logprobs
@@ -19,11 +19,8 @@ from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.policy_batch import policy_batch
-from nmoe.rl.grading.grade import Grade
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Trajectory
-from nmoe.rl.turn import Turn
+from nmoe.rl.batch import policy_batch
+from nmoe.types import Grade, Problem, Sample, Trajectory, Turn
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from nmoe.engine.api import Sampling
+from nmoe.envs.environment import Environment
 from nmoe.eval.best_of_n import UNANSWERED, best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation
-from nmoe.rl.environment import Environment
-from nmoe.rl.grading.grade import Grade
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.turn import single_turn
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Grade, Group, Message, Problem, Sampling, Trajectory, single_turn
 
 GOLD = "7"
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from nmoe.engine.api import Request, Sample
+from nmoe.engine.api import Request
+from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation, distinct_problems, evaluate
-from nmoe.rl.environment import Environment
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message, Sample
 
 R = TypeVar("R")
 

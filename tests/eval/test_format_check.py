@@ -11,15 +11,12 @@ import pytest
 
 from nmoe.config import to_toml
 from nmoe.config.environment import EnvironmentSettings, load_environment
-from nmoe.engine.api import Sample, Sampling
+from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.format_check import environment_of, hard_problems_alone, is_hard, report
-from nmoe.rl.environment import Environment
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.turn import Turn
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Group, Message, Problem, Sample, Sampling, Trajectory, Turn
 
 PROBLEM = Problem("m/0", "math", "What is 6 * 7?", "42", "m", {"level": "Level 5"})
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nmoe.engine.api import Sampling
 from nmoe.errors import InfrastructureError
 from nmoe.eval.voting import majorities
-from nmoe.rl.grading.grade import Grade
-from nmoe.rl.grading.policy import Policy
-from nmoe.rl.grading.verdict import Verdict
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.turn import single_turn
+from nmoe.grading.math.policy import Policy
+from nmoe.types import Grade, Group, Problem, Sampling, Trajectory, Verdict, single_turn
 
 
 def group(task_type: str, *answers: str | None, question: str = "?", **metadata: str) -> Group:
@@ -50,6 +45,6 @@ def test_a_lost_comparison_ends_the_vote(monkeypatch: pytest.MonkeyPatch) -> Non
     async def lost(gold: str, answer: str, policy: Policy) -> Verdict:
         return Verdict("error", 0.0, "symbolic", "the worker was killed")
 
-    monkeypatch.setattr("nmoe.rl.tasks.math.grade_answer", lost)
+    monkeypatch.setattr("nmoe.envs.tasks.math.grade_answer", lost)
     with pytest.raises(InfrastructureError, match="answers to p could not be compared: the worker was killed"):
         majorities([group("math", "x+1", "1+x")])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import DENSE, FAMILIES, MOE, peaked_model
 
-from nmoe.engine.api import Request, Sample, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.graphs import CudaRecorder
 from nmoe.model.config import ModelConfig
@@ -14,6 +14,7 @@ from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import Precision, set_precision
+from nmoe.types import Sample, Sampling
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nmoe.engine.api import Request, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
@@ -24,6 +24,7 @@ from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import adapter_tensors
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sampling
 
 Make = Callable[..., Transformer]
 SETTINGS = OptimizerSettings(learning_rate=1e-2)

@@ -16,7 +16,7 @@ from paged_cases import SHAPES, Cache
 from tiny_models import tiny_family
 from torch import Tensor, nn
 
-from nmoe.engine.api import Request, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.errors import DivergenceError
@@ -27,6 +27,7 @@ from nmoe.model.kernels.swiglu import swiglu_reference
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.norm import rms_norm
 from nmoe.model.rope import rotate
+from nmoe.types import Sampling
 
 needs_kernels = pytest.mark.skipif(
     library.library() is None, reason="the kernels need Linux, a CPU with AVX-512 bf16 products, and a C++ compiler"

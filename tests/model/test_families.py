@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nmoe.engine.api import Request, Sample, Sampling
+from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.model.checkpoint import export_model, load_model, read_config
 from nmoe.model.families import FAMILIES, family_of
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sample, Sampling
 
 LENGTHS = [5, 1, 17, 30, 9, 64, 17]
 

@@ -17,7 +17,6 @@ import torch
 from nmoe.config.run import DPOConfig, RewardConfig, load_run
 from nmoe.data.pairs import completion_pair
 from nmoe.errors import UserError
-from nmoe.eval.scorers import RewardModel
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.model.policy import load_policy
@@ -27,8 +26,9 @@ from nmoe.recipes.preferences import read_preferences
 from nmoe.recipes.reward_model import train_reward_model
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.text.harmony import Message
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
+from nmoe.verifier.scorers import RewardModel
 
 CONFIG = """
 [run]

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.engine.api import Sampling
+from nmoe.envs.environment import Environment
 from nmoe.recipes.sampled_pairs import _pair
-from nmoe.rl.environment import Environment
-from nmoe.rl.problem import Problem
-from nmoe.rl.rollout.trajectory import Group, Trajectory
-from nmoe.rl.turn import single_turn
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Group, Message, Problem, Sampling, Trajectory, single_turn
 
 SORT = Problem("sort/0", "sort", "Sort: 21", "12", "sort")
 ENVIRONMENT = 'env_id = "p"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\ndifficulty = [4, 4]\n'

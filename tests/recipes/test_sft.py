@@ -29,8 +29,9 @@ from nmoe.model.checkpoint import export_model, load_model
 from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft
 from nmoe.runs.ledger import read_metrics
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 CONFIG = """
 [run]

@@ -20,8 +20,9 @@ from nmoe.model.transformer import Transformer
 from nmoe.serve.chat import chat
 from nmoe.serve.conversation import Conversation
 from nmoe.text.chat import ChatTemplate
-from nmoe.text.harmony import Harmony, Message
+from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
 

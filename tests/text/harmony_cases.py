@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from nmoe.text.harmony import Event, Harmony, Message, StreamParser
+from nmoe.text.harmony import Event, Harmony, StreamParser
 from nmoe.text.harmony_format import CHANNELS, CONTROL_TOKENS, ROLES
+from nmoe.types import Message
 
 LOOKALIKES = [*CONTROL_TOKENS, "<|", "|>", " to=functions.x", "assistant", "final", "\ufffd", "\u2028", "\x1c"]
 contents = st.lists(st.sampled_from(LOOKALIKES) | st.text(max_size=8), max_size=8).map("".join)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from nmoe.errors import UserError
 from nmoe.text.chat import ChatTemplate, ToolAnswer, read_turn
-from nmoe.text.harmony import Message
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.text.tool_definition import ToolDefinition
+from nmoe.types import Message
 
 ADD = ToolDefinition(
     "add",

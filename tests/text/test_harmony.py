@@ -7,9 +7,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from nmoe.errors import UserError
-from nmoe.text.harmony import Completion, Harmony, HarmonyError, Message
+from nmoe.text.harmony import Completion, Harmony, HarmonyError
 from nmoe.text.harmony_format import CONTROL_TOKENS
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 
 class TestRender:

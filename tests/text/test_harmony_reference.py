@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from openai_harmony import Author, Conversation, RenderConversationConfig, Role, StreamableParser, TextContent
 from openai_harmony import Message as ReferenceMessage
 
-from nmoe.text.harmony import Completion, Message, StreamParser
+from nmoe.text.harmony import Completion, StreamParser
 from nmoe.text.harmony_format import CHANNELS, CONTROL_TOKENS
+from nmoe.types import Message
 
 RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = 200002, 200003, 200005, 200006, 200007, 200008, 200012
 

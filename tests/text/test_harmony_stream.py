@@ -6,8 +6,9 @@ from harmony_cases import stream, tokens, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmoe.text.harmony import Completion, Event, Message, StreamParser
+from nmoe.text.harmony import Completion, Event, StreamParser
 from nmoe.text.harmony_format import CHANNELS, CONTROL_TOKENS
+from nmoe.types import Message
 
 # The control tokens of the trained vocabulary are its first eight ids; the last ids here lie outside it.
 hostile_ids = st.lists(st.integers(0, 7) | st.integers(-1, 502) | st.integers(), max_size=60)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nmoe.engine.api import Delta, EngineStats, FinishReason, Request, Sample, Sampling
+from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.attend import Piece
 from nmoe.engine.native.blocks import BlockPool
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, bytes_per_block
@@ -32,6 +32,7 @@ from nmoe.engine.native.rows import Rows
 from nmoe.engine.native.runner import Runner
 from nmoe.errors import UserError
 from nmoe.model.transformer import Transformer
+from nmoe.types import FinishReason, Sample, Sampling
 
 # Prompt tokens computed in one step, so that one long prompt holds up those that decode for no longer than this.
 PREFILL_TOKENS = 8192

@@ -19,12 +19,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from nmoe.engine.api import Delta, EngineStats, Request, Sample
+from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.jobs import Job
 from nmoe.errors import UserError
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sample
 
 R = TypeVar("R")
 _OnToken = Callable[[int, Delta], None]

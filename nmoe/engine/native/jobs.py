@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nmoe.engine.api import Delta, Request, Sample
+from nmoe.engine.api import Delta, Request
+from nmoe.types import Sample
 
 
 @dataclass

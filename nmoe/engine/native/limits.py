@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nmoe.engine.api import Sampling
 from nmoe.errors import UserError
+from nmoe.types import Sampling
 
 # Beyond these, logits divided in fp32 overflow or are all alike. Near the lower one the largest logit has all mass already.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6

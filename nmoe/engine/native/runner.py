@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nmoe.engine.api import Sampling
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs
@@ -25,6 +24,7 @@ from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.products import PackedWeights
 from nmoe.model.transformer import Transformer
+from nmoe.types import Sampling
 
 # Weights up to this size are held a second time on a CPU, packed for small batches.
 _PACKED_BYTES = 2 * 2**30

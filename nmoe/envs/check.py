@@ -1,0 +1,372 @@
+"""`nmoe env check`: is an environment what its author thinks it is? And `nmoe env list`: which environments are there?
+
+The check reads the settings and the local data, renders a problem of every source, and grades a right and a wrong answer to
+it. It imports no user code and reaches no network: what it could not look at for that reason, it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.environment import (
+    BudgetSettings,
+    EnvironmentSettings,
+    GeneratedPool,
+    HubPool,
+    MixturePool,
+    PrmPool,
+    ReasoningGymPool,
+    Rubric,
+    SelfplayPool,
+    TaskPool,
+    WorkspaceSettings,
+    load_environment,
+)
+from nmoe.config.packaged import Packaged, find_environment, packaged_environments
+from nmoe.config.rewards import (
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    RewardModelReward,
+    RewardSettings,
+    VerifierReward,
+)
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.slices import split_path
+from nmoe.data.rows import local_copy
+from nmoe.envs.environment import Environment
+from nmoe.envs.formats import in_format
+from nmoe.envs.golds import check_golds
+from nmoe.envs.pools import Shard
+from nmoe.envs.pools.records import record_order
+from nmoe.envs.rewards.judge import template_of
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tools.builtin import sandbox_limits
+from nmoe.envs.tools.session import ToolSession
+from nmoe.envs.tools.unimported import check_source
+from nmoe.envs.user_code import find_definition
+from nmoe.errors import UserError
+from nmoe.runs.resolve import resolve_tokenizer
+from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
+from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+from nmoe.types import Grade, Problem, single_turn
+
+WIDTH = 110
+
+# In place of a dataset that is not here. Every task over short answers can pose and grade it.
+_STAND_IN = ("What is 6 * 7?", "42")
+# Of tasks with records of their own form.
+_STAND_IN_RECORDS: dict[str, dict[str, Any]] = {
+    "humaneval": {
+        "task_id": "stand-in",
+        "prompt": 'def add(a, b):\n    """Adds two numbers."""\n',
+        "canonical_solution": "    return a + b\n",
+        "entry_point": "add",
+        "test": "def check(candidate):\n    assert candidate(2, 3) == 5\n",
+    },
+    "mbpp": {
+        "text": "Write a function to add two numbers.",
+        "code": "def add(a, b):\n    return a + b",
+        "test_list": ["assert add(2, 3) == 5"],
+    },
+}
+_DATALESS = GeneratedPool(type="generated", task_type="sort")
+
+
+@dataclass(frozen=True)
+class _Graded:
+    """An answer to a problem, its tokens as a policy would have sampled them, and whether its verdict is the wanted one."""
+
+    answer: str
+    completion_ids: list[int]
+    said: str
+    as_wanted: bool
+
+
+def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
+    """Yields what there is to read, line by line; raises UserError at its end with every mistake, one line each.
+
+    Raises ConfigError, with all its problems, where the settings are wrong already.
+    """
+    path = find_environment(str(named))
+    settings = load_environment(path)
+    if settings.format == "chat" and tokenizer_of is None:
+        raise UserError(
+            f'{path}: format = "chat" is rendered by the template of a tokenizer: name one with --tokenizer'
+        )
+    tokenizer, origin = _tokenizer(tokenizer_of)
+    by_tokenizer = ", that of the tokenizer" if settings.format == "auto" else ""
+    settings = in_format(settings, tokenizer)
+    # The example answers are longer than a policy's under a tokenizer of bytes; a budget is no matter of form.
+    unlimited = settings.model_copy(update={"budget": BudgetSettings()})
+    yield f"environment  {settings.env_id}, version {settings.version}, from {path}"
+    if settings.description:
+        yield f"             {settings.description}"
+    yield f"format       {settings.format}{by_tokenizer}"
+    yield f"pool         {describe_pool(settings.task_pool)}"
+    yield f"reward       {_describe_reward(settings)}"
+    yield f"tokenizer    {origin}"
+    mistakes: list[str] = []
+    for name in () if settings.tools is None else settings.tools.use:
+        try:
+            yield f"tool         {name}" + (f", defined in {check_source(name)}, not imported" if ":" in name else "")
+        except UserError as error:
+            yield f"tool         {name}: can not be used"
+            mistakes.append(str(error))
+    if settings.tools is not None and any(":" in name for name in settings.tools.use):
+        yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
+    for reward in settings.rewards:
+        try:
+            yield f"reward       {reward.name}: {_describe_source(reward)}"
+        except UserError as error:
+            yield f"reward       {reward.name}: can not be used"
+            mistakes.append(str(error))
+    problems: list[Problem] = []
+    shown = False
+    for name, pool in _sources(settings):
+        yield ""
+        here = not isinstance(pool, HubPool) or local_copy(split_path(pool.dataset)[0]) is not None
+        try:
+            # Without its data an environment still has its format, its system message and its rewards.
+            its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})
+            environment = Environment(its_own, tokenizer, Shard(), user_code=False)
+        except UserError as error:
+            yield f"source {name}: can not be used: {error}"
+            mistakes.append(f"source {name}: {error}")
+            continue
+        if environment.pool.order.read_as:
+            yield f"records      {environment.pool.order.read_as}"
+        problem = environment.pool.order.at(0) if here else _stand_in(name, pool)
+        if not here:
+            yield f"source {name}: {describe_pool(pool)}: not here and not fetched, so that its records were not checked"
+            yield "the problem below stands in for them" if problem else "no problem can stand in for them"
+        if problem is None:
+            continue
+        problems.append(problem)
+        if here:
+            try:
+                yield from _checked_golds(environment)
+            except UserError as error:
+                mistakes.append(f"source {name}: {error}")
+        right, wrong = _graded(environment, problem)
+        if not shown:
+            shown = True
+            yield from _rendered(environment, tokenizer, problem, right)
+        if not TASKS[problem.task_type].has_gold:
+            yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
+            continue
+        yield f"problem {problem.id}, gold {_short(problem.gold)}"
+        yield f"  right answer {_short(right.answer)}: {right.said}"
+        yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
+        mistakes += _verdict_mistakes(problem, right, wrong)
+    yield ""
+    if settings.workspace is not None:
+        try:
+            yield f"workspace    {_describe_workspace(settings.workspace, problems)}"
+        except (UserError, WorkspaceError) as error:
+            yield f"workspace    can not be used: {error}"
+            mistakes.append(f"[workspace] {error}")
+    if mistakes:
+        count = "" if len(mistakes) == 1 else f"{len(mistakes)} problems\n"
+        raise UserError(count + "\n".join(f"{path}: {mistake}" for mistake in mistakes))
+    yield "ok"
+
+
+def list_environments() -> Iterator[str]:
+    """A table of the packaged environments: name, version, format, kind of pool, package, what it is. One that can not be
+    read is listed with the reason."""
+    rows = [("NAME", "VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"), *map(_row, packaged_environments())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+
+
+def describe_pool(pool: TaskPool) -> str:
+    """`generated sort`, `jsonl data.jsonl (math)`, `mixture of add (generated add), gsm8k (hf openai/gsm8k (gsm8k))`."""
+    if isinstance(pool, MixturePool):
+        return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
+    if isinstance(pool, ReasoningGymPool):
+        return f"reasoning_gym {pool.dataset}"
+    if isinstance(pool, SelfplayPool):
+        return f"selfplay {pool.source}"
+    if isinstance(pool, PrmPool):
+        return f"prm {pool.source} as {pool.task_type}"
+    data = getattr(pool, "path", None) or getattr(pool, "dataset", None)
+    return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
+
+
+def _row(one: Packaged) -> tuple[str, ...]:
+    try:
+        if one.path is None:
+            raise UserError(one.problem)
+        settings = load_environment(one.path)
+    except UserError as error:
+        return one.name, "-", "-", "-", one.package, f"can not be used: {'; '.join(str(error).splitlines())}"
+    return one.name, settings.version, settings.format, settings.task_pool.type, one.package, settings.description
+
+
+def _tokenizer(of: Path | None) -> tuple[Tokenizer, str]:
+    if of is None:
+        origin = "nmoe's own, untrained: each byte a token (--tokenizer takes a run, checkpoint or tokenizer directory)"
+        return Tokenizer.train((), SMALLEST_VOCABULARY), origin
+    directory = resolve_tokenizer(of)
+    return Tokenizer.load(directory), str(directory)
+
+
+def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
+    pool = settings.task_pool
+    if isinstance(pool, MixturePool):
+        yield from ((source.name, source) for source in pool.sources)
+    else:
+        yield settings.env_id, pool
+
+
+def _stand_in(name: str, pool: TaskPool) -> Problem | None:
+    """A problem in place of those of a dataset that is not here; None where its task can not pose it."""
+    assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
+    if not TASKS[pool.task_type].has_gold:
+        return Problem(f"{name}/stand-in", pool.task_type, _STAND_IN[0], "", name)
+    if TASKS[pool.task_type].own_records:
+        record = _STAND_IN_RECORDS.get(pool.task_type)
+        return None if record is None else record_order(name, pool, [("stand-in", record)], "stand-in").at(0)
+    question, gold = _STAND_IN
+    problem = Problem(f"{name}/stand-in", pool.task_type, question, gold, name)
+    try:
+        TASKS[pool.task_type].check_gold(problem)
+    except UserError:
+        return None
+    return problem
+
+
+def _graded(environment: Environment, problem: Problem) -> tuple[_Graded, _Graded]:
+    right, wrong = TASKS[problem.task_type].example_answers(problem)
+    return _grade(environment, problem, right, True), _grade(environment, problem, wrong, False)
+
+
+def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool) -> _Graded:
+    ids = environment.answer_ids(problem, answer)
+    grade = asyncio.run(_graded_in_session(environment, problem, ids))
+    if grade.verdict is None:
+        said, correct = f"not compared ({grade.failure})", False
+    else:
+        verdict = grade.verdict
+        components = ", ".join(f"{name} {value:g}" for name, value in grade.components.items())
+        said = f"{verdict.outcome} ({verdict.layer}: {verdict.reason}); {components}"
+        correct = verdict.outcome == "correct"
+    return _Graded(answer, ids, said, as_wanted=correct == wanted and grade.failure == "ok")
+
+
+def _checked_golds(environment: Environment) -> Iterator[str]:
+    notes: list[str] = []
+    sandboxes = _sandboxes(environment) if environment.wants_sandbox else None
+    check_golds(environment, sandboxes, notes.append)
+    yield from notes
+
+
+def _sandboxes(environment: Environment) -> Sandboxes:
+    """Where solutions and tests run. They are code of the data, not of the user: they run where those of a policy do."""
+    return Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
+
+
+async def _graded_in_session(environment: Environment, problem: Problem, ids: list[int]) -> Grade:
+    sandboxes = _sandboxes(environment) if TASKS[problem.task_type].needs_sandbox else None
+    async with ToolSession(sandboxes) as session:
+        return await environment.grade(problem, single_turn(ids), len(ids), session=session)
+
+
+def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Iterator[str]:
+    if not right.as_wanted:
+        yield f"problem {problem.id}: its gold answer {_short(right.answer)} has to be graded correct, and is {right.said}"
+    if not wrong.as_wanted:
+        yield f"problem {problem.id}: the wrong answer {_short(wrong.answer)} has to be graded incorrect, and is {wrong.said}"
+
+
+def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, right: _Graded) -> Iterator[str]:
+    prompt_ids = environment.prompt_ids(problem)
+    yield "prompt, as sampling starts from it:"
+    yield from _indented(tokenizer.decode(prompt_ids))
+    yield "right answer, as it would be sampled:"
+    yield from _indented(tokenizer.decode(right.completion_ids))
+    yield f"tokens, {len(prompt_ids)} of the prompt and {len(right.completion_ids)} sampled (mask 1: trained on):"
+    ids = prompt_ids + right.completion_ids
+    yield from token_table(ids, [int(place >= len(prompt_ids)) for place in range(len(ids))], tokenizer)
+    yield ""
+
+
+def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens side by side, as many to a row as fit: text above id above mask, the place of the first one in front."""
+    columns = [
+        (_visible(tokenizer.decode([token_id])), str(token_id), str(trained))
+        for token_id, trained in zip(ids, mask, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    first = 0
+    while first < len(columns):
+        end, used = first, 0
+        while end < len(columns) and (end == first or used + widths[end] + 1 <= WIDTH - 12):
+            used += widths[end] + 1
+            end += 1
+        for row, label in enumerate(("text", "id", "mask")):
+            place = str(first) if row == 0 else ""
+            cells = " ".join(columns[at][row].rjust(widths[at]) for at in range(first, end))
+            yield f"{place:>5} {label:<5}{cells}"
+        first = end
+
+
+def _visible(text: str) -> str:
+    """A token's text with its white space to be seen."""
+    return text.replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+
+
+def _indented(text: str) -> Iterator[str]:
+    yield from (f"  | {line}" for line in text.split("\n"))
+
+
+def _describe_source(reward: RewardSettings) -> str:
+    """Where a reward comes from, as far as that shows without importing or asking it. Raises UserError."""
+    match reward:
+        case FunctionReward():
+            return f"{reward.call}, defined in {find_definition('reward function', reward.call)[0]}, not imported"
+        case HttpReward():
+            return f"{reward.url}, not asked"
+        case JudgeReward():
+            template_of(reward)
+            return f"{reward.model} at {reward.url}, not asked"
+        case VerifierReward():
+            return f"the verifier {reward.path}, not loaded"
+        case RewardModelReward():
+            return f"the reward model {reward.path}, not loaded"
+
+
+def _describe_reward(settings: EnvironmentSettings) -> str:
+    further = {reward.name: reward.weight for reward in settings.rewards}
+    if settings.curriculum is None:
+        return _sum((settings.rubric or Rubric()).model_dump() | further)
+    stages = settings.curriculum.stages
+    return "; ".join(f"stage {stage.name}: {_sum(stage.weights.model_dump() | further)}" for stage in stages)
+
+
+def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]) -> str:
+    """Where the files come from, at the commit of the first problem. Raises UserError or WorkspaceError where they can not be
+    had."""
+    at = problems[0] if problems else Problem("any", "", "", "", "")
+    origin = identity_of(source_of(settings, at))
+    if settings.bootstrap == "uv" and shutil.which("uv") is None:
+        raise UserError('bootstrap = "uv", and there is no command uv; install it')
+    where = origin.get("directory") or f"{origin['repository']} at {origin['base_commit'][:12]}"
+    return f"{where}; bootstrap {settings.bootstrap}, not run by a check; keep {settings.keep}"
+
+
+def _sum(weights: dict[str, float]) -> str:
+    return " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

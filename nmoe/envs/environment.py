@@ -1,0 +1,235 @@
+"""An environment: problems, the prompt that shows one, and the grade of what comes back.
+
+It binds a task pool, an output format, a rubric and a curriculum under one name, and is all that a trainer needs to
+know of a domain. Packaged ones lie in `environments/`; `Environment.from_toml` reads and checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_environment, task_types
+from nmoe.envs.curriculum import Curriculum
+from nmoe.envs.formats import FORMATS, Format, in_format
+from nmoe.envs.grade import grade_reading
+from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.pools.order import fingerprint_of
+from nmoe.envs.rewards.reward import Reward
+from nmoe.envs.rewards.rewards import load_rewards
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tools.registry import load_tools
+from nmoe.errors import UserError
+from nmoe.sandbox.api import Access
+from nmoe.text.harmony import HarmonyTokenizer
+from nmoe.types import Failure, Grade, Message, Problem, ToolEvent, Turn
+
+if TYPE_CHECKING:
+    from nmoe.envs.tools.session import ToolSession
+
+
+class Environment:
+    """One environment, as one rank sees it.
+
+    `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are
+    those that the policy may call, by name, and `access` the parts of the workspace that they may touch; `format` tells calls
+    apart and writes their answers. `settings` name the format and its system message, where the file leaves them to the tokenizer.
+    """
+
+    def __init__(
+        self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
+    ) -> None:
+        """Loads pool, tools and rewards; without `user_code` tools and rewards of the user's own are left out and nothing is
+        imported for them. Raises UserError for data, tools, rewards or a tokenizer that do not fit the settings."""
+        self.settings = settings = in_format(settings, tokenizer)
+        self.pool = build_pool(settings.env_id, settings.task_pool, shard, columns=bool(settings.rewards))
+        self.rewards: list[Reward] = load_rewards(settings.rewards) if user_code else []
+        self.curriculum = None if settings.curriculum is None else Curriculum(settings.curriculum)
+        self._tokenizer = tokenizer
+        self.overlong = 0
+        self.budget = settings.budget
+        self.tools = (
+            {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
+        )
+        definitions = [tool.definition for tool in self.tools.values()]
+        self.format: Format = FORMATS[settings.format](tokenizer, definitions)
+        self.stop_ids = self.format.stop_ids
+        limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)
+        self.access = (
+            Access(settings.tools.read, settings.tools.write) if settings.tools is not None and limited else None
+        )
+        self._rubric = (settings.rubric or Rubric()).model_dump()
+
+    @classmethod
+    def from_settings(
+        cls, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1
+    ) -> Environment:
+        """The environment of checked settings."""
+        return cls(settings, tokenizer, Shard(rank, world_size))
+
+    @classmethod
+    def from_toml(cls, path: Path, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1) -> Environment:
+        """The environment of a TOML file, of a directory with environment.toml, or of a packaged name. Raises ConfigError with
+        every mistake in it, by line."""
+        return cls.from_settings(load_environment(path), tokenizer, rank=rank, world_size=world_size)
+
+    def held_out(self, split: Literal["validation", "eval"] = "eval") -> Environment:
+        """This environment from the start of a split whose problems training never meets.
+
+        Raises UserError for a pool that can not promise that: a dataset, or one that does not train on "train".
+        """
+        settings = held_out(self.settings, split)
+        if settings is None:
+            raise UserError(
+                f"environment {self.settings.env_id!r} has no held-out problems: only generated pools with "
+                'split = "train" do; name another environment in [eval] environment'
+            )
+        return Environment(settings, self._tokenizer, self.pool.shard)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the score now: those of the curriculum's stage, or the rubric's without a curriculum."""
+        return self._rubric if self.curriculum is None else self.curriculum.weights
+
+    @property
+    def wants_sandbox(self) -> bool:
+        """Whether a trajectory may need a sandbox: for a tool, for files, or to have its answer verified."""
+        return (
+            self.settings.workspace is not None
+            or any(tool.sandbox_parameter for tool in self.tools.values())
+            or any(TASKS[name].needs_sandbox for name in task_types(self.settings.task_pool))
+        )
+
+    def files(self, problem: Problem) -> Mapping[str, bytes]:
+        """What the problem adds to the workspace of a trajectory: path -> content."""
+        return TASKS[problem.task_type].files(problem)
+
+    def token_limit(self, max_new_tokens: int) -> int:
+        """The most tokens that a trajectory may sample: what the run allows, within the environment's budget."""
+        budget = self.settings.budget.completion_tokens
+        return max_new_tokens if budget is None else min(max_new_tokens, budget)
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """The tokens that sampling starts from; a pure function of the problem."""
+        return self.format.prompt_ids(self.messages(problem))
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """The conversation that the prompt shows, the environment's system message first. Raises UserError where the
+        problem has one, too."""
+        system = [Message("system", self.settings.system)] if self.settings.system else []
+        if system and any(message.role == "system" for message in problem.history):
+            raise UserError(
+                f"problem {problem.id}: its prompt has a system message of its own beside the environment's `system`; drop either"
+            )
+        return [*system, *problem.history, *TASKS[problem.task_type].messages(problem)]
+
+    def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
+        """Whether the problem's prompt and the longest completion fit the model's context."""
+        return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+
+    def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
+        """The prompt of a problem. Raises UserError where it and the longest completion do not fit the model's context."""
+        prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
+        if len(prompt_ids) + limit > context_tokens:
+            raise UserError(
+                f"problem {problem.id}: its prompt of {len(prompt_ids)} tokens and completions of up to {limit} do not fit the "
+                f"model's context of {context_tokens}; lower sampling.max_new_tokens or drop the problem"
+            )
+        return prompt_ids
+
+    def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> None:
+        """Has the pool pass over problems whose prompt and longest completion do not fit the model's context, before a run
+        starts. `overlong` says how many of a finite pool those are; an endless one counts them as they come
+        (`pool.passed_over`).
+
+        Raises UserError, as `check_prompt` does, where no problem fits, or not the first of an endless pool.
+        """
+
+        def fits(problem: Problem) -> bool:
+            return self.fits(problem, context_tokens, max_new_tokens)
+
+        self.pool.keep(fits)
+        size = self.pool.size or 1
+        overlong = [position for position in range(size) if not fits(self.pool.order.at(position))]
+        if len(overlong) == size:
+            self.check_prompt(self.pool.order.at(0), context_tokens, max_new_tokens)
+        self.overlong = len(overlong)
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        """What one sampled turn is read as, message by message."""
+        return self.format.transcript(token_ids)
+
+    def answer_text(self, token_ids: Sequence[int]) -> str | None:
+        """What a last turn says to whoever asked, reasoning left out; None where it says nothing."""
+        _, text = self.format.said(token_ids)
+        return text if text.strip() else None
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The tokens as text, for people and for what reads answers off text."""
+        return self._tokenizer.decode(token_ids)
+
+    def answer_ids(self, problem: Problem, answer: str) -> list[int]:
+        """The tokens of a completion in the best form that gives this answer, the stop token included."""
+        return self.format.answer_ids(TASKS[problem.task_type], answer)
+
+    async def grade(
+        self,
+        problem: Problem,
+        turns: Sequence[Turn],
+        max_new_tokens: int,
+        *,
+        ended: Failure | None = None,
+        tool_events: Sequence[ToolEvent] = (),
+        session: ToolSession | None = None,
+    ) -> Grade:
+        """The grade of a trajectory of one turn or more, under the weights now in force.
+
+        `ended` is what ended it before the policy did, if anything. Any tokens are graded; an exception is a defect of the
+        grader, not of them.
+        """
+        task = TASKS[problem.task_type]
+        if session is not None:
+            await session.lift()
+        return await grade_reading(
+            self.format.read(task, [turn.sample.token_ids for turn in turns]),
+            task,
+            problem,
+            turns=turns,
+            ended=ended,
+            tool_events=tool_events,
+            session=session,
+            token_limit=self.token_limit(max_new_tokens),
+            call_limit=self.budget.tool_calls,
+            weights=self.weights,
+        )
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Which environment this is."""
+        return identity_of(self.settings)
+
+    def state(self) -> dict[str, Any]:
+        """The position in the pool and in the curriculum, JSON-able, for a checkpoint."""
+        curriculum = None if self.curriculum is None else self.curriculum.state()
+        return {"env_id": self.settings.env_id, "pool": self.pool.state(), "curriculum": curriculum}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on exactly where `state` was saved. Raises UserError for the state of another environment."""
+        if state.get("env_id") != self.settings.env_id or (state.get("curriculum") is None) != (
+            self.curriculum is None
+        ):
+            raise UserError(
+                f"the saved state belongs to the environment {state.get('env_id')!r} or to other settings of it, not to "
+                f"{self.settings.env_id!r} as it is now; restore the settings, or start a new run"
+            )
+        self.pool.load_state(state["pool"])
+        if self.curriculum is not None:
+            self.curriculum.load_state(state["curriculum"])
+
+
+def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
+    """An environment by name, version and a fingerprint over all its settings."""
+    fingerprint = fingerprint_of(settings.model_dump_json())
+    return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}

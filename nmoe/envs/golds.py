@@ -1,0 +1,168 @@
+"""Grades the gold answers of an environment's records before anything is sampled: a gold that its own grader does not call correct
+would teach that right answers are wrong.
+
+Each gold is graded once. Those that passed are remembered in $NMOE_GOLDS, else nmoe/golds in the user's cache directory, under a
+hash of the problem and of what decides a verdict: the graders' sources, the versions of Python and of what they parse with, and for
+code the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import nmoe.envs.tasks
+import nmoe.grading
+import nmoe.sandbox
+from nmoe.config.environment import DatasetKeys, MixturePool
+from nmoe.envs.environment import Environment
+from nmoe.envs.gather import all_or_none
+from nmoe.envs.pools.mixture import Mixture
+from nmoe.envs.pools.order import Order, stable_hash
+from nmoe.envs.tasks import TASKS, Attempt
+from nmoe.errors import InfrastructureError, StorageError, UserError
+from nmoe.runs.storage import append_whole
+from nmoe.sandbox.api import OpensSandboxes
+from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.types import Problem, Verdict
+
+SAMPLE = 64
+_NAMED = 20
+_AT_ONCE = 8
+_INTERVAL_S = 10.0
+_PACKAGES = (nmoe.grading, nmoe.envs.tasks, nmoe.sandbox)
+_DISTRIBUTIONS = ("sympy", "mpmath", "math-verify", "latex2sympy2_extended")
+
+
+def check_golds(environment: Environment, sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
+    """Grades every gold answer that `[task_pool] check_gold` asks for and that has not passed before; `note` hears of the progress.
+
+    Raises UserError that names the golds that are not graded correct, and InfrastructureError where the grader was lost.
+    """
+    asyncio.run(_check(list(_chosen(environment)), sandboxes, note))
+
+
+def _chosen(environment: Environment) -> Iterator[Problem]:
+    pool, order = environment.settings.task_pool, environment.pool.order
+    pairs = (
+        zip(pool.sources, order.sources, strict=True)
+        if isinstance(pool, MixturePool) and isinstance(order, Mixture)
+        else [(pool, order)]
+    )
+    for settings, source in pairs:
+        if isinstance(settings, DatasetKeys) and settings.check_gold != "off" and TASKS[settings.task_type].has_gold:
+            problems = sorted(_problems(source), key=lambda problem: stable_hash(problem.id))
+            yield from problems[:SAMPLE] if settings.check_gold == "sample" else problems
+
+
+def _problems(order: Order) -> list[Problem]:
+    assert order.size is not None, "the records of a dataset are finite"
+    return [order.at(position) for position in range(order.size)]
+
+
+async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
+    passed = Passed(sandboxes)
+    waiting = [problem for problem in problems if not passed.has(problem)]
+    rest, failed, done, told = iter(waiting), dict[str, str](), 0, time.monotonic()
+
+    async def grade_the_rest() -> None:
+        nonlocal done, told
+        for problem in rest:
+            verdict = await _verdict(problem, sandboxes)
+            if verdict.outcome != "correct":
+                # Once more: many at once can make a program late that is not late alone.
+                verdict = await _verdict(problem, sandboxes)
+            if verdict.outcome == "error":
+                raise InfrastructureError(f"the gold answer of {problem.id} could not be graded: {verdict.reason}")
+            if verdict.score == 1:
+                passed.add(problem)
+            else:
+                failed[problem.id] = f"{problem.id} (record {problem.metadata['record']}, from 0): {verdict.reason}"
+            done += 1
+            if time.monotonic() - told > _INTERVAL_S:
+                told = time.monotonic()
+                note(f"gold answers: {done:,} of {len(waiting):,} graded")
+
+    await all_or_none([grade_the_rest() for _ in range(_AT_ONCE)])
+    if failed:
+        # In the order of the records, not in that in which they were graded.
+        named = [failed[problem.id] for problem in sorted(problems, key=_record) if problem.id in failed][:_NAMED]
+        more = f"\nand {len(failed) - _NAMED:,} more" if len(failed) > _NAMED else ""
+        raise UserError(
+            f"{len(failed):,} of {len(problems):,} gold answers are not graded correct; correct or drop their records, or set "
+            f'check_gold = "off" to train on them as they are:\n' + "\n".join(named) + more
+        )
+
+
+def _record(problem: Problem) -> tuple[str, int]:
+    return problem.source, int(problem.metadata["record"])
+
+
+async def _verdict(problem: Problem, sandboxes: OpensSandboxes | None) -> Verdict:
+    task = TASKS[problem.task_type]
+    right, _ = task.example_answers(problem)
+    return await task.verify(problem, Attempt(right, None, (), sandboxes))
+
+
+class Passed:
+    """The golds that passed, one file of hashes for each type of task: `Passed(sandboxes).has(problem)`."""
+
+    def __init__(self, sandboxes: OpensSandboxes | None) -> None:
+        self._sandbox = (
+            # How many are kept warm, and under which uids they run, decides nothing.
+            repr((sandboxes.settings.level, sandboxes.interpreter, sandboxes.limits))
+            if isinstance(sandboxes, Sandboxes)
+            else ""
+        )
+        named, cached = os.environ.get("NMOE_GOLDS"), os.environ.get("XDG_CACHE_HOME")
+        self._directory = Path(named) if named else Path(cached or Path.home() / ".cache") / "nmoe" / "golds"
+        self._known: dict[str, set[str]] = {}
+
+    def has(self, problem: Problem) -> bool:
+        if problem.task_type not in self._known:
+            path = self._path(problem)
+            self._known[problem.task_type] = set(path.read_text().split()) if path.exists() else set()
+        return _key(problem, self._sandbox) in self._known[problem.task_type]
+
+    def add(self, problem: Problem) -> None:
+        """Remembers a gold."""
+        path = self._path(problem)
+        # Where nothing can be remembered, golds are graded again by the next run.
+        with suppress(OSError, StorageError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append_whole(path, f"{_key(problem, self._sandbox)}\n".encode())
+
+    def _path(self, problem: Problem) -> Path:
+        return self._directory / f"{problem.task_type}.txt"
+
+
+def _key(problem: Problem, sandbox: str) -> str:
+    of_sandbox = sandbox if TASKS[problem.task_type].needs_sandbox else ""
+    metadata = sorted((name, value) for name, value in problem.metadata.items() if name != "record")
+    content = repr((_graders(), of_sandbox, problem.task_type, problem.question, problem.gold, metadata))
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+@cache
+def _graders() -> str:
+    """A digest of the sources and versions that a verdict depends on."""
+    versions = (sys.version, *(f"{name} {version(name)}" for name in _DISTRIBUTIONS))
+    digest = hashlib.sha256("\n".join(versions).encode())
+    for package in _PACKAGES:
+        assert package.__file__ is not None, "packages of nmoe lie in files"
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def to_stderr(line: str) -> None:
+    """Where progress goes before a run has its log."""
+    print(line, file=sys.stderr, flush=True)

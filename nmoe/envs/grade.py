@@ -1,0 +1,121 @@
+"""The grade of a completion: components between 0 and 1, how it ended, and a score under given weights.
+
+format        it ended on its own and has the form that the environment asks for
+structure     it ended on its own; the share of that form's parts which hold
+reasoning     the format holds, and it reasons before it answers
+tool_use      the format holds, and before the answer a call that an available tool answered
+correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
+efficiency    of a correct answer, the share of its tokens and of its calls that it left unused:
+              (1 - tokens / limit) * (1 - calls / limit)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nmoe.config.rewards import RUBRIC_COMPONENTS
+from nmoe.envs.tasks import Attempt, Task
+from nmoe.grading.extraction import Extraction
+from nmoe.types import Failure, Grade, Problem, ToolEvent, Turn
+
+if TYPE_CHECKING:
+    from nmoe.envs.tools.session import ToolSession
+
+COMPONENTS = RUBRIC_COMPONENTS
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an environment's format makes of the tokens, before anything is compared with the gold answer.
+
+    `structure` says which parts of the form hold, of Harmony's: every turn parses, the last one ends in <|return|>, it has a final
+    message that is not blank. `answer_counts` says whether the answer may be graded at all; in Harmony it may not when the
+    form is broken.
+    """
+
+    extraction: Extraction
+    structure: tuple[bool, ...]
+    reasoning_ok: bool
+    answer_counts: bool
+    parse_error: bool
+
+    @property
+    def format_ok(self) -> bool:
+        """Whether all parts of the form hold."""
+        return all(self.structure)
+
+
+async def grade_reading(
+    reading: Reading,
+    task: Task,
+    problem: Problem,
+    *,
+    turns: Sequence[Turn],
+    ended: Failure | None,
+    tool_events: Sequence[ToolEvent],
+    session: ToolSession | None,
+    token_limit: int,
+    call_limit: int,
+    weights: Mapping[str, float],
+) -> Grade:
+    """Grades what was read.
+
+    `ended` says what ended the trajectory before the policy did, if anything; otherwise the engine's word on the last turn
+    counts: "stop", "length" or "abort". A completion that did not stop within the limit has no component but 0: a number that
+    truncation happened to leave last is no answer. "abort" becomes `engine_error`, which is no verdict on the policy: such a sample
+    is to be masked, not trained on with its score of 0. A verdict of "error" becomes `grader_error`, likewise. What `task.verify`
+    raises comes through, because a grader with a defect must stop the run rather than teach that the answer was wrong.
+    """
+    tokens = sum(len(turn.sample.token_ids) for turn in turns)
+    finish_reason = turns[-1].sample.finish_reason
+    failure = ended or _failure(reading, finish_reason, tokens, token_limit)
+    finished = failure in ("ok", "parse_error")
+    answer = reading.extraction.answer
+    format_ok = finished and reading.format_ok
+    reasoning_ok = format_ok and reading.reasoning_ok
+    structure = sum(reading.structure) / len(reading.structure) if finished else 0.0
+    tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
+    verdict = None
+    if finished and reading.answer_counts and answer is not None and task.has_gold:
+        opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
+        verdict = await task.verify(problem, Attempt(answer, opened, tool_events, sandboxes))
+        if verdict.outcome == "error":
+            failure = "grader_error"
+    correctness = 0.0 if verdict is None else verdict.score
+    correct = verdict is not None and verdict.outcome == "correct"
+    components = {
+        "format": float(format_ok),
+        "structure": structure,
+        "reasoning": float(reasoning_ok),
+        "tool_use": float(tool_use_ok),
+        "correctness": correctness,
+        "efficiency": (1 - tokens / token_limit) * (1 - len(tool_events) / call_limit) if correct else 0.0,
+    }
+    extras = {
+        "correctness": correctness,
+        "has_answer": float(answer is not None),
+        "has_boxed": float(reading.extraction.has_boxed),
+        "parse_method": float(reading.extraction.method),
+        "boxed_in_final": float(reading.extraction.boxed_in_final),
+        "truncated_response": float(failure == "truncated"),
+        "format_ok": float(format_ok),
+        "structure_ok": structure,
+        "reasoning_ok": float(reasoning_ok),
+        "tool_use_ok": float(tool_use_ok),
+    }
+    score = sum(weights[name] * components[name] for name in COMPONENTS)
+    return Grade(score, components, failure, extras, answer, verdict, weights)
+
+
+def _failure(reading: Reading, finish_reason: str, tokens: int, token_limit: int) -> Failure:
+    if finish_reason == "abort":
+        return "engine_error"
+    if finish_reason == "length":
+        return "truncated"
+    if finish_reason != "stop":
+        raise ValueError(f"finish_reason is 'stop', 'length' or 'abort', not {finish_reason!r}")
+    if tokens > token_limit:
+        return "budget_exceeded"
+    return "parse_error" if reading.parse_error else "ok"

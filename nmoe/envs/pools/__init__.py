@@ -1,0 +1,64 @@
+"""Task pools: where verifiable problems come from, in an order that is deterministic, sharded and resumable."""
+
+from __future__ import annotations
+
+from nmoe.config.environment import (
+    CsvPool,
+    GeneratedPool,
+    HubPool,
+    JsonlPool,
+    MixturePool,
+    ParquetPool,
+    PrmPool,
+    ReasoningGymPool,
+    SelfplayPool,
+    TaskPool,
+)
+from nmoe.data.rows import read_rows
+from nmoe.envs.pools.generated import generated_order
+from nmoe.envs.pools.mixture import Mixture
+from nmoe.envs.pools.order import Order
+from nmoe.envs.pools.pool import Pool, Shard
+from nmoe.envs.pools.prm import prm_order
+from nmoe.envs.pools.reasoning_gym import reasoning_gym_order
+from nmoe.envs.pools.records import columns_of, record_order
+from nmoe.envs.pools.selfplay import open_problems
+
+__all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
+
+
+def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = False) -> Pool:
+    """Loads and checks everything the pool will hand out. With `columns`, problems keep all fields of their records.
+
+    Raises UserError for data that can not be read, is malformed, or is not there.
+    """
+    return Pool(build_order(name, settings, columns=columns), shard)
+
+
+def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Order:
+    """The order that all shards of a pool share; raises as `build_pool` does."""
+    match settings:
+        case GeneratedPool():
+            return generated_order(name, settings)
+        case JsonlPool():
+            return record_order(name, settings, read_rows(settings.path, form="jsonl"), settings.path, columns=columns)
+        case CsvPool():
+            return record_order(name, settings, read_rows(settings.path, form="csv"), settings.path, columns=columns)
+        case ParquetPool():
+            needed, optional = (None if columns else columns_of(settings)) or (None, ())
+            rows = read_rows(settings.path, form="parquet", columns=needed, optional=optional)
+            return record_order(name, settings, rows, settings.path, columns=columns)
+        case HubPool():
+            rows = read_rows(
+                settings.dataset, subset=settings.subset, split=settings.split, data_files=settings.data_files
+            )
+            return record_order(name, settings, rows, f"dataset {settings.dataset!r}", columns=columns)
+        case ReasoningGymPool():
+            return reasoning_gym_order(name, settings)
+        case PrmPool():
+            return prm_order(name, settings)
+        case SelfplayPool():
+            return open_problems(name, settings)
+        case MixturePool():
+            sources = [build_order(source.name, source, columns=columns) for source in settings.sources]
+            return Mixture(name, sources, [source.weight for source in settings.sources], settings.seed)

@@ -1,0 +1,116 @@
+"""Problems of the package reasoning-gym: the i-th is a pure function of the settings, and a hash of the question decides its split.
+
+Positions are served in blocks of 64, each from a dataset with a seed of its own, whose entries are gone through in their
+order; those of another split are passed over. As with generated problems about one question in eight belongs to the eval
+split, whatever the seed, and questions of a small space come again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import cache
+
+from nmoe.config.environment import ReasoningGymPool
+from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
+from nmoe.errors import UserError
+from nmoe.grading import gym
+from nmoe.grading.workers.pool import WorkerPool
+from nmoe.types import Problem
+
+_BLOCK = 64
+# Of so many entries 64 are eval questions with a chance of 1 - 1e-16; some datasets make all of them at once.
+_ENTRIES = 1536
+_KEPT_BLOCKS = 4
+
+
+# Of the time to make `_AT_ONCE` entries, with a wide margin.
+_DEADLINE_S = 120.0
+_AT_ONCE = 16
+
+
+@dataclass
+class _Block:
+    seed: int
+    looked_at: int = 0
+    found: list[tuple[int, str, str]] = field(default_factory=list)  # index, question, answer of the split's entries
+
+
+class ReasoningGym:
+    """An endless order of problems from one dataset."""
+
+    size = None
+    read_as = ""
+
+    def __init__(self, name: str, settings: ReasoningGymPool) -> None:
+        """Raises UserError where the package, the dataset or the split is not there or the settings do not fit the dataset."""
+        gym.check_installed()
+        self.name = name
+        self._settings = settings
+        self._config = json.dumps(settings.config, sort_keys=True)
+        parts = (settings.dataset, self._config, settings.split, settings.seed, gym.VERSION)
+        self.fingerprint = fingerprint_of("reasoning_gym", *parts)
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self.at(0)
+
+    def at(self, position: int) -> Problem:
+        number, place = divmod(position, _BLOCK)
+        block = self._block(number)
+        while len(block.found) <= place:
+            self._look_further(block)
+        index, question, answer = block.found[place]
+        return Problem(
+            id=f"{self.name}/{position}",
+            task_type="reasoning_gym",
+            question=question,
+            gold=answer,
+            source=self.name,
+            metadata={
+                "dataset": self._settings.dataset,
+                "config": self._config,
+                "dataset_seed": block.seed,
+                "dataset_size": _ENTRIES,
+                "index": index,
+            },
+        )
+
+    def _block(self, number: int) -> _Block:
+        if number not in self._blocks:
+            seed = stable_hash("reasoning_gym", self._settings.seed, self._settings.dataset, number) % 2**31
+            self._blocks[number] = _Block(seed)
+            if len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        return self._blocks[number]
+
+    def _look_further(self, block: _Block) -> None:
+        if block.looked_at == _ENTRIES:
+            raise UserError(
+                f"task pool {self.name!r}: fewer than {_BLOCK} of {_ENTRIES} questions of {self._settings.dataset} are in "
+                f'the split {self._settings.split!r}; choose a config with more questions, or split = "all"'
+            )
+        dataset = self._settings.dataset
+        reply = _makers().submit(dataset, self._config, block.seed, _ENTRIES, block.looked_at, _AT_ONCE).result()
+        if reply.status != "value":
+            raise UserError(
+                f"task pool {self.name!r}: making entries of {dataset} failed: {reply.status}, {reply.value}"
+            )
+        if "error" in reply.value:
+            raise UserError(f"task pool {self.name!r}: {reply.value['error']}")
+        for index, (question, answer) in enumerate(reply.value["entries"], start=block.looked_at):
+            if self._settings.split in ("all", split_by(dataset, question)):
+                block.found.append((index, question, answer))
+        block.looked_at += _AT_ONCE
+
+
+@cache
+def _makers() -> WorkerPool:
+    return WorkerPool("nmoe.grading.gym:entries", 1, deadline_s=_DEADLINE_S, memory_mb=4096)
+
+
+def reasoning_gym_order(name: str, settings: ReasoningGymPool) -> Order:
+    """Endless, or cycling through the first `max_examples` problems where that is set."""
+    endless = ReasoningGym(name, settings)
+    if settings.max_examples is None:
+        return endless
+    return Shuffled(name, settings.max_examples, endless.at, settings.seed, endless.fingerprint)

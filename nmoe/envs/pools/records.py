@@ -1,0 +1,109 @@
+"""Records of a dataset become problems: fields picked, the gold extracted, everything checked before a run starts.
+
+The first record that is wrong ends the load with an error that says which one it is, down to file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from nmoe.config.environment import DatasetKeys
+from nmoe.data.rows import Row
+from nmoe.envs.pools.fields import Fields, fields_of, gold_of, question_of
+from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of
+from nmoe.envs.tasks import TASKS
+from nmoe.errors import UserError
+from nmoe.grading.gold import extract_gold
+from nmoe.grading.math.policy import DEFAULT, POLICY_KEYS
+from nmoe.types import Message, Problem
+
+# Of a record's workspace, where its environment has one.
+COMMITS = ("base_commit", "target_commit")
+
+
+def record_order(
+    name: str, settings: DatasetKeys, records: Iterable[Row], origin: str, *, columns: bool = False
+) -> Order:
+    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`, they keep all fields.
+
+    `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.
+    """
+    task = TASKS[settings.task_type]
+    problems: list[Problem] = []
+    fields: Fields | None = None
+    for where, record in islice(records, settings.max_examples):
+        try:
+            if fields is None and not task.own_records:
+                fields = fields_of(settings, record, task.has_gold)
+            problems.append(_problem(name, settings, fields, len(problems), record, columns))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+    if not problems:
+        raise UserError(f"{origin}: no records; a task pool needs at least one problem")
+    # Over the content rather than the path: data that moved is the same data, and data that changed is not.
+    content = fingerprint_of(*(_content(problem) for problem in problems))
+    read_as = "" if fields is None else f"{origin}: {fields}"
+    return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content, read_as)
+
+
+def _content(problem: Problem) -> tuple[object, ...]:
+    content: tuple[object, ...] = (problem.task_type, problem.question, problem.gold)
+    # Of a task's own records also the rest: tests, files.
+    if TASKS[problem.task_type].own_records:
+        content = (*content, *sorted(problem.metadata.items()))
+    if problem.history:
+        content = (*content, *problem.history)
+    return (*content, json.dumps(problem.columns, sort_keys=True)) if problem.columns else content
+
+
+def _problem(
+    name: str, settings: DatasetKeys, fields: Fields | None, index: int, record: Mapping[str, Any], columns: bool
+) -> Problem:
+    task = TASKS[settings.task_type]
+    history: tuple[Message, ...] = ()
+    if fields is None:
+        read = task.read_record(record)
+        assert read is not None, "a task without fields reads records of its own"
+        question, gold, metadata = read
+    else:
+        history, asked = question_of(record, fields.question)
+        answer = ""
+        if fields.gold is not None:
+            answer = extract_gold(settings.gold_extractor, gold_of(record, fields.gold, task.gold_types))
+        question, gold, metadata = task.pose(asked, answer, record)
+    commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
+    # Only where they say something else than the defaults.
+    policy = {key: getattr(settings, key) for key in POLICY_KEYS if getattr(settings, key) != getattr(DEFAULT, key)}
+    metadata = {"record": index, **commits, **policy, **metadata}
+    # Bytes, such as pictures, have no JSON form, and would be long in any other.
+    kept = {name: _plain(value) for name, value in record.items() if columns and not isinstance(value, bytes)}
+    problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept, history)
+    task.check_gold(problem)
+    return problem
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates as their text, no number
+    that is not finite, and no lone surrogate, which no request could carry."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int):
+        return value
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The fields of a record that have to be there, and those that are read where they are; None where only the records tell."""
+    task = TASKS[settings.task_type]
+    needed = () if task.own_records else (settings.problem_field, settings.answer_field)[: 1 + task.has_gold]
+    if not all(field is not None and "." not in field for field in needed):
+        return None
+    return tuple(filter(None, needed)), (*task.record_fields, *COMMITS)

@@ -1,0 +1,111 @@
+"""Problems for self-play, which have no answer. Nobody is shown an answer: what a record says of one is not even read.
+
+    prm800k[:PATH]                  the problems of PRM800K: from the hub, a local copy, or the file or directory PATH
+    math_shepherd[:PATH]            those of Math-Shepherd, likewise
+    hf:NAME[:SUBSET]:SPLIT          a dataset of the hub, or a local copy of one
+    deepseek_math_v2_inputs:PATH    DeepSeek-Math-V2's inputs: a JSON list of {id, question, answer, contest, problem_idx}
+    jsonl:PATH                      one object per line
+
+A problem's text stands in the first of the fields `problem`, `question`, `prompt` and `input` that a record has, unless another is
+named. The same text twice is one problem; how many records were dropped for that is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nmoe.config.environment import SelfplayPool
+from nmoe.data.prm import read_labelled
+from nmoe.data.rows import Row, read_rows
+from nmoe.envs.pools.order import Shuffled, fingerprint_of
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.score import UNKNOWN
+from nmoe.errors import UserError
+from nmoe.types import Problem
+
+TASK = "proof_generation"
+QUESTION_FIELDS = ("problem", "question", "prompt", "input")
+# Where the datasets of labelled steps lie, on the hub or below $NMOE_DATASETS.
+LABELLED = {"prm800k": "openai/prm800k", "math_shepherd": "peiyi9979/Math-Shepherd"}
+SOURCES = (
+    "prm800k[:PATH]",
+    "math_shepherd[:PATH]",
+    "hf:NAME[:SUBSET]:SPLIT",
+    "deepseek_math_v2_inputs:PATH",
+    "jsonl:PATH",
+)
+
+
+class OpenProblems(Shuffled):
+    """The different problems of a source, in an order of its seed's; `records` were read, `duplicates` of them dropped."""
+
+    def __init__(self, name: str, problems: list[Problem], seed: int, records: int) -> None:
+        content = fingerprint_of(*(problem.question for problem in problems))
+        super().__init__(name, len(problems), problems.__getitem__, seed, content)
+        self.records = records
+        self.duplicates = records - len(problems)
+
+
+def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
+    """Raises UserError for a source that is none of these, can not be read or has no problem, and for a record without one, by its
+    line."""
+    found: dict[str, Problem] = {}
+    records = 0
+    for where, record in _rows(settings.source):
+        if records == settings.max_examples:
+            break
+        question = _question(where, record, settings.problem_field)
+        if question not in found:
+            prompt, gold, metadata = TASKS[TASK].pose(question, UNKNOWN, record)
+            metadata = {"record": records, **_origin(record), **metadata}
+            found[question] = Problem(f"{name}/{records}", TASK, prompt, gold, name, metadata)
+        records += 1
+    if not found:
+        raise UserError(f"{settings.source}: no records; self-play needs at least one problem")
+    return OpenProblems(name, list(found.values()), settings.seed, records)
+
+
+def _rows(source: str) -> Iterator[Row]:
+    kind, _, rest = source.partition(":")
+    parts = rest.split(":")
+    if kind in LABELLED and (rest or ":" not in source):
+        reading = read_labelled(rest or LABELLED[kind], "train")
+        return ((solution.where, {"problem": solution.problem}) for solution in reading.solutions)
+    if kind == "deepseek_math_v2_inputs" and rest:
+        return _inputs(rest)
+    if kind == "jsonl" and rest:
+        return read_rows(rest, form="jsonl")
+    if kind == "hf" and len(parts) in (2, 3) and all(parts):
+        return read_rows(parts[0], subset=parts[1] if len(parts) == 3 else None, split=parts[-1])
+    raise UserError(f"{source!r} is no source of problems; those are {', '.join(SOURCES)}")
+
+
+def _inputs(path: str) -> Iterator[Row]:
+    """Strictly: what looks like inputs and is cut or of another kind is not to be taken for a few problems."""
+    for where, record in read_rows(path, form="json"):
+        if not isinstance(record.get("id"), str | int) or isinstance(record.get("id"), bool):
+            raise UserError(f"{where}: no 'id'; DeepSeek-Math-V2's inputs are a list of {{id, question, answer, ...}}")
+        yield where, {"question": record.get("question"), "input_id": str(record["id"])}
+
+
+def _question(where: str, record: Mapping[str, Any], field: str | None) -> str:
+    if field is None:
+        field = next((name for name in QUESTION_FIELDS if name in record), None)
+    if field is None or field not in record:
+        wanted = f"no field {field!r}" if field else f"none of the fields {', '.join(QUESTION_FIELDS)}"
+        raise UserError(
+            f"{where}: {wanted}; the fields are {', '.join(map(repr, record)) or 'none'}: set selfplay.problem_field"
+        )
+    text = record[field]
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: field {field!r} holds {repr(text)[:80]}, not the text of a problem")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: field {field!r} holds a lone surrogate, which is no character") from None
+    return text.strip()
+
+
+def _origin(record: Mapping[str, Any]) -> dict[str, str]:
+    return {"input_id": record["input_id"]} if "input_id" in record else {}

@@ -1,0 +1,68 @@
+"""Trajectories as rewards read them: message lists of chat APIs, or strings in an environment of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nmoe.envs.rewards.reward import Completion, Prompt, Samples
+from nmoe.types import Problem, TrainerState, Trajectory
+
+if TYPE_CHECKING:
+    from nmoe.envs.environment import Environment
+
+
+def samples_of(environment: Environment, trajectories: Sequence[Trajectory], state: TrainerState) -> Samples:
+    """What the environment's rewards are given of trajectories of one problem."""
+    problem = trajectories[0].problem
+    messages = environment.messages(problem)
+    prompt: Prompt = [{"role": message.role, "content": message.content} for message in messages]
+    if environment.settings.format == "boxed":
+        prompt = "\n\n".join(message.content for message in messages) + "\n"
+    return Samples(
+        problem=problem,
+        messages=messages,
+        prompt=prompt,
+        completions=[completion_of(environment, trajectory) for trajectory in trajectories],
+        answers=[environment.format.said(trajectory.turns[-1].sample.token_ids)[1] for trajectory in trajectories],
+        trajectories=trajectories,
+        columns=columns_of(problem),
+        state=state,
+        decode=environment.text,
+    )
+
+
+def columns_of(problem: Problem) -> dict[str, Any]:
+    """The problem's columns: the fields of its record by their own names and, where no field is called that, `gold` and what the
+    task knows of it, such as a generated problem's `difficulty`."""
+    return {**problem.metadata, "gold": problem.gold, **problem.columns}
+
+
+def completion_of(environment: Environment, trajectory: Trajectory) -> Completion:
+    """A string of plain text, or messages: those of every turn, and the tools' answers between them.
+
+    [{"role": "assistant", "content": "",
+      "tool_calls": [{"type": "function", "function": {"name": "python", "arguments": "{...}"}}]},
+     {"role": "tool", "name": "python", "content": "42"},
+     {"role": "assistant", "content": "The answer is 42.", "reasoning_content": "6 * 7 is 42."}]
+    """
+    form = environment.format
+    if environment.settings.format == "boxed":
+        return form.said(trajectory.turns[-1].sample.token_ids)[1]
+    messages: list[dict[str, Any]] = []
+    for place, turn in enumerate(trajectory.turns):
+        reasoning, content = form.said(turn.sample.token_ids)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if calls := form.calls(place, turn.sample.token_ids):
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+        messages.append(message)
+        messages += [
+            {"role": "tool", "name": event.call.name, "content": event.output}
+            for event in trajectory.tool_events
+            if event.call.call_id.startswith(f"{place}/")
+        ]
+    return messages

@@ -1,0 +1,133 @@
+"""A reward function of the user's own, in the signature that TRL made common:
+
+    def f(prompts, completions, completion_ids, trainer_state, **columns) -> list[float | None]
+
+It is called once for a group: every argument but `trainer_state` is a list with one entry for each completion, the columns of
+the problem's record among them (`answer=["18", "18", ...]`). All are copies made for this call. A function without `**` gets the
+arguments that it names. An `async def` runs beside everything else; a plain one in a thread, one call at a time. (docs/rewards.md)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+from nmoe.config.rewards import FunctionReward
+from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
+from nmoe.envs.rewards.values import checked_values
+from nmoe.envs.user_code import in_thread, load_function
+from nmoe.errors import UserError
+
+# What a record's columns of the same name give way to.
+_STANDARD = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
+class FunctionOf:
+    """The reward that a function gives."""
+
+    def __init__(self, settings: FunctionReward) -> None:
+        """Imports the function. Raises UserError where it is not there or takes arguments that nobody gives."""
+        self.name, self.weight, self.replayable = settings.name, settings.weight, settings.replay
+        self._timeout_s = settings.timeout_s
+        self._function = load_function("reward function", settings.call)
+        self._who = f"reward {settings.name!r} ({_place(self._function)}{settings.call})"
+        self._names = _names(self._function, self._who)
+        self._alone = asyncio.Lock()
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        self._alone = asyncio.Lock()  # it belongs to one event loop, and every batch has its own
+        return nullcontext()
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raises UserError where the function needs an argument that neither is standard nor a column of the record."""
+        known = {*_STANDARD, *columns}
+        if missing := [name for name, needed in self._names.items() if needed and name not in known]:
+            raise UserError(
+                f"{self._who} takes {', '.join(map(repr, missing))}, and the problem's record has no such column; there are "
+                f"{', '.join([*_STANDARD, *(name for name in columns if name not in _STANDARD)])}"
+            )
+
+    async def rate(self, samples: Samples) -> Sequence[Rating]:
+        self.check_columns(samples.columns)
+        count = len(samples.completions)
+        arguments: dict[str, Any] = {
+            name: _copies(value, count) for name, value in samples.columns.items() if name not in _STANDARD
+        }
+        arguments |= {
+            "prompts": _copies(samples.prompt, count),
+            "completions": deepcopy(list(samples.completions)),
+            "completion_ids": [list(trajectory.token_ids) for trajectory in samples.trajectories],
+            "trainer_state": samples.state,
+        }
+        if not self._takes_any:
+            arguments = {name: value for name, value in arguments.items() if name in self._names}
+        try:
+            # Plain functions were written for one caller: what they load or count is theirs alone.
+            async with nullcontext() if self._is_async else self._alone, asyncio.timeout(self._timeout_s) as clock:
+                returned = await self._called(arguments)
+        except UnavailableError as error:
+            return [Rating(None, f"reward {self.name!r}: {error}")] * count
+        except (Exception, SystemExit) as error:  # the function may raise anything
+            if not (isinstance(error, TimeoutError) and clock.expired()):
+                raise RewardError(f"{self._who} raised {type(error).__name__}: {error}{_raised_at(error)}") from error
+            late = f"took longer than its timeout_s = {self._timeout_s:g}"
+            if self._is_async:
+                return [Rating(None, f"reward {self.name!r} {late}")] * count
+            # Its thread can not be stopped, and what hangs once hangs again.
+            raise RewardError(f"{self._who} {late}; raise the limit, or make it an `async def`") from error
+        return [Rating(value) for value in checked_values(self._who, returned, count)]
+
+    async def _called(self, arguments: Mapping[str, Any]) -> Any:
+        if self._is_async:
+            return await self._function(**arguments)
+        return await in_thread(self._function, arguments)
+
+    @property
+    def _is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004  an object whose call is async
+        )
+
+    @property
+    def _takes_any(self) -> bool:
+        return "**" in self._names
+
+
+def _copies(value: Any, count: int) -> list[Any]:
+    """A copy for each completion. A function may change what it is given: neither the other completions, nor later rewards, nor the
+    record in a later epoch may see that."""
+    return [deepcopy(value) for _ in range(count)]
+
+
+def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
+    """The arguments by name and whether they have to be given; "**" stands for any others. Raises UserError for a function
+    that takes some by position alone."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{who}: its arguments can not be told: {error}") from error
+    names: dict[str, bool] = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            names["**"] = False
+        elif parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise UserError(f"{who}: takes {parameter.name!r} by position alone; arguments are given by name")
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            names[parameter.name] = parameter.default is parameter.empty
+    return names
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """ "rewards.py:12, " where the source is known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "
+
+
+def _raised_at(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,166 @@
+"""A language model as a judge: every sample becomes a question by a template, and the score in the answer its reward.
+
+    score s in the answer -> (s - worst) / (best - worst), for [worst, best] = scale
+
+An answer without a score, with one outside the scale, or cut at `max_tokens` is no judgement: the sample is masked and counted as
+`grader_error`, and never gets a 0 for it. Judgements are kept on disk by the content of their requests, if `cache` says where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.rewards import PLACEHOLDER, JudgeReward, names_in
+from nmoe.envs.gather import all_or_none
+from nmoe.envs.rewards.cache import Cache
+from nmoe.envs.rewards.reward import Completion, Prompt, Rating, RewardError, Samples, UnavailableError
+from nmoe.envs.rewards.service import Service
+from nmoe.errors import UserError
+
+_SHOWN_CHARS = 200
+
+
+class JudgeOf:
+    """The reward that a judge gives."""
+
+    replayable = False
+
+    def __init__(self, settings: JudgeReward, service: Service | None = None) -> None:
+        """Raises UserError where the template can not be read, or the token's environment variable is not set."""
+        self.name, self.weight = settings.name, settings.weight
+        self._settings = settings
+        self._who = f"reward {settings.name!r} ({settings.model} at {settings.url})"
+        self._template = template_of(settings)
+        self._score = re.compile(settings.score)
+        self._cache = None if settings.cache is None else Cache(Path(settings.cache))
+        self._service = service or Service(settings)
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        return self._service.opened()
+
+    async def rate(self, samples: Samples) -> Sequence[Rating]:
+        requests = [self._request(samples, place) for place in range(len(samples.completions))]
+        # At temperature 0 the same question has the same answer.
+        distinct = {key_of(request): request for request in requests}
+        asked = dict(zip(distinct, await all_or_none([self._rate(one) for one in distinct.values()]), strict=True))
+        return [asked[key_of(request)] for request in requests]
+
+    async def _rate(self, request: Mapping[str, Any]) -> Rating:
+        key = key_of({"url": self._settings.url, **request})
+        kept = None if self._cache is None else self._cache.get(key)
+        try:
+            said = kept if kept is not None else _content_of(await self._service.post(request))
+            value = self._value(said)
+        except UnavailableError as error:
+            return Rating(None, f"reward {self.name!r}: {error}")
+        if self._cache is not None and kept is None:
+            self._cache.put(key, said)
+        return Rating(value, cached=kept is not None)
+
+    def _request(self, samples: Samples, place: int) -> dict[str, Any]:
+        texts = {name: _text(value) for name, value in samples.columns.items()}
+        texts |= {
+            "prompt": _prompt_text(samples.prompt),
+            "completion": samples.answers[place],
+            "reasoning": _reasoning(samples.completions[place]),
+        }
+        system = [{"role": "system", "content": self._settings.system}] if self._settings.system else []
+        return {
+            "model": self._settings.model,
+            "messages": [*system, {"role": "user", "content": self._filled(texts)}],
+            "temperature": 0,
+            "max_tokens": self._settings.max_tokens,
+            **self._settings.extra_body,
+        }
+
+    def _filled(self, texts: Mapping[str, str]) -> str:
+        names = names_in(self._template)
+        if missing := sorted(names - texts.keys() - {"fence"}):
+            raise RewardError(
+                f"{self._who}: the template has {{{{{missing[0]}}}}}, and the problem's record no such column; there are "
+                f"{', '.join(sorted(texts))}, fence"
+            )
+        fence = fence_of([texts[name] for name in sorted(names - {"fence"})])
+        # In one pass, so that no text of a sample is read as a placeholder.
+        return PLACEHOLDER.sub(lambda match: {**texts, "fence": fence}[match[1]], self._template)
+
+    def _value(self, said: str) -> float:
+        """Raises UnavailableError for an answer that is no judgement."""
+        found = self._score.findall(said)
+        if not found:
+            raise UnavailableError(f"no score in the judge's answer {said[-_SHOWN_CHARS:]!r}")
+        worst, best = self._settings.scale
+        try:
+            score = float(found[-1])
+        except ValueError:
+            raise UnavailableError(f"the judge's score {found[-1][:_SHOWN_CHARS]!r} is no number") from None
+        if not min(worst, best) <= score <= max(worst, best):
+            raise UnavailableError(f"the judge's score {score:g} is not between {worst:g} and {best:g}")
+        return (score - worst) / (best - worst)
+
+
+def template_of(settings: JudgeReward) -> str:
+    """The template, from its file if it has one. Raises UserError."""
+    if settings.template is not None:
+        return settings.template
+    assert settings.template_file is not None, "the settings ask for one of the two"
+    try:
+        template = Path(settings.template_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"reward {settings.name!r}: {settings.template_file}: can not be read: {error}") from error
+    if not names_in(template) & {"completion", "reasoning"}:
+        raise UserError(f"reward {settings.name!r}: {settings.template_file}: shows the judge no {{{{completion}}}}")
+    return template
+
+
+def key_of(content: Mapping[str, Any]) -> str:
+    """A name for content, the same for the same."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def fence_of(texts: Sequence[str]) -> str:
+    """16 hexadecimal digits over the texts that no one of them holds: a policy can not write the digest of what it writes, so that
+    what stands between two fences is its own and what stands outside is the template's."""
+    key = json.dumps(texts)
+    while True:
+        key = hashlib.sha256(key.encode()).hexdigest()
+        if not any(key[:16] in text for text in texts):
+            return key[:16]
+
+
+def _content_of(answer: Any) -> str:
+    """The text of a chat completion. Raises UnavailableError where there is none."""
+    try:
+        choice = answer["choices"][0]
+        said, ended = choice["message"]["content"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise UnavailableError(f"the answer is no chat completion: {str(answer)[:_SHOWN_CHARS]!r}") from None
+    if not isinstance(said, str):
+        raise UnavailableError("the judge's answer has no text")
+    if ended == "length":
+        raise UnavailableError(f"the judge's answer was cut at max_tokens: {said[-_SHOWN_CHARS:]!r}")
+    return said
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    """A conversation as a judge reads it: the one question as it is, several messages each under its role."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _reasoning(completion: Completion) -> str:
+    messages = [] if isinstance(completion, str) else completion
+    return "\n\n".join(message["reasoning_content"] for message in messages if message.get("reasoning_content"))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,106 @@
+"""All rewards of an environment, and what becomes of a group's grades when they have been asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+from nmoe.config.rewards import (
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    RewardModelReward,
+    RewardSettings,
+    VerifierReward,
+)
+from nmoe.envs.gather import all_or_none
+from nmoe.envs.rewards.function import FunctionOf
+from nmoe.envs.rewards.http import HttpOf
+from nmoe.envs.rewards.judge import JudgeOf
+from nmoe.envs.rewards.reward import Rating, Reward, RewardError, Samples
+from nmoe.envs.rewards.scored import RewardModelOf, VerifierOf
+from nmoe.envs.rewards.values import LARGEST
+from nmoe.types import Grade
+
+
+def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
+    """The rewards that `[[rewards]]` names, in its order. Raises UserError for a function or a token that is not there."""
+    return [_load(one) for one in settings]
+
+
+def _load(settings: RewardSettings) -> Reward:
+    match settings:
+        case FunctionReward():
+            return FunctionOf(settings)
+        case HttpReward():
+            return HttpOf(settings)
+        case JudgeReward():
+            return JudgeOf(settings)
+        case VerifierReward():
+            return VerifierOf(settings)
+        case RewardModelReward():
+            return RewardModelOf(settings)
+
+
+@asynccontextmanager
+async def opened(rewards: Sequence[Reward]) -> AsyncIterator[None]:
+    """Keeps open what the rewards hold open while a batch is rated."""
+    async with AsyncExitStack() as stack:
+        for reward in rewards:
+            await stack.enter_async_context(reward.opened())
+        yield
+
+
+async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
+    """The grades of the samples with what every reward says of them. Raises RewardError."""
+    asked = await all_or_none([_rate(reward, samples) for reward in rewards])
+    grades = []
+    for place, trajectory in enumerate(samples.trajectories):
+        ratings = {reward.name: (reward.weight, one[place]) for reward, one in zip(rewards, asked, strict=True)}
+        try:
+            grades.append(with_ratings(trajectory.grade, ratings))
+        except RewardError as error:
+            raise RewardError(str(error), place) from None
+    return grades
+
+
+async def _rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
+    return await reward.rate(samples)
+
+
+def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> Grade:
+    """The grade with these ratings, each with its weight, as further components: the score is
+
+        sum over components c that are there: weight_c * value_c.
+
+    Raises RewardError for a score that is not finite, or too large to be trained on. A rating of None leaves its component out.
+    Where that leaves no component with a weight, or where a reward was not available,
+    nothing is known of the sample: it becomes a `grader_error`, which masks it.
+    """
+    components, weights = dict(grade.components), dict(grade.weights)
+    for name, (weight, rating) in ratings.items():
+        weights[name] = weight
+        if rating.value is not None:
+            components[name] = rating.value
+    reason = next((rating.unavailable for _, rating in ratings.values() if rating.unavailable), "")
+    if not reason and not any(weights[name] for name in components):
+        reason = f"no reward has a value for it: {', '.join(ratings)} returned None"
+    score = sum(weights[name] * value for name, value in components.items())
+    if not abs(score) <= LARGEST:
+        terms = " + ".join(
+            f"{weights[name]:g} * {value:g} ({name})" for name, value in components.items() if weights[name]
+        )
+        raise RewardError(
+            f"the score {terms} comes to {score:g}; a score is finite and at most {LARGEST:g}: lower a weight"
+        )
+    return replace(
+        grade,
+        score=score,
+        components=components,
+        weights=weights,
+        failure="grader_error" if reason else grade.failure,
+        reason=reason,
+        cached=tuple(name for name, (_, rating) in ratings.items() if rating.cached),
+        step_rewards=tuple(step for _, rating in ratings.values() for step in rating.steps),
+    )

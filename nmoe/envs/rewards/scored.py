@@ -1,0 +1,122 @@
+"""Rewards that models give: a reward model one for the answer, a verifier one for it and, where it is asked to, for every step.
+
+A model is no matter of this room: who knows how to load one attaches it before a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.rewards import RewardModelReward, VerifierReward
+from nmoe.data.prm import split_steps
+from nmoe.envs.gather import all_or_none
+from nmoe.envs.rewards.reward import Rating, Reward, Samples
+from nmoe.envs.scorer import Scorer, StepScorer
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class VerifierOf:
+    """The reward that a verifier gives; what it says of an empty answer is 0."""
+
+    replayable = False
+
+    def __init__(self, settings: VerifierReward) -> None:
+        self.name, self.weight = settings.name, settings.weight
+        self._settings = settings
+        self._scorer: Scorer | None = None
+        self._step_scorer: StepScorer | None = None
+
+    def attach(self, scorer: Callable[[Path], Scorer], step_scorer: Callable[[Path], StepScorer]) -> None:
+        """Loads the verifier. Raises UserError where there is none, or one of whole solutions is to judge steps."""
+        path = Path(self._settings.path)
+        self._scorer = scorer(path)
+        if self._settings.steps:
+            self._step_scorer = step_scorer(path)
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    async def rate(self, samples: Samples) -> Sequence[Rating]:
+        return await all_or_none([self._rate(samples, place) for place in range(len(samples.answers))])
+
+    async def _rate(self, samples: Samples, place: int) -> Rating:
+        assert self._scorer is not None, "attach_scorers comes before a run"
+        answer = samples.answers[place]
+        steps = split_steps(answer)
+        if not steps:
+            return Rating(0.0)
+        value = await self._scorer.score(samples.messages, answer)
+        if self._step_scorer is None:
+            return Rating(value)
+        scores = await self._step_scorer.step_scores(samples.messages, steps)
+        trajectory = samples.trajectories[place]
+        last = trajectory.turns[-1].sample.token_ids
+        before = len(trajectory.token_ids) - len(last)
+        places = step_places(samples.decode, last, answer, steps)
+        return Rating(value, steps=tuple((before + end, score) for end, score in zip(places, scores, strict=True)))
+
+
+class RewardModelOf:
+    """The reward that a reward model gives. Its scale is its own, so that a sample which says nothing is no 0: it gets the lowest
+    reward that an answer of its group got, and none at all where nobody answers."""
+
+    replayable = False
+
+    def __init__(self, settings: RewardModelReward) -> None:
+        self.name, self.weight = settings.name, settings.weight
+        self._settings = settings
+        self._scorer: Scorer | None = None
+
+    def attach(self, reward_model: Callable[[Path], Scorer]) -> None:
+        """Loads the reward model. Raises UserError where there is none."""
+        self._scorer = reward_model(Path(self._settings.path))
+
+    def opened(self) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    async def rate(self, samples: Samples) -> Sequence[Rating]:
+        scorer = self._scorer
+        assert scorer is not None, "attach_scorers comes before a run"
+        answered = [place for place, answer in enumerate(samples.answers) if answer.strip()]
+        scores = await all_or_none([scorer.score(samples.messages, samples.answers[place]) for place in answered])
+        values = dict(zip(answered, scores, strict=True))
+        lowest = min(scores, default=None)
+        return [Rating(values.get(place, lowest)) for place in range(len(samples.answers))]
+
+
+def attach_scorers(
+    rewards: Sequence[Reward],
+    scorer: Callable[[Path], Scorer],
+    step_scorer: Callable[[Path], StepScorer],
+    reward_model: Callable[[Path], Scorer],
+) -> None:
+    """Gives the rewards that ask a verifier or a reward model theirs. Raises UserError for one that can not be loaded."""
+    for reward in rewards:
+        if isinstance(reward, VerifierOf):
+            reward.attach(scorer, step_scorer)
+        elif isinstance(reward, RewardModelOf):
+            reward.attach(reward_model)
+
+
+def step_places(decode: Decode, token_ids: Sequence[int], answer: str, steps: Sequence[str]) -> list[int]:
+    """For each step of an answer the place of the token that ends it, among the tokens that say the answer."""
+    text = decode(token_ids)
+    at = max(text.rfind(answer), 0)
+    places = []
+    for step in steps:
+        found = text.find(step, at)
+        at = len(text) if found < 0 else found + len(step)
+        # The first token with which the text is there to the step's last character, which may be several tokens.
+        low, high = 0, len(token_ids) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if decode(token_ids[: middle + 1])[:at] == text[:at]:
+                high = middle
+            else:
+                low = middle + 1
+        places.append(low)
+    return places

@@ -1,0 +1,66 @@
+"""The numbers that a reward returned, checked: one for each sample, finite, or None."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from contextlib import suppress
+from typing import Any
+
+from nmoe.envs.rewards.reward import RewardError
+
+_SHOWN_CHARS = 200
+# Advantages are taken in single precision, which still holds the square of this.
+LARGEST = 1e18
+
+
+def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
+    """Floats of what `who` returned for `count` completions: a list, or anything that can be gone through, of numbers, tensors of
+    one number and None. Raises RewardError, which says who returned what."""
+    try:
+        values = None if isinstance(returned, str | bytes | dict) else list(returned)
+    except TypeError:
+        values = None
+    if values is None:
+        raise RewardError(
+            f"{who} returned {_shown(returned)}, a {type(returned).__name__}, for {count} completions; it has to return a list "
+            "with a number or None for each"
+        )
+    if len(values) != count:
+        raise RewardError(
+            f"{who} returned {len(values)} values for {count} completions, {_shown(values)}; it has to return one for each"
+        )
+    return [_checked(who, value, place, count) for place, value in enumerate(values)]
+
+
+def _checked(who: str, value: Any, place: int, count: int) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        with suppress(ValueError, RuntimeError, TypeError):
+            value = value.item()  # a tensor or an array of one number
+    where = f"as value {place + 1} of {count}"
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"{who} returned {_shown(value)}, a {type(value).__name__}, {where}; a reward is a number, or None to leave it out",
+            place,
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise RewardError(
+            f"{who} returned {_shown(value)} {where}; a reward is finite and at most {LARGEST:g}, or None to leave it out of this "
+            "sample's score",
+            place,
+        )
+    return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except Exception as error:  # it is the user's object
+        shown = f"what can not be shown ({type(error).__name__})"
+    return shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."

@@ -1,0 +1,131 @@
+"""Changing code in a workspace so that hidden tests pass, which fail as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from nmoe.envs.tasks.records import Record, files, text, texts
+from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.errors import UserError
+from nmoe.grading.code.extract import fenced_blocks
+from nmoe.grading.code.verify import Tests, verify_in
+from nmoe.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
+from nmoe.types import Metadata, Problem, Verdict
+
+
+class CodeEditTask(QuestionTask):
+    """Records have `problem`, the workspace's `files`, the hidden `tests` (both path -> content), a `solution` (the files that it
+    changes) and, where there are any, `protected` paths, which are restored before the tests run. The tests see protected
+    modules as they were: they are loaded where the tests run, and not in the solution's process.
+
+    A trajectory with tools is judged by the workspace that it leaves. Without tools, files are changed by fenced blocks with
+    the path behind the opening fence (```` ```python calc.py ````) and the whole new content between.
+    """
+
+    bare_final = True
+    needs_sandbox = True
+    own_records = True
+    record_fields = ("problem", "files", "tests", "solution", "protected")
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        workspace, solution = files(record, "files"), files(record, "solution")
+        metadata = {
+            "files": json.dumps(workspace),
+            "tests": json.dumps(files(record, "tests")),
+            "protected": json.dumps(texts(record, "protected", default=())),
+        }
+        return text(record, "problem"), json.dumps(solution), metadata
+
+    def check_gold(self, problem: Problem) -> None:
+        workspace = self.files(problem)
+        if absent := [path for path in json.loads(str(problem.metadata["protected"])) if path not in workspace]:
+            raise UserError(f"field 'protected' names {', '.join(absent)}, which 'files' does not have")
+        if not self._tests(problem).modules:
+            raise UserError("field 'files' has no Python module that tests could import")
+        if not json.loads(problem.gold):
+            raise UserError("field 'solution' changes nothing")
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        workspace, solution = self.files(problem), json.loads(problem.gold)
+        return _blocks(solution), _blocks({path: workspace.get(path, b"").decode() for path in solution})
+
+    def files(self, problem: Problem) -> dict[str, bytes]:
+        return {path: content.encode() for path, content in json.loads(str(problem.metadata["files"])).items()}
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        try:
+            return await self._verify(problem, attempt)
+        except (SandboxSetupError, SandboxFileError) as error:
+            return Verdict("error", 0.0, "tests", str(error))
+
+    async def _verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        if attempt.sandbox is not None:
+            verdict = await self._judge(problem, attempt, attempt.sandbox)
+        else:
+            changes = _changes(attempt.answer)
+            if not changes:
+                return Verdict.of(False, "tests", "no file was changed")
+            verdict = await self._judge_changes(problem, attempt, changes)
+        if verdict.outcome != "correct":
+            return verdict
+        untouched = await self._judge_changes(problem, attempt, {})
+        if untouched.outcome == "correct":
+            return Verdict.of(False, "tests", "the tests pass without any change, so that they prove nothing")
+        return verdict if untouched.outcome == "incorrect" else untouched
+
+    async def _judge_changes(self, problem: Problem, attempt: Attempt, changes: Mapping[str, bytes]) -> Verdict:
+        """In a fresh copy of the workspace."""
+        async with await attempt.opens_sandboxes.open() as sandbox:
+            for path, content in self.files(problem).items():
+                await sandbox.write(path, content)
+            for path, content in changes.items():
+                try:
+                    await sandbox.write(path, content)
+                except SandboxFileError as error:
+                    return _unwritten(path, error)
+            return await self._judge(problem, attempt, sandbox)
+
+    async def _judge(self, problem: Problem, attempt: Attempt, sandbox: Sandbox) -> Verdict:
+        for path, content in self._protected(problem).items():
+            try:
+                # Whatever lies in its place, a directory or a link, goes first.
+                await sandbox.run(["rm", "-rf", "--", path], cwd="/workspace")
+                await sandbox.write(path, content)
+            except SandboxFileError as error:
+                return _unwritten(path, error)
+        return await verify_in(attempt.opens_sandboxes, sandbox, self._tests(problem), None)
+
+    def _tests(self, problem: Problem) -> Tests:
+        tests: dict[str, str] = json.loads(str(problem.metadata["tests"]))
+        paths = [*self.files(problem), *json.loads(problem.gold)]
+        modules = {path.partition("/")[0].removesuffix(".py") for path in paths if path.endswith(".py")}
+        return Tests("files", tuple(tests.values()), modules=tuple(sorted(modules)), protected=self._protected(problem))
+
+    def _protected(self, problem: Problem) -> dict[str, bytes]:
+        workspace = self.files(problem)
+        return {path: workspace[path] for path in json.loads(str(problem.metadata["protected"]))}
+
+
+def _unwritten(path: str, error: SandboxFileError) -> Verdict:
+    """What it means that a file does not go into a workspace that the policy has shaped. Raises the error where the sandbox
+    itself was lost."""
+    if error.failure == "internal_error":
+        raise error
+    return Verdict.of(False, "tests", f"{path} can not be written: {error}")
+
+
+def _changes(answer: str) -> dict[str, bytes]:
+    """The files that fenced blocks name with the last word behind the opening fence, and their contents."""
+    named = ((info.split(), content) for info, content in fenced_blocks(answer))
+    # A text may hold what UTF-8 has no form for.
+    return {words[-1]: content.encode("utf-8", "replace") for words, content in named if words}
+
+
+def _blocks(changed: Mapping[str, str]) -> str:
+    """An answer that changes these files; its fences are longer than any in them."""
+    longest = max(
+        (len(line) - len(line.lstrip("`")) for text in changed.values() for line in text.split("\n")), default=0
+    )
+    fence = "`" * max(3, longest + 1)
+    return "\n".join(f"{fence}{path}\n{content.rstrip(chr(10))}\n{fence}" for path, content in changed.items())

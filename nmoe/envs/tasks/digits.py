@@ -1,0 +1,34 @@
+"""What tasks over rows of digits share. A digit is a token of its own in nmoe's tokenizers, so that a row has one spelling."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.errors import UserError
+from nmoe.types import Problem, Verdict
+
+_DIGITS = re.compile(r"[0-9]+")
+
+
+def random_digits(rng: random.Random, count: int) -> str:
+    return "".join(str(rng.randrange(10)) for _ in range(count))
+
+
+class DigitsTask(QuestionTask):
+    """The answer is the digits themselves: "0135" is not the number 135, so only the same text is correct."""
+
+    bare_final = True
+
+    def check_gold(self, problem: Problem) -> None:
+        if not _DIGITS.fullmatch(problem.gold):
+            raise UserError(
+                f"the gold answer of a {problem.task_type} problem is a row of digits, not {problem.gold!r}"
+            )
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, problem.gold + problem.gold[-1]
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        return Verdict.of(attempt.answer.strip() == problem.gold, "exact", "the same digits or not")

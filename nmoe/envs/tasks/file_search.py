@@ -1,0 +1,42 @@
+"""Finding something in the files of a workspace: a name, a number, a path, a line."""
+
+from __future__ import annotations
+
+import json
+
+from nmoe.envs.tasks.records import Record, files, text
+from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.errors import UserError
+from nmoe.types import Metadata, Problem, Verdict
+
+
+class FileSearchTask(QuestionTask):
+    """Records have `question`, `answer` and, unless the environment's [workspace] brings them, `files` (path -> content).
+
+    The answer is compared as text, without white space and quotes or backticks around it.
+    """
+
+    bare_final = True
+    own_records = True
+    record_fields = ("question", "answer", "files")
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        workspace = json.dumps(files(record, "files", default={}))
+        return text(record, "question"), text(record, "answer"), {"files": workspace}
+
+    def files(self, problem: Problem) -> dict[str, bytes]:
+        return {path: content.encode() for path, content in json.loads(str(problem.metadata["files"])).items()}
+
+    def check_gold(self, problem: Problem) -> None:
+        if not _bare(problem.gold):
+            raise UserError(f"nothing is left of the answer {problem.gold!r} without quotes and white space")
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, f"not {problem.gold}"
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        return Verdict.of(_bare(attempt.answer) == _bare(problem.gold), "exact", "the same text or not")
+
+
+def _bare(answer: str) -> str:
+    return " ".join(answer.split()).strip("`'\" ").removesuffix(".")

@@ -1,0 +1,70 @@
+"""Competition mathematics with a short answer in LaTeX (Hendrycks et al. 2021, arXiv:2103.03874)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nmoe.envs.tasks.task import Attempt, QuestionTask, group_metadata
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.grading.gold import unreadable
+from nmoe.grading.math.answers import grade_answer
+from nmoe.grading.math.normalization import MAX_ANSWER_CHARS
+from nmoe.grading.math.policy import POLICY_KEYS, Policy
+from nmoe.types import Metadata, Problem, Verdict
+
+_IN_ORDER = re.compile(
+    r"\border(?:ed)? (?:from|of)|respectively|(?:in|de)creasing|(?:a|de)scending|smallest|largest", re.IGNORECASE
+)
+
+
+class MathTask(QuestionTask):
+    r"""Equivalence of answers (docs/grading.md), with what the question adds to it.
+
+    An expression that the question itself contains is not an answer to it: `\sqrt{180}` is as much as the gold
+    `6\sqrt{5}`, but "Simplify $\sqrt{180}$" asks for more. Nor is an expression where the gold answer is a number: to a policy
+    that finds that `\binom{8}{4}+0` pays, counting is a detour. Both hold for every part of an answer. The pool's `answer_order`
+    and `units` apply; "smallest first", "respectively" and the like in a question keep the order all the same.
+    """
+
+    bare_final = False
+    record_fields = ("level", "subject", "type")
+    gold_types = (str, int, float)
+
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        """Keeps level and subject, by which evaluations and metrics are told apart."""
+        return question, gold, group_metadata(record)
+
+    def check_gold(self, problem: Problem) -> None:
+        if (fault := unreadable(problem.gold)) is not None:
+            raise UserError(f"{fault}; choose a gold_extractor")
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, f"({problem.gold}) + 1"
+
+    async def same(self, problem: Problem, one: str, other: str) -> bool:
+        if one.strip() == other.strip():
+            return True
+        if max(len(one), len(other)) > MAX_ANSWER_CHARS:
+            return False
+        # An answer may leave out what the gold says, so that either may be the fuller one.
+        for gold, answer in ((one, other), (other, one)):
+            verdict = await grade_answer(gold, answer, _policy(problem))
+            if verdict.outcome == "error":
+                raise InfrastructureError(f"two answers to {problem.id} could not be compared: {verdict.reason}")
+            if verdict.outcome == "correct":
+                return True
+        return False
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        policy = replace(_policy(problem), question=problem.question)
+        return await grade_answer(problem.gold, attempt.answer, policy)
+
+
+def _policy(problem: Problem) -> Policy:
+    """What the pool's settings and the question say of order and units."""
+    settings = {key: problem.metadata[key] for key in POLICY_KEYS if key in problem.metadata}
+    policy = Policy(**settings)  # type: ignore[arg-type]
+    return replace(policy, answer_order="as_gold") if _IN_ORDER.search(problem.question) else policy

@@ -1,0 +1,38 @@
+"""Questions with a text as the answer: a name, a place, a word. Compared as text, by nothing that knows numbers or formulas."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from nmoe.envs.tasks.task import Attempt, QuestionTask, group_metadata
+from nmoe.errors import UserError
+from nmoe.types import Metadata, Problem, Verdict
+
+
+class TextMatchTask(QuestionTask):
+    """The final message, whole, is the answer. Case, the width of white space, compatibility forms of characters (Unicode NFKC) and
+    a full stop at the end make no difference; everything else does."""
+
+    bare_final = True
+    record_fields = ("level", "subject", "type")
+    gold_types = (str, int, float)
+
+    def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
+        return question, gold, group_metadata(record)
+
+    def check_gold(self, problem: Problem) -> None:
+        if not plain(problem.gold):
+            raise UserError(f"nothing is left of the gold answer {problem.gold!r} without white space and full stops")
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, f"not {problem.gold}"
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        return Verdict.of(plain(attempt.answer) == plain(problem.gold), "exact", "the same text or not")
+
+
+def plain(text: str) -> str:
+    """What of a text is compared."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(". ")

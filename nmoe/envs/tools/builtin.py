@@ -1,0 +1,119 @@
+"""The tools that come with nmoe. All of them work in the trajectory's sandbox, whose files stay from call to call."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from nmoe.config.environment import BudgetSettings
+from nmoe.envs.tools.tool import Tool, ToolOutput
+from nmoe.sandbox.api import Limits, Result, Sandbox
+
+_Path = Annotated[str, Field(description="path of the file, from the workspace")]
+
+
+def sandbox_limits(budget: BudgetSettings) -> Limits:
+    """What one call may use in the sandbox. More output is let through than is shown: what lies between is cut, not stopped."""
+    return Limits(
+        wall_s=budget.tool_s,
+        cpu_s=budget.tool_s,
+        memory_mb=budget.memory_mb,
+        processes=budget.processes,
+        file_mb=budget.disk_mb,
+        disk_mb=budget.disk_mb,
+        output_kb=max(64, 2 * budget.tool_output_chars // 1024),
+    )
+
+
+def builtin_tools(budget: BudgetSettings) -> dict[str, Tool]:
+    """By name, each call within the budget."""
+    limits = sandbox_limits(budget)
+
+    async def python(
+        code: Annotated[str, Field(description="the program; print what you want to see")], sandbox: Sandbox
+    ) -> ToolOutput:
+        """Runs a Python program from its start and returns what it prints. Files stay between calls, variables do not."""
+        return _output(await sandbox.python(code, limits=limits), limits)
+
+    async def bash(
+        script: Annotated[str, Field(description="the script, of any number of lines")], sandbox: Sandbox
+    ) -> ToolOutput:
+        """Runs a bash script and returns what it writes. Files and the working directory stay between calls."""
+        return _output(await sandbox.bash(script, limits=limits), limits)
+
+    async def read(
+        path: _Path,
+        sandbox: Sandbox,
+        first_line: Annotated[int, Field(ge=1, description="the first line to show, counted from 1")] = 1,
+        lines: Annotated[int, Field(ge=1, description="how many lines to show")] = 200,
+    ) -> ToolOutput:
+        """Shows lines of a text file."""
+        return _output(await sandbox.read_lines(path, first_line, lines, limits=limits), limits)
+
+    async def write(
+        path: _Path, content: Annotated[str, Field(description="the whole content")], sandbox: Sandbox
+    ) -> str:
+        """Writes a text file, in place of one that is there."""
+        data = content.encode("utf-8", "replace")
+        await sandbox.write(path, data)
+        return f"wrote {len(data)} bytes to {path}"
+
+    async def edit(
+        path: _Path,
+        old: Annotated[
+            str, Field(min_length=1, description="the text to replace; it must stand in the file exactly once")
+        ],
+        new: Annotated[str, Field(description="the text to put in its place")],
+        sandbox: Sandbox,
+    ) -> str:
+        """Replaces a piece of a text file."""
+        await sandbox.edit(path, old.encode("utf-8", "replace"), new.encode("utf-8", "replace"))
+        return f"edited {path}"
+
+    async def search(
+        pattern: Annotated[str, Field(min_length=1, description="an extended regular expression, as grep -E takes it")],
+        sandbox: Sandbox,
+        path: Annotated[str, Field(description="file or directory to search, from the workspace")] = ".",
+    ) -> ToolOutput:
+        """Lists the lines of text files that match a pattern, as path:line:text."""
+        result = await sandbox.run(["grep", "-rnEI", "-e", pattern, "--", path], limits=limits)
+        if (result.failure, result.exit_code, result.stderr) == ("nonzero_exit", 1, b""):
+            return ToolOutput("no line matches")
+        return _output(result, limits)
+
+    functions: list[Callable[..., Any]] = [python, bash, read, write, edit, search]
+    return {tool.name: tool for tool in [Tool(one) for one in functions]}
+
+
+def _output(result: Result, limits: Limits) -> ToolOutput:
+    reasons = {
+        "nonzero_exit": _exit_reason(result.exit_code),
+        "timeout": f"stopped after {limits.wall_s:g} s",
+        "out_of_memory": f"used more than {limits.memory_mb} MB",
+        "output_limit": f"wrote more than {limits.output_kb} KB",
+        "disk_full": f"the workspace and temporary files are full, at {limits.disk_mb} MB",
+        "sandbox_denied": "the sandbox does not allow that",
+        "internal_error": "the sandbox was lost",
+    }
+    reason = reasons.get(result.failure, "")
+    said = result.stdout + result.stderr
+    if result.failure == "output_limit":
+        said = _whole_characters(said)
+    return ToolOutput(said, result.failure, reason)
+
+
+def _whole_characters(cut: bytes) -> bytes:
+    """UTF-8 that was cut anywhere, without the last character where the cut went through it."""
+    try:
+        return cut[: codecs.utf_8_decode(cut, "strict", False)[1]]
+    except UnicodeDecodeError:
+        return cut
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is None:
+        return ""
+    return f"exit code {code}" if code >= 0 else f"ended by signal {-code}"

@@ -1,0 +1,104 @@
+"""The executor: runs the calls of a turn side by side, each under its deadline, and turns whatever comes of them into events.
+
+Total over what a policy can write and a tool can do: every call ends in one event with one failure name and a text that the
+policy is shown, so that it may go on. Only the end of the trajectory itself, a cancellation, comes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nmoe.config.environment import BudgetSettings
+from nmoe.envs.tools.session import ToolSession
+from nmoe.envs.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
+from nmoe.envs.user_code import in_thread
+from nmoe.sandbox.api import SandboxFileError, SandboxSetupError
+from nmoe.sandbox.workspaces.sources import WorkspaceError
+from nmoe.types import ToolCall, ToolEvent
+
+# A tool in the sandbox is stopped there when its time is up, which leaves the sandbox whole; the executor's own deadline is for
+# what does not stop by itself, and later by so much.
+GRACE_S = 2.0
+
+
+class AsyncToolExecutor:
+    """Runs calls of these tools within a budget."""
+
+    def __init__(self, tools: Mapping[str, Tool], budget: BudgetSettings) -> None:
+        self.tools = tools
+        self._budget = budget
+
+    async def run(self, calls: Sequence[ToolCall], session: ToolSession) -> list[ToolEvent]:
+        """The events of the calls, in their order; all run at the same time."""
+        if len(calls) == 1:
+            return [await self._run(calls[0], session)]
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._run(call, session)) for call in calls]
+        return [task.result() for task in running]
+
+    async def _run(self, call: ToolCall, session: ToolSession) -> ToolEvent:
+        began = time.perf_counter()
+        output = await self._output(call, session)
+        wall_s = time.perf_counter() - began
+        failure, text, reason = _text(output, self._budget.tool_output_chars)
+        if failure != "ok":
+            text = f"{text}\n" if text and not text.endswith("\n") else text
+            text += f"error ({failure}): {reason}" if reason else f"error ({failure})"
+        return ToolEvent(call, failure, text, reason, began - session.began, wall_s)
+
+    async def _output(self, call: ToolCall, session: ToolSession) -> ToolOutput:
+        if call.fault:
+            return ToolOutput("", "parse_error", call.fault)
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolOutput("", "unknown_tool", f"there is no tool {call.name!r}; there are {', '.join(self.tools)}")
+        try:
+            arguments = tool.parse(call.arguments)
+        except ArgumentsError as error:
+            return ToolOutput("", "parse_error", f"the arguments are not what {call.name} takes: {error}")
+        deadline_s = self._budget.tool_s + (GRACE_S if tool.sandbox_parameter else 0.0)
+        try:
+            async with asyncio.timeout(deadline_s) as clock:
+                if tool.sandbox_parameter is not None:
+                    arguments[tool.sandbox_parameter] = await session.sandbox()
+                if tool.is_async:
+                    return as_output(await tool.function(**arguments))
+                return as_output(await in_thread(tool.function, arguments))
+        except SandboxSetupError as error:
+            return ToolOutput("", "sandbox_setup_failed", shortened(str(error)))
+        except WorkspaceError as error:
+            return ToolOutput("", "workspace_failed", shortened(str(error)))
+        except SandboxFileError as error:
+            return ToolOutput("", error.failure, shortened(str(error)))
+        except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told, and may go on
+            if isinstance(error, TimeoutError) and clock.expired():
+                session.lost = session.lost or tool.sandbox_parameter is not None
+                return ToolOutput("", "timeout", f"{call.name} took longer than {self._budget.tool_s:g} s")
+            return ToolOutput("", "tool_error", shortened(f"{type(error).__name__}: {error}"))
+
+
+def _text(output: ToolOutput, limit: int) -> tuple[Any, str, str]:
+    """Failure, text and reason of what a tool said, at most `limit` characters of it."""
+    if isinstance(output.content, bytes):
+        try:
+            text = output.content.decode()
+        except UnicodeDecodeError as error:
+            size = len(output.content)
+            reason = f"binary output: of {size} bytes that at {error.start} is no UTF-8"
+            # A failure that came first says more; the bytes are as unreadable.
+            return (output.failure, "", output.reason) if output.failure != "ok" else ("tool_error", "", reason)
+    else:
+        # A lone surrogate is no character, and has no tokens.
+        text = output.content.encode("utf-8", "replace").decode()
+    if "\0" in text and output.failure == "ok":
+        return "tool_error", "", f"binary output: a null byte among {len(text)} characters"
+    if len(text) <= limit:
+        return output.failure, text, output.reason
+    half = limit // 2
+    shown = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    if output.failure != "ok":
+        return output.failure, shown, output.reason
+    return "output_limit", shown, f"{len(text)} characters are more than the {limit} that are shown"

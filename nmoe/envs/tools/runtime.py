@@ -1,0 +1,53 @@
+"""Where the tools of an environment run: its sandboxes, within its budget, and the workspaces whose files they start with. Its gold
+answers are graded there once, before anything else is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Self
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.envs.environment import Environment
+from nmoe.envs.golds import check_golds, to_stderr
+from nmoe.envs.tools.builtin import sandbox_limits
+from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.sandbox.workspaces.prepare import Workspaces
+
+
+class ToolRuntime:
+    """A context manager; its end closes what it opened. An environment that wants no sandbox has none tried or started."""
+
+    def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
+        """Raises SandboxSetupError where the level of isolation that the settings ask for can not be had here, and UserError for
+        gold answers that are not graded correct."""
+        self.sandboxes: Sandboxes | None = None
+        self.workspaces: Workspaces | None = None
+        self._settings = settings
+        if environment.wants_sandbox:
+            self.sandboxes = Sandboxes(settings, sandbox_limits(environment.budget))
+            if environment.settings.workspace is not None:
+                name, files = environment.settings.env_id, environment.settings.workspace
+                self.workspaces = Workspaces(name, files, self.sandboxes.describe())
+        try:
+            check_golds(environment, self.sandboxes, to_stderr)
+        except BaseException:
+            self.close()
+            raise
+
+    def record(self) -> dict[str, Any] | None:
+        """For replays: {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp, ..."}."""
+        if self.sandboxes is None:
+            return None
+        return {"settings": self._settings.model_dump(mode="json"), "in_force": self.sandboxes.describe()}
+
+    def close(self) -> None:
+        if self.workspaces is not None:
+            self.workspaces.close()
+        if self.sandboxes is not None:
+            asyncio.run(self.sandboxes.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,52 @@
+r"""The exact-match reward on texts: 1 where the answer of a response is the gold answer in any form of docs/grading.md, else 0.
+
+The answer is that of `format = "boxed"`: the last `\boxed{}`, else the last number, control tokens such as <|im_end|> left out.
+A response with Harmony's channels has to be well formed, and its last final message is what counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.grading.extraction import Extraction, from_final, from_response
+from nmoe.grading.math.answers import grade_answers
+from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
+from nmoe.text.harmony_text import read_completion
+
+_CONTROL = re.compile(r"<\|[^|<>]*\|>")
+_NO_ANSWER = Extraction(None, 0, False, False)
+
+
+def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list[float], list[Extraction]]:
+    """The reward of each response, and what was read from it. Raises UserError for a gold that nothing can be compared with, and
+    InfrastructureError where a comparison was lost, which is no verdict."""
+    texts = [_gold(gold, place) for place, gold in enumerate(golds)]
+    read = [read_response(response) for response in responses]
+    answered = [(gold, one.answer) for gold, one in zip(texts, read, strict=True) if one.answer is not None]
+    verdicts = grade_answers(answered)
+    rewards = []
+    for one in read:
+        verdict = None if one.answer is None else next(verdicts)
+        if verdict is not None and verdict.outcome == "error":
+            raise InfrastructureError(f"an answer could not be compared: {verdict.reason}")
+        rewards.append(0.0 if verdict is None else verdict.score)
+    return rewards, read
+
+
+def read_response(response: str) -> Extraction:
+    """The answer in a response."""
+    if "<|channel|>" not in response:
+        return from_response(_CONTROL.sub(" ", response))
+    completion = read_completion(response)
+    if completion.error is not None or completion.end != "return" or completion.final is None:
+        return _NO_ANSWER
+    return from_final(completion.final, bare_final=False)
+
+
+def _gold(gold: object, place: int) -> str:
+    text = str(gold) if isinstance(gold, str | int | float) and not isinstance(gold, bool) else ""
+    if not normalize(text) or len(text.strip()) > MAX_ANSWER_CHARS:
+        raise UserError(f"label {place} is {gold!r:.80}, and has to be an answer: a number or a text that is not empty")
+    return text

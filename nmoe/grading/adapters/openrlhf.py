@@ -1,0 +1,31 @@
+"""The exact-match reward as a file for OpenRLHF, which imports it by its path:
+
+    --reward.remote_url $(python -c "import nmoe.grading.adapters.openrlhf as one; print(one.__file__)") --data.label_key label
+
+(Older versions call the two `--remote_rm_url` and `--label_key`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nmoe.grading.adapters.exact_match import exact_match
+
+
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[object], **_: Any) -> dict[str, Any]:
+    """`queries` are the prompts with their responses. Returns "rewards" for the advantage, "scores" in [0, 1] for dynamic filtering
+    and "extra_logs", float tensors `[B]` each."""
+    responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    rewards, read = exact_match(responses, labels)
+    logs = {
+        "correctness": rewards,
+        "has_answer": [one.answer is not None for one in read],
+        "has_boxed": [one.has_boxed for one in read],
+        "parse_method": [one.method for one in read],
+        "boxed_in_final": [one.boxed_in_final for one in read],
+    }
+    tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in logs.items()}
+    return {"rewards": tensors["correctness"], "scores": tensors["correctness"], "extra_logs": tensors}

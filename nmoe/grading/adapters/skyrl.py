@@ -1,0 +1,34 @@
+"""The exact-match reward as an environment of SkyRL, for records with a `reward_spec`. In the entry point of a training:
+
+    from skyrl_gym.envs import register
+    register(id="nmoe_exact_match", entry_point="nmoe.grading.adapters.skyrl:ExactMatchEnv")
+
+and `"env_class": "nmoe_exact_match"` in the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from nmoe.errors import UserError
+from nmoe.grading.adapters.exact_match import exact_match
+
+
+class ExactMatchEnv(BaseTextEnv):
+    """One turn: the response is graded against `reward_spec["ground_truth"]`, and that is the end."""
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        """`extras` is the record. Raises UserError for one without ground truth."""
+        super().__init__()
+        spec = (extras or {}).get("reward_spec")
+        if not isinstance(spec, Mapping) or spec.get("ground_truth") is None:
+            raise UserError("the record has no reward_spec with a ground_truth")
+        self.ground_truth = spec["ground_truth"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        (reward,), (read,) = exact_match([action], [self.ground_truth])
+        metadata = {"answer": read.answer, "has_boxed": read.has_boxed, "parse_method": read.method}
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)

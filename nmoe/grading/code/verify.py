@@ -1,0 +1,140 @@
+"""Runs tests against a solution: two sandboxes, a channel between them, and a verdict that only the judge can give.
+
+The judge's sandbox holds the tests and the nonce, the candidate's the solution; neither sees the other's files, memory or
+descriptors. The verdict is the judge's last line, marked with a nonce of 128 bits drawn for this grading. Whatever the
+solution does to its own process (leave it, patch it, print, loop) it can at most make the judge wait or hear nonsense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from nmoe.sandbox.api import WORKSPACE, Limits, OpensSandboxes, Result, Sandbox
+from nmoe.types import Verdict
+
+# For loading the solution and all tests together. The clock stands while others have the CPUs, for half a minute at most.
+LIMITS = Limits(wall_s=10.0, cpu_s=10.0, starved_s=30.0)
+_HERE = Path(__file__).parent
+_PACKAGE = "nmoe.grading.code"
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What the judge is to run. `MBPP` with two assertions:
+
+        Tests("asserts", setup="", tests=("assert add(1, 2) == 3", "assert add(0, 0) == 0"), names=("add",))
+
+    `kind`: "check" runs HumanEval's `check(candidate)` after `setup` (the prompt) for the one name; "asserts" runs statements;
+    "files" runs test files that import `modules` of the candidate's workspace. `names` are what the solution defines. `protected`
+    files (path -> content) lie in the judge's own workspace too, and modules among them are loaded there.
+    """
+
+    kind: Literal["check", "asserts", "files"]
+    tests: tuple[str, ...]
+    setup: str = ""
+    names: tuple[str, ...] = ()
+    modules: tuple[str, ...] | None = None
+    protected: Mapping[str, bytes] = field(default_factory=dict)
+
+
+async def verify_solution(sandboxes: OpensSandboxes, tests: Tests, source: str) -> Verdict:
+    """The verdict on a solution's code, in a fresh sandbox. SandboxSetupError comes through."""
+    async with await sandboxes.open() as candidate:
+        return await verify_in(sandboxes, candidate, tests, source)
+
+
+async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests, source: str | None) -> Verdict:
+    """The verdict on a solution in `candidate`; without `source` its modules lie in the workspace there."""
+    nonce = secrets.token_hex(16)
+    asked: dict[str, Any] = {"kind": tests.kind, "setup": tests.setup, "tests": tests.tests, "names": tests.names}
+    if tests.modules is not None:
+        asked["modules"] = tests.modules
+        asked["protected"] = {
+            path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): f"{WORKSPACE}/{path}"
+            for path in tests.protected
+            if path.endswith(".py")
+        }
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        async with await sandboxes.open() as judge:
+            for path, content in tests.protected.items():
+                await judge.write(path, content)
+            solving = asyncio.create_task(
+                candidate.python(_program("candidate", repr(source)), limits=LIMITS, channel=theirs)
+            )
+            # These ends are copies: without this neither side would hear that the other has gone.
+            solving.add_done_callback(lambda _: theirs.shutdown(socket.SHUT_RDWR))
+            # The candidate's clock runs first, so that a solution that hangs is stopped before the judge is.
+            judging = judge.python(
+                _program("judge", f"{asked!r}, {nonce!r}"),
+                limits=replace(LIMITS, wall_s=LIMITS.wall_s + LIMITS.starved_s + 2),
+                channel=ours,
+            )
+            try:
+                judged = await judging
+            finally:
+                lost = solving.done() and solving.result().failure == "internal_error"
+                ours.shutdown(socket.SHUT_RDWR)
+                if source is not None:
+                    await candidate.close()
+                solved = await solving
+    if lost:
+        return Verdict("error", 0.0, "tests", "the solution's sandbox was lost")
+    return _verdict(judged, solved, nonce)
+
+
+def _program(side: str, arguments: str) -> str:
+    """Code for a sandbox's interpreter, which has no nmoe: the modules are made from their sources."""
+    parents = [_PACKAGE.rsplit(".", up)[0] for up in reversed(range(_PACKAGE.count(".") + 1))]
+    lines = ["import sys, types"]
+    for name in parents:
+        lines.append(f"sys.modules[{name!r}] = types.ModuleType({name!r}); sys.modules[{name!r}].__path__ = []")
+    for name in ("wire", side):
+        text = (_HERE / f"{name}.py").read_text()
+        lines.append(f"module = sys.modules['{_PACKAGE}.{name}'] = types.ModuleType('{_PACKAGE}.{name}')")
+        lines.append(f"exec(compile({text!r}, '{name}.py', 'exec'), module.__dict__)")
+    return "\n".join([*lines, f"module.main({arguments})"])
+
+
+def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
+    for line in reversed(judged.stdout.decode(errors="replace").splitlines()):
+        if line.startswith(f"{nonce} "):
+            said = json.loads(line.removeprefix(nonce))
+            reason = said["reason"]
+            if not said["passed"] and (starved := _starved(judged, solved)):
+                return starved
+            if not said["passed"] and solved.failure in ("timeout", "out_of_memory"):
+                reason = f"{solved.failure}: {reason}"
+            return Verdict.of(said["passed"], "tests", reason)
+    if starved := _starved(judged, solved):
+        return starved
+    if judged.failure in ("timeout", "out_of_memory", "output_limit"):
+        return Verdict.of(False, "tests", f"the tests did not end: {judged.failure}")
+    tail = judged.stderr.decode(errors="replace").strip()[-200:]
+    return Verdict("error", 0.0, "tests", f"the judge was lost: {judged.failure} {tail}")
+
+
+def _starved(judged: Result, solved: Result) -> Verdict | None:
+    """The verdict where a deadline passed and only the machine's load explains it: CPU time was left, and for more than half of
+    the time allowed solution and judge were ready to run while others had the CPUs. Then nobody knows what the answer is worth."""
+    late = next((one for one in (solved, judged) if one.failure == "timeout"), None)
+    if late is None or max(judged.cpu_s, solved.cpu_s) >= 0.9 * LIMITS.cpu_s:
+        return None
+    # One of the two waits for the other: what both were starved adds up.
+    starved_s = judged.starved_s + solved.starved_s
+    if late.wall_s - starved_s >= LIMITS.wall_s / 2:
+        return None
+    return Verdict(
+        "error",
+        0.0,
+        "tests",
+        f"the machine is overloaded: for {starved_s:.1f} of {late.wall_s:.1f} s others had the CPUs, after which the tests had "
+        f"taken {judged.cpu_s + solved.cpu_s:.1f} s of CPU time and were not done",
+    )

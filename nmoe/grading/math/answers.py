@@ -1,0 +1,108 @@
+"""Grading an answer against its gold: the layers one after the other, the symbolic one in worker processes.
+
+    verdict = await grade_answer(gold, answer)      # in a rollout
+    for verdict in grade_answers(pairs): ...        # in a command
+
+Both share one pool of workers in this process, which starts with the first answer that needs it. Documented, row by row and each
+row tested, in docs/grading.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+
+from nmoe.grading.math.equivalence import settle
+from nmoe.grading.math.policy import DEFAULT, AnswerOrder, Policy, Units
+from nmoe.grading.workers.pool import Reply, WorkerPool
+from nmoe.types import Verdict
+
+# Enough for every worker to have its next batch ready.
+_IN_FLIGHT = 256
+
+_REMEMBERED = 4096
+
+_lock = threading.Lock()
+_pool: WorkerPool | None = None
+_Key = tuple[str, str, AnswerOrder, Units, str | None]
+_replies: OrderedDict[_Key, Future[Reply]] = OrderedDict()
+
+
+def symbolic_workers() -> WorkerPool:
+    """The pool of this process."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = WorkerPool("nmoe.grading.math.symbolic:equal")
+        return _pool
+
+
+async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict:
+    """Whether `answer` is `gold`, both raw texts; never raises, for any answer."""
+    verdict = settle(gold, answer, policy)
+    if verdict is not None:
+        return verdict
+    return symbolic_verdict(await asyncio.wrap_future(_submit(gold, answer, policy)))
+
+
+def grade_answers(pairs: Iterable[tuple[str, str]], policy: Policy = DEFAULT) -> Iterator[Verdict]:
+    """The verdicts on pairs of gold and answer, in their order; blocks, and keeps a few hundred of them going at once."""
+    waiting: deque[Verdict | Future[Reply]] = deque()
+    for gold, answer in pairs:
+        waiting.append(settle(gold, answer, policy) or _submit(gold, answer, policy))
+        while waiting and (isinstance(waiting[0], Verdict) or waiting[0].done() or len(waiting) > _IN_FLIGHT):
+            yield _verdict(waiting.popleft())
+    for one in waiting:
+        yield _verdict(one)
+
+
+def _submit(gold: str, answer: str, policy: Policy) -> Future[Reply]:
+    """The reply on a pair; the samples of a group often give the same answer, which is compared once."""
+    key = gold, answer, *policy.arguments
+    pool = symbolic_workers()
+    with _lock:
+        shared = _replies.get(key)
+        if shared is None:
+            shared = _replies[key] = pool.submit(*key)
+            if len(_replies) > _REMEMBERED:
+                _replies.popitem(last=False)
+        else:
+            _replies.move_to_end(key)
+    mine: Future[Reply] = Future()  # of one's own: whoever is cancelled cancels nobody else
+    shared.add_done_callback(lambda done: _pass_on(key, done, mine))
+    return mine
+
+
+def _pass_on(key: _Key, done: Future[Reply], mine: Future[Reply]) -> None:
+    failed = done.cancelled() or done.exception() is not None or done.result().status == "lost"
+    if failed:
+        with _lock:
+            _replies.pop(key, None)
+    if done.cancelled():
+        mine.cancel()
+    elif mine.set_running_or_notify_cancel():
+        error = done.exception()
+        if error is None:
+            mine.set_result(done.result())
+        else:
+            mine.set_exception(error)
+
+
+def _verdict(one: Verdict | Future[Reply]) -> Verdict:
+    return one if isinstance(one, Verdict) else symbolic_verdict(one.result())
+
+
+def symbolic_verdict(reply: Reply) -> Verdict:
+    """What a worker's reply means."""
+    if reply.status == "value":
+        return _EQUAL if reply.value else _DIFFERENT
+    if reply.status == "lost":
+        return Verdict("error", 0.0, "symbolic", reply.value)
+    return Verdict.of(False, "symbolic", f"{reply.status}: {reply.value}")
+
+
+_EQUAL = Verdict.of(True, "symbolic", "the same value")
+_DIFFERENT = Verdict.of(False, "symbolic", "not shown to be the same value")

@@ -1,0 +1,346 @@
+r"""Whether two answers are the same, in layers: the same text, the same number, the same form part by part, and for
+expressions whatever a `Leaves` says, which is math-verify in a worker process.
+
+Decided in favour of "incorrect" wherever the text leaves a doubt: the policy, row by row, is docs/grading.md. One rule is
+behind most of it: **what the gold says may be left out by the answer, what it does not say may not be added**. "5" is right for
+"5 cm" and for "x = 5"; "5 cm" is wrong for "5". Exceptions are named where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from nmoe.grading.extraction import joined_boxes
+from nmoe.grading.math import expressions
+from nmoe.grading.math.forms import REALS, Answer, Compound, Form, Scalar, dollars, percent_value, read_answer
+from nmoe.grading.math.intervals import REAL_LINE, as_intervals
+from nmoe.grading.math.names import names_a_term, rename, renamed_arguments
+from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
+from nmoe.grading.math.numbers import decimal_commas, read_number, same
+from nmoe.grading.math.policy import DEFAULT, Policy
+from nmoe.grading.math.question import is_unevaluated, repeats, repeats_equation, wants_equation
+from nmoe.grading.math.screen import differ, equations_differ
+from nmoe.grading.math.units import asked_unit, asks_percent, changes_number
+from nmoe.types import Verdict
+
+# Matching two sets takes the product of their sizes.
+_MAX_SET = 30
+_PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
+_WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
+_NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
+_INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
+
+
+class Leaves(Protocol):
+    """What decides about expressions: True or False, or None where it leaves that to another."""
+
+    def expressions(self, gold: str, answer: str) -> bool | None:
+        """Whether two expressions have the same value, for all values of their variables."""
+
+    def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
+        """Whether two equations, each by its sides, are the same up to a constant factor."""
+
+
+class _Undecided:
+    """Leaves every expression that can be read, and has not another value for certain, to the symbolic layer."""
+
+    def expressions(self, gold: str, answer: str) -> bool | None:
+        readable = expressions.both_latex(gold, answer) is not None
+        return None if readable and expressions.comparable(gold, answer) and not differ(gold, answer) else False
+
+    def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
+        sides = [expressions.latex(side) for side in (*gold, *answer)]
+        readable = None not in sides and expressions.comparable("=".join(gold), "=".join(answer))
+        return None if readable and not equations_differ(gold, answer) else False
+
+
+UNDECIDED = _Undecided()
+
+
+def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
+    """The verdict of the exact, numeric and structural layers on raw answers; None where expressions have to be compared.
+
+    Total, and quick: an answer beyond `MAX_ANSWER_CHARS` characters is incorrect unread.
+    """
+    gold, answer = gold.strip(), answer.strip()
+    if _PLAIN_INTEGER.fullmatch(gold) and _PLAIN_INTEGER.fullmatch(answer):
+        equal = int(gold) == int(answer)
+        return _EXACT if equal else _OTHER_NUMBER
+    if not answer or len(answer) > MAX_ANSWER_CHARS:
+        return Verdict.of(False, "exact", "empty" if not answer else f"longer than {MAX_ANSWER_CHARS} characters")
+    if "box" in answer or "box" in gold:
+        gold, answer = _unboxed(gold, answer)
+    gold_text, answer_text = normalize(gold), normalize(answer)
+    if not answer_text:
+        return Verdict.of(False, "exact", "empty without its typesetting")
+    if "$" not in answer or dollars(answer) is None:  # a sign is a unit where the question asks for another
+        if gold_text == answer_text:
+            return _EXACT
+        gold_number, answer_number = read_number(gold_text), read_number(answer_text)
+        if gold_number is not None and answer_number is not None:
+            return _SAME_NUMBER if same(gold_number, answer_number) else _OTHER_NUMBER
+    found = compare(gold, answer, UNDECIDED, policy)
+    if found is None:
+        return None
+    return Verdict.of(found, "structure", "the same part by part" if found else "not the same form or value")
+
+
+_EXACT = Verdict.of(True, "exact", "the same text")
+_SAME_NUMBER = Verdict.of(True, "numeric", "the same number")
+_OTHER_NUMBER = Verdict.of(False, "numeric", "another number")
+
+
+def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) -> bool | None:
+    """Whether two raw answers are the same, part by part; None where `leaves` leaves open what it depends on."""
+    gold, answer = _unboxed(gold, answer)
+    comparison = _Comparison(leaves, policy)
+    found = comparison.answers(read_answer(gold), read_answer(answer))
+    if found or (with_points := decimal_commas(gold)) is None:
+        return found
+    # "3,5" is three and a half in much of the world; both readings of such a gold count.
+    other = comparison.answers(read_answer(with_points), read_answer(decimal_commas(answer) or answer))
+    return _any([found, other])
+
+
+def _unboxed(gold: str, answer: str) -> tuple[str, str]:
+    """Both without boxes. Of several that are one answer, only the last counts where the gold has a single part."""
+    if "box" not in gold and "box" not in answer:
+        return gold, answer
+    boxes = [[box.content for box in joined_boxes(text)] or [text] for text in (gold, answer)]
+    gold = "; ".join(boxes[0])
+    form = read_answer(gold).form
+    several = isinstance(form, Compound) and form.kind in ("list", "set", "record")
+    return gold, "; ".join(boxes[1]) if several else boxes[1][-1]
+
+
+class _Comparison:
+    """Three-valued: None is "that depends on the leaves"."""
+
+    def __init__(self, leaves: Leaves, policy: Policy) -> None:
+        self._leaves = leaves
+        self._policy = policy
+
+    def answers(self, gold: Answer, answer: Answer) -> bool | None:
+        if gold.text == answer.text:
+            return True
+        if not _may_have_condition(gold, answer) or self._is_unsolved(gold, answer):
+            return False
+        if gold.label and answer.label:
+            if gold.label == answer.label:
+                return self.forms(gold.form, answer.form)
+            letters = renamed_arguments(gold.label, answer.label)
+            if letters is not None:
+                renamed = _renamed(answer.form, letters)
+                return renamed is not None and self.forms(gold.form, renamed)
+            return self.forms(gold.relation or gold.form, answer.relation or answer.form)
+        if gold.label:
+            equation = self.forms(gold.relation or gold.form, answer.form)
+            return _any([equation, self.forms(gold.form, answer.form)]) if _may_lose_label(gold) else equation
+        if answer.label:
+            equation = self.forms(gold.form, answer.relation or answer.form)
+            labelled = answer.label not in _text_of(answer.form)  # "x = x + 1" names nothing
+            return _any([equation, self.forms(gold.form, answer.form)]) if labelled else equation
+        found = self.forms(gold.form, answer.form)
+        value = _value_of(gold.form)
+        return found if value is None else _any([found, self.forms(value, answer.form)])
+
+    def _is_unsolved(self, gold: Answer, answer: Answer) -> bool:
+        """Whether the answer is an equation that the question has, or any where it asks for a number."""
+        question = self._policy.question
+        relation = answer.relation or answer.form
+        if question is None or not isinstance(relation, Compound) or relation.kind != "relation":
+            return False
+        solved = isinstance(gold.form, Scalar) and gold.form.number is not None
+        if solved and not answer.label and not wants_equation(question):
+            return True
+        sides = [part.text for part in relation.parts if isinstance(part, Scalar)]
+        golds = gold.relation or gold.form
+        wanted = [part.text for part in golds.parts if isinstance(part, Scalar)] if isinstance(golds, Compound) else []
+        return len(sides) == 2 and repeats_equation(question, sides, wanted)
+
+    def forms(self, gold: Form, answer: Form) -> bool | None:
+        gold, answer = _real_line(gold, answer), _real_line(answer, gold)
+        if isinstance(gold, Scalar) or isinstance(answer, Scalar):
+            both = isinstance(gold, Scalar) and isinstance(answer, Scalar)
+            return self.scalars(gold, answer) if both else False  # type: ignore[arg-type]
+        if (intervals := as_intervals(gold, answer)) is not None:
+            gold, answer = intervals
+        if "record" in (gold.kind, answer.kind):
+            return self.records(gold, answer)
+        if gold.kind == "union":
+            return answer.kind == "union" and self.unordered(gold.parts, answer.parts)
+        if gold.kind == "set" or (gold.kind == "list" and self._has_no_order(gold)):
+            return answer.kind in ("set", "list") and self.unordered(gold.parts, answer.parts)
+        if gold.kind != answer.kind and (gold.kind, answer.kind) != ("list", "set"):
+            return False
+        if gold.kind == "relation":
+            return self.relations(gold, answer)
+        if gold.detail != answer.detail and gold.kind != "list":
+            return False
+        return self.ordered(gold.parts, answer.parts)
+
+    def _has_no_order(self, gold: Compound) -> bool:
+        """A list of several solutions, each of several values, has none under any policy."""
+        solutions = all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
+        return solutions or self._policy.answer_order == "any"
+
+    def records(self, gold: Compound, answer: Compound) -> bool | None:
+        """Values with names of their own: by name where both have them, else in the gold's order."""
+        if gold.kind == answer.kind:
+            names, others = gold.detail.split("\n"), answer.detail.split("\n")
+            if sorted(names) != sorted(others):
+                return False
+            return self.ordered(gold.parts, [answer.parts[others.index(name)] for name in names])
+        named, other = (gold, answer) if gold.kind == "record" else (answer, gold)
+        if named is answer and (other.kind == "set" or (other.kind == "list" and self._has_no_order(other))):
+            return self.unordered(other.parts, named.parts)
+        if other.kind != "list" and (other.kind, other.detail) != ("brackets", "()"):
+            return False
+        return self.ordered(gold.parts, answer.parts)
+
+    def ordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
+        if len(gold) != len(answer):
+            return False
+        return _all(self.forms(one, other) for one, other in zip(gold, answer, strict=True))
+
+    def unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
+        """Whether the parts can be paired. Greedy: parts that are equal are equal to the same others."""
+        if len(gold) != len(answer) or len(gold) > _MAX_SET:
+            return False
+        left, open_ = list(answer), False
+        for part in gold:
+            found = [self.forms(part, other) for other in left]
+            if True in found:
+                left.pop(found.index(True))
+            elif None in found:
+                open_ = True
+            else:
+                return False
+        return None if open_ else True
+
+    def relations(self, gold: Compound, answer: Compound) -> bool | None:
+        if gold.detail != answer.detail:
+            return False
+        straight = self.ordered(gold.parts, answer.parts)
+        if gold.detail not in ("=", r"\ne") or straight:
+            return straight
+        swapped = self.ordered(gold.parts, answer.parts[::-1])
+        if swapped or gold.detail != "=":
+            return _any([straight, swapped])
+        sides = [part.text for part in (*gold.parts, *answer.parts) if isinstance(part, Scalar) and not part.unit]
+        if len(sides) != 4:
+            return False
+        return self._leaves.equations((sides[0], sides[1]), (sides[2], sides[3]))
+
+    def scalars(self, gold: Scalar, answer: Scalar) -> bool | None:
+        if gold.base or answer.base:
+            return answer.base in ("", gold.base) and gold.base != "" and gold.text == answer.text.lstrip("0").upper()
+        if gold.unit == "%" and answer.unit == "" and gold.number and answer.number:
+            return same(gold.number, answer.number) or same(percent_value(gold.number), answer.number)
+        if answer.unit == "%" and gold.unit == "" and gold.number and answer.number:
+            if (
+                self._policy.units != "as_gold"
+                and asks_percent(self._policy.question or "")
+                and same(gold.number, answer.number)
+            ):
+                return True
+            return same(gold.number, percent_value(answer.number))
+        same_unit = answer.unit in ("", gold.unit) or {answer.unit, gold.unit} == {"$", "dollar"}
+        if not same_unit and (gold.unit or not self._may_add(answer.unit)):
+            return False
+        if not answer.unit and changes_number(gold.unit) and gold.unit != "%":
+            return False
+        if gold.text == answer.text:
+            return True
+        if gold.number is not None and answer.number is not None:
+            return same(gold.number, answer.number)
+        if _sentence_case(gold.text) == _sentence_case(answer.text) or _same_set(gold.text, answer.text):
+            return True
+        if (question := self._policy.question) is not None:
+            if gold.number is not None and is_unevaluated(answer.text):
+                return False
+            if repeats(question, answer.text, gold.text):
+                return False
+        return self._leaves.expressions(gold.text, answer.text)
+
+    def _may_add(self, unit: str) -> bool:
+        """Whether an answer may have a unit where the gold has none."""
+        asked = asked_unit(self._policy.question or "")
+        # TeX leaves dollar signs around numbers, and amounts are asked for without the word: "How much does she make every day?"
+        if unit in ("$", "dollar"):
+            return asked != "cent" and (unit == "$" or self._policy.units != "as_gold")
+        if self._policy.units == "as_gold" or changes_number(unit):
+            return False
+        return self._policy.units == "any" or unit.partition("^")[0] == asked
+
+
+def _may_have_condition(gold: Answer, answer: Answer) -> bool:
+    """Whether the answer's condition on an index is the gold's, is left out, or says that it is an integer, as indices are."""
+    if answer.condition in ("", gold.condition):
+        return True
+    index = _INDEX.fullmatch(answer.condition)
+    return not gold.condition and index is not None and index[1] in expressions.letters(_text_of(answer.form))
+
+
+def _may_lose_label(gold: Answer) -> bool:
+    r"""The name of a function or a sequence, what lies in a set, a constant's name, and any name of a value without x, y and z;
+    "y = 2x" without "y =" is no equation."""
+    in_set = isinstance(gold.relation, Compound) and gold.relation.detail == r"\in"
+    letters = expressions.letters(_text_of(gold.form)) - {"e", "i"}
+    named = gold.label != "y" and not letters & {"x", "y", "z"}
+    return "(" in gold.label or in_set or names_a_term(gold.label) or not letters or named
+
+
+def _value_of(gold: Form) -> Form | None:
+    """The value that a gold gives to an expression other than a name: 11 of "a + b = 11". Equations in x, y and z are curves."""
+    if not isinstance(gold, Compound) or gold.kind != "relation" or gold.detail != "=" or len(gold.parts) != 2:
+        return None
+    left, right = (expressions.letters(_text_of(part)) for part in gold.parts)
+    return gold.parts[1] if left and not left & {"x", "y", "z"} and not right - {"e", "i"} else None
+
+
+def _renamed(form: Form, letters: dict[str, str]) -> Form | None:
+    """The form with its variables renamed; None where a new name is taken."""
+    if isinstance(form, Scalar):
+        text = rename(form.text, letters)
+        return None if text is None else replace(form, text=text)
+    parts = [_renamed(part, letters) for part in form.parts]
+    found = tuple(part for part in parts if part is not None)
+    return replace(form, parts=found) if len(found) == len(parts) else None
+
+
+def _real_line(form: Form, other: Form) -> Form:
+    """The real numbers as an interval, where they stand beside one."""
+    return REAL_LINE if isinstance(other, Compound) and form == Scalar(REALS, None) else form
+
+
+def _same_set(gold: str, answer: str) -> bool:
+    r"""Sets of numbers, whose letter may be a plain one, and the empty set, which many write as \phi."""
+    if gold == r"\emptyset":
+        return answer in (r"\phi", r"\Phi")
+    return r"\mathbb" in gold + answer and _NUMBER_SET.sub(r"\1", gold) == _NUMBER_SET.sub(r"\1", answer)
+
+
+def _text_of(form: Form) -> str:
+    return form.text if isinstance(form, Scalar) else " ".join(map(_text_of, form.parts))
+
+
+def _sentence_case(text: str) -> str:
+    """Words of three letters or more, and "No", with a small first letter: "East" is "east", but a point A is not a."""
+    return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
+
+
+def _all(found: Iterable[bool | None]) -> bool | None:
+    open_ = False
+    for one in found:
+        if one is False:
+            return False
+        open_ = open_ or one is None
+    return None if open_ else True
+
+
+def _any(found: Sequence[bool | None]) -> bool | None:
+    return True if True in found else None if None in found else False

@@ -1,0 +1,411 @@
+r"""The form of an answer: a scalar, or scalars in a list, brackets, a set, a union, a matrix or a relation.
+
+    "x = 5"                      label "x", scalar "5"
+    "5\text{ cm}"                scalar "5" with the unit "cm"
+    "(1, 2)", "[0, 1)"           brackets "()" and "[)", whether they are a point or an interval
+    "1, 2", "1 and 2"            a list, which has an order
+    "\{1, 2\}", "1 or 2", "\pm 2"  a set, which has none
+    "x = 3, y = 4"               a record: values with names of their own, whatever their order
+    "(x, y) = (3, 4)"            the same record
+    "(0, 1) \cup [3, \infty)"    a union of brackets
+    "1 < x \le 2", "y = 2x + 1"  relations
+    "\begin{pmatrix} ...  "      a matrix, by rows
+
+`read_answer` never fails: what it can not take apart is a scalar, which only the same text equals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+from nmoe.grading.math.names import name_of, names_in
+from nmoe.grading.math.normalization import normalize
+from nmoe.grading.math.numbers import Number, read_number
+from nmoe.grading.math.units import is_unit, known_unit, spell_unit
+
+_MAX_DEPTH = 30
+
+Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matrix", "relation"]
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value: its text without the unit, and the number that this is, if it is one.
+
+    `unit` is "" without one, "%" for percent, whose number is the one before the sign, and "$" for a dollar sign, which may be
+    TeX's; the word is "dollar". `base` is that of digits with a base
+    as subscript, "" without one.
+    """
+
+    text: str
+    number: Number | None
+    unit: str = ""
+    base: str = ""
+
+
+@dataclass(frozen=True)
+class Compound:
+    """Several forms. `detail` is the brackets ("(]"), the relations ("<,\\le"), the shape of a matrix ("2x3"), a record's names,
+    one a line, or "pm" for the set of a value with both signs."""
+
+    kind: Kind
+    parts: tuple[Form, ...]
+    detail: str = ""
+
+
+Form = Scalar | Compound
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. `label` is the name it gives its value ("x", "f(x)"), "" without one, and `relation` then the form with
+    the name still in it. `condition` is what it says of an index at its end, "k\\in\\mathbb{Z}". `text` is the whole
+    normalised text."""
+
+    text: str
+    form: Form
+    label: str = ""
+    relation: Form | None = None
+    condition: str = ""
+
+
+# Letters in braces whose command says that they are words: the unit of what stands before.
+_UNIT_OPEN, _UNIT_CLOSE = "\ue000", "\ue001"
+_WORDED = re.compile(r"(?<=[0-9}\])\s%])\\(?:text|textrm|textnormal|textbf|mathrm|mbox)\s*\{\s*([^{}]*?)\s*\}")
+_MARKED_UNIT = re.compile(
+    rf"(.+?){_UNIT_OPEN}\s*([^{_UNIT_OPEN}{_UNIT_CLOSE}]*?)\s*{_UNIT_CLOSE}(?:\^\{{?([0-9])\}}?)?", re.DOTALL
+)
+_MARKS = re.compile(f"[{_UNIT_OPEN}{_UNIT_CLOSE}]")
+_GROUPED_COUNT = re.compile(r"\s*([0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?(?:\s|\\?%|[\ue000A-Za-z]).*)", re.DOTALL)
+_SEPARATING_WORD = re.compile(r"\s*(?:,\s*)?(?:or|and)\s*")
+
+_DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
+_PERCENT = re.compile(r"(.+?)\\?%")
+_BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
+_DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
+# An angle may be in degrees, and so may the argument of a function, which is no unit of its value.
+_ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
+_FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
+_BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+_BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
+
+# The index that a general solution runs over.
+_CONDITION = re.compile(
+    # Of two indices the first stands after a comma or a bracket: in "k\pi, k\in Z" the i belongs to the expression.
+    r"(.+?)(?:, ?| )?\(?((?:(?<=[,(])[a-z], ?|(?<=, )[a-z], ?)?[a-z]\\in ?"
+    r"(?:\\mathbb\{[NQRZ]\}|[NQRZ])(?:[_^](?:[*+]|\{[*+]\}))?)\)?",
+    re.DOTALL,
+)
+_LINE_NAME = re.compile(r"(?:line ?)?[A-Za-z](?:_(?:[0-9]|\{[0-9]\}))?: ?(?=[^:]*[xy][^:]*$)")
+_WORD_SIGNS = {
+    r"\emptyset": ["empty set", "the empty set", "null set"],
+    r"\mathbb{R}": ["all real", "all reals", "all real numbers", "any real number", "real numbers", "the real numbers"],
+}
+_SIGN_OF = {words: sign for sign, spellings in _WORD_SIGNS.items() for words in spellings}
+REALS = r"\mathbb{R}"
+
+_TOKEN = re.compile(r"\\begin\{[a-z]+\*?\}|\\end\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_OPENING, _CLOSING = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\rangle"}
+_RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\lt", r"\gt", r"\ne"}
+_PLAIN_RELATION = {r"\lt": "<", r"\gt": ">"}
+_REVERSED = {"=": "=", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
+_MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+
+
+def read_answer(text: str) -> Answer:
+    """The form of an answer in raw text."""
+    if (amount := dollars(text)) is not None:
+        return Answer(f"${normalize(text)}", Scalar(normalize(text), amount, "$"))
+    marked = _WORDED.sub(_mark, _MARKS.sub("?", text))
+    if grouped := _GROUPED_COUNT.fullmatch(marked):  # "1,234 eggs" is one number
+        marked = grouped[1].replace(",", "") + grouped[2]
+    normal = _LINE_NAME.sub("", normalize(marked), 1) if "=" in marked and ":" in marked else normalize(marked)
+    condition = ""
+    if r"\in" in normal and (conditioned := _CONDITION.fullmatch(normal)):
+        normal, condition = conditioned.groups()
+    return replace(_read_unconditioned(normal, normalize(_MARKS.sub(" ", marked))), condition=condition)
+
+
+def dollars(text: str) -> Number | None:
+    """The number after a dollar sign that has no other to close it; None for any other raw text."""
+    return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
+
+
+def _read_unconditioned(normal: str, plain: str) -> Answer:
+    tokens = _tokens(normal)
+    if tokens is None:
+        return Answer(plain, Scalar(plain, None))
+    relations = _split(tokens, _RELATIONS | {r"\in"})
+    if len(relations) == 2:
+        (left, _), (right, relation) = relations
+        if relation == "=" and not name_of(left) and name_of(right):
+            left, right = right, left
+        if relation in ("=", r"\in") and (name := name_of(left)):
+            form = _read(right, 0)
+            if names := names_in(name):
+                return Answer(plain, _record(names, form) or form)
+            return Answer(plain, form, name, Compound("relation", (_scalar(left), form), relation))
+    form = _read(normal, 0)
+    return _hoist_label(plain, form)
+
+
+def _mark(worded: re.Match[str]) -> str:
+    words = worded[1]
+    if _SEPARATING_WORD.fullmatch(words) or not words:
+        return f" {words} "
+    return f"{_UNIT_OPEN}{words}{_UNIT_CLOSE}"
+
+
+def _hoist_label(text: str, form: Form) -> Answer:
+    """ "x = 1 or x = 2" labels the set of 1 and 2."""
+    if isinstance(form, Compound) and form.kind in ("list", "set") and (items := _assignments(form.parts)):
+        names = {name for name, _ in items}
+        if len(names) == 1:
+            name, values = names.pop(), tuple(value for _, value in items)
+            if inner := names_in(name):
+                records = [_record(inner, value) for value in values]
+                found = tuple(one for one in records if one is not None)
+                return Answer(text, Compound(form.kind, found) if len(found) == len(values) else form)
+            return Answer(text, Compound(form.kind, values), name, form)
+    return Answer(text, form)
+
+
+def _record(names: Sequence[str], form: Form) -> Form | None:
+    """The values in brackets with their names, or each of several; None where they do not fit."""
+    if isinstance(form, Scalar):
+        return None
+    if form.kind in ("list", "set"):
+        records = [_record(names, part) for part in form.parts]
+        found = tuple(one for one in records if one is not None)
+        return Compound(form.kind, found) if len(found) == len(form.parts) else None
+    if form.kind != "brackets" or form.detail != "()" or len(form.parts) != len(names):
+        return None
+    return Compound("record", form.parts, "\n".join(names))
+
+
+def _assignments(forms: Sequence[Form]) -> list[tuple[str, Form]] | None:
+    """The names and values of equations that all give a name its value."""
+    items = [_assignment(form) for form in forms]
+    found = [item for item in items if item is not None]
+    return found if found and len(found) == len(items) else None
+
+
+def _assignment(form: Form) -> tuple[str, Form] | None:
+    if isinstance(form, Compound) and form.kind == "relation" and form.detail == "=" and len(form.parts) == 2:
+        name, value = form.parts
+        # A tuple on the left was read as brackets; its text is still a name's.
+        text = name.text if isinstance(name, Scalar) else _tuple_text(name)
+        if (known := name_of(text)) is not None:
+            return known, value
+    return None
+
+
+def _tuple_text(form: Compound) -> str:
+    if form.kind != "brackets" or form.detail != "()":
+        return ""
+    return f"({', '.join(part.text if isinstance(part, Scalar) else '' for part in form.parts)})"
+
+
+def _tokens(text: str) -> list[tuple[str, int]] | None:
+    """Tokens with the depth of brackets that they stand at; None where the brackets do not match in number, or nest too deep."""
+    tokens, depth = [], 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token in _CLOSING or token.startswith(r"\end{"):
+            depth -= 1
+        if depth < 0 or depth > _MAX_DEPTH:
+            return None
+        tokens.append((token, depth))
+        if token in _OPENING or token.startswith(r"\begin{"):
+            depth += 1
+    return tokens if depth == 0 else None
+
+
+def _split(tokens: Sequence[tuple[str, int]], separators: set[str]) -> list[tuple[str, str]]:
+    """The texts between separators that stand outside of all brackets, each with the separator before it ("" for the first)."""
+    parts: list[tuple[str, str]] = []
+    text, before = "", ""
+    for token, depth in tokens:
+        if depth == 0 and token in separators:
+            parts.append((text.strip(), before))
+            text, before = "", token
+        else:
+            text += token
+    return [*parts, (text.strip(), before)]
+
+
+_WORD_SEPARATORS = re.compile(r"(?<![A-Za-z\\])(?:,\s*)?(or|and)(?![A-Za-z])")
+
+
+def _read(text: str, level: int) -> Form:
+    """The form of a normalised text, marks of units in it."""
+    tokens = _tokens(text)
+    if tokens is None or level > _MAX_DEPTH or not text:
+        return _scalar(text)
+    if _WORD_SEPARATORS.search(text):
+        # As signs of their own, so that they are separators outside of brackets only.
+        words = {"or": "\ue002", "and": ","}
+        text = _WORD_SEPARATORS.sub(lambda match: words[match[1]], text)
+        tokens = _tokens(text) or []
+    for separators, build in _SPLITS:
+        parts = _split(tokens, separators)
+        if len(parts) > 1:
+            if not all(part for part, _ in parts):
+                return _scalar(text)
+            return build(parts, level + 1)
+    if (both := _plus_and_minus(tokens)) is not None:
+        return Compound("set", tuple(_read(normalize(one), level + 1) for one in both), "pm")
+    return _bracketed(text, tokens, level) or _scalar(text)
+
+
+def _many(kind: Kind) -> Callable[[list[tuple[str, str]], int], Form]:
+    return lambda parts, level: Compound(kind, tuple(_read(normalize(part), level) for part, _ in parts))
+
+
+def _list(parts: list[tuple[str, str]], level: int) -> Form:
+    """A list, which is a record where each item has a name of its own; "0, \\pm 1" has three items, and no order."""
+    forms: list[Form] = []
+    kind: Kind = "list"
+    for part, _ in parts:
+        form = _read(normalize(part), level)
+        if isinstance(form, Compound) and (form.kind == "list" or form.detail == "pm"):
+            forms += form.parts
+            kind = "set" if form.detail == "pm" else kind
+        else:
+            forms.append(form)
+    items = _assignments(forms)
+    if items and len({name for name, _ in items}) == len(items) > 1:
+        return Compound("record", tuple(value for _, value in items), "\n".join(name for name, _ in items))
+    return Compound(kind, tuple(forms))
+
+
+def _difference(parts: list[tuple[str, str]], level: int) -> Form:
+    """All real numbers but some, as a union of intervals."""
+    forms = tuple(_read(normalize(part), level) for part, _ in parts)
+    whole, *less = forms
+    without = less[0] if len(less) == 1 and isinstance(less[0], Compound) and less[0].kind == "set" else None
+    if whole != Scalar(REALS, None) or without is None:
+        return Compound("difference", forms)
+    points = [part for part in without.parts if isinstance(part, Scalar) and part.number and not part.unit]
+    if len(points) != len(without.parts):
+        return Compound("difference", forms)
+    ordered = sorted(points, key=lambda point: point.number.value if point.number else 0)
+    ends = [Scalar(r"-\infty", None), *ordered, Scalar(r"\infty", None)]
+    return Compound(
+        "union", tuple(Compound("brackets", tuple(ends[place : place + 2]), "()") for place in range(len(ends) - 1))
+    )
+
+
+def _relation(parts: list[tuple[str, str]], level: int) -> Form:
+    """Relations read from the smaller side to the greater: "3 > x" is "x < 3"."""
+    sides = tuple(_read(normalize(part), level) for part, _ in parts)
+    signs = [_PLAIN_RELATION.get(sign, sign) for _, sign in parts[1:]]
+    if all(sign in (">", r"\ge") for sign in signs):
+        sides, signs = sides[::-1], [_REVERSED[sign] for sign in signs[::-1]]
+    return Compound("relation", sides, ",".join(signs))
+
+
+_SPLITS: list[tuple[set[str], Callable[[list[tuple[str, str]], int], Form]]] = [
+    ({"\ue002"}, _many("set")),
+    ({";"}, _list),
+    ({","}, _list),
+    (_RELATIONS, _relation),
+    ({r"\cup"}, _many("union")),
+    ({r"\setminus"}, _difference),
+]
+
+
+def _plus_and_minus(tokens: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
+    """The two readings of a text with one sign "plus or minus" in it."""
+    signs = [token for token, _ in tokens if token in (r"\pm", r"\mp")]
+    if len(signs) != 1:
+        return None
+    return tuple(  # type: ignore[return-value]
+        "".join(sign if token in (r"\pm", r"\mp") else token for token, _ in tokens).removeprefix("+") for sign in "+-"
+    )
+
+
+def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form | None:
+    """What a pair of brackets around the whole text makes of what is in it."""
+    if len(tokens) < 2 or any(depth == 0 for _, depth in tokens[1:-1]):
+        return None
+    opening, closing = tokens[0][0], tokens[-1][0]
+    if opening.startswith(r"\begin{"):
+        return _matrix(text, level)
+    if opening not in _OPENING or closing not in _CLOSING:
+        return None
+    inner = [(token, depth - 1) for token, depth in tokens[1:-1]]
+    parts = _split(inner, {",", ";"})
+    if not all(part for part, _ in parts):
+        return None
+    if (opening, closing) == (r"\{", r"\}"):
+        if any(token in ("|", ":", r"\mid", r"\vert") for token, _ in inner):
+            return None  # a set by its property
+        return Compound("set", tuple(_read(normalize(part), level + 1) for part, _ in parts))
+    if len(parts) == 1:
+        return _read(normalize(parts[0][0]), level + 1) if (opening, closing) in (("(", ")"), ("{", "}")) else None
+    forms = tuple(_read(normalize(part), level + 1) for part, _ in parts)
+    return Compound("brackets", forms, opening + closing)
+
+
+def _matrix(text: str, level: int) -> Form | None:
+    match = _MATRIX.fullmatch(text)
+    if match is None:
+        return None
+    tokens = _tokens(match[2])
+    if tokens is None:
+        return None
+    rows = [row for row, _ in _split(tokens, {r"\\"})]
+    if rows and not rows[-1]:
+        rows.pop()  # a line break may end the last row
+    cells = [[cell for cell, _ in _split(_tokens(row) or [], {"&"})] for row in rows]
+    if not cells or len({len(row) for row in cells}) != 1 or not all(cell for row in cells for cell in row):
+        return None
+    kind = "determinant" if match[1] == "vmatrix" else "matrix"
+    parts = tuple(_read(normalize(cell), level + 1) for row in cells for cell in row)
+    return Compound("matrix", parts, f"{kind} {len(cells)}x{len(cells[0])}")
+
+
+def _scalar(text: str) -> Scalar:
+    """A scalar with its unit or base taken off."""
+    if match := _MARKED_UNIT.fullmatch(text):
+        return _with_unit(match[1], spell_unit(match[2], match[3] or ""))
+    text = normalize(_MARKS.sub(" ", text))
+    text = _SIGN_OF.get(text.lower().removeprefix("the set of "), text)
+    if number := read_number(text):
+        return Scalar(text, number)
+    if match := _BASE.fullmatch(text):
+        base = match[2] or match[3]
+        digits = match[1].lstrip("0").upper() or "0"
+        base = _BASES.get(base, base)
+        return Scalar(digits, read_number(digits), base=base) if base.isdigit() else Scalar(text, None)
+    if match := _PERCENT.fullmatch(text):
+        return _with_unit(match[1], "%")
+    if match := _DEGREE.fullmatch(text):
+        return _with_unit(match[1], "degree")
+    if match := _FOREIGN_CURRENCY.fullmatch(text):
+        return _with_unit(match[2], match[1])
+    if match := _BARE_UNIT.fullmatch(text):
+        words, unit = match[2], spell_unit(match[2], match[3] or "")
+        # A single letter may be a variable: 5m. Words that are no known unit are one only after a number: 18 apples.
+        counted = is_unit(words) and read_number(normalize(match[1])) is not None
+        if (len(words) > 1 and known_unit(unit)) or counted:
+            return _with_unit(match[1], unit)
+    return Scalar(text, None)
+
+
+def _with_unit(text: str, unit: str) -> Scalar:
+    value = normalize(_MARKS.sub(" ", text))
+    if unit == "degree" and not _ANGLE.fullmatch(value):
+        return Scalar(rf"{value}^\circ", None)
+    return Scalar(value, read_number(value), unit)
+
+
+def percent_value(number: Number) -> Number:
+    """What a number of percent comes to: 50% is 0.5."""
+    return Number(number.value / Fraction(100), number.decimal)

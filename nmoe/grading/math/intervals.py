@@ -1,0 +1,61 @@
+r"""Intervals written with brackets or as inequalities: "(5, \infty)", "x > 5", and the real line."""
+
+from __future__ import annotations
+
+import re
+
+from nmoe.grading.math.forms import Compound, Form, Scalar
+
+_ENDS = (Scalar(r"-\infty", None), Scalar(r"\infty", None))
+REAL_LINE = Compound("brackets", _ENDS, "()")
+
+
+def as_intervals(gold: Compound, answer: Compound) -> tuple[Compound, Compound] | None:
+    r"""Both as intervals, where one is written with brackets and the other as inequalities. The gold must be an interval beyond
+    doubt: "(1, 2)" may be a point."""
+    if "relation" in (answer.kind, gold.kind) or "set" in (answer.kind, gold.kind):
+        gold_interval, answer_interval = _as_interval(gold), _as_interval(answer)
+        if gold_interval is None or answer_interval is None or gold.kind == answer.kind:
+            return None
+        if gold.kind == "brackets" and gold.detail == "()" and not set(_ENDS) & set(gold.parts):
+            return None
+        return gold_interval, answer_interval
+    return None
+
+
+def _as_interval(form: Compound) -> Compound | None:
+    if form.kind == "brackets":
+        return form if len(form.parts) == 2 and form.detail in ("()", "(]", "[)", "[]") else None
+    if form.kind in ("union", "set"):
+        parts = [_as_interval(part) for part in form.parts if isinstance(part, Compound)]
+        if len(parts) != len(form.parts) or None in parts or len(_variables(form)) > 1:
+            return None
+        return Compound("union", tuple(part for part in parts if part is not None))
+    if form.kind != "relation":
+        return None
+    signs, sides = form.detail.split(","), form.parts
+    closed = {"<": False, r"\le": True}
+    if any(sign not in closed for sign in signs) or not all(isinstance(side, Scalar) for side in sides):
+        return None
+    if len(sides) == 3 and _is_variable(sides[1]):
+        low, high = closed[signs[0]], closed[signs[1]]
+        return Compound("brackets", (sides[0], sides[2]), ("[" if low else "(") + ("]" if high else ")"))
+    if len(sides) == 2 and _is_variable(sides[0]) and not _is_variable(sides[1]):
+        return Compound("brackets", (Scalar(r"-\infty", None), sides[1]), "(" + ("]" if closed[signs[0]] else ")"))
+    if len(sides) == 2 and _is_variable(sides[1]) and not _is_variable(sides[0]):
+        return Compound("brackets", (sides[0], Scalar(r"\infty", None)), ("[" if closed[signs[0]] else "(") + ")")
+    return None
+
+
+def _variables(form: Form) -> set[str]:
+    """What the inequalities of an interval or a union say something of: the side in the middle, or the one that is a letter."""
+    if not isinstance(form, Compound):
+        return set()
+    if form.kind != "relation":
+        return set[str]().union(*map(_variables, form.parts))
+    sides = form.parts[1:2] if len(form.parts) == 3 else form.parts
+    return {side.text for side in sides if isinstance(side, Scalar) and _is_variable(side)}
+
+
+def _is_variable(form: Form) -> bool:
+    return isinstance(form, Scalar) and re.fullmatch(r"[A-Za-z]|\\(?:theta|alpha|lambda)", form.text) is not None

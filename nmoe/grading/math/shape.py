@@ -1,0 +1,232 @@
+r"""The shape of an expression: what it says, without what changes nothing, and without working anything out.
+
+    \sqrt{180}, {\sqrt{180}}, 1\sqrt{180}+0, 180^{1/2}     one shape
+    9y^2-30y+25, 25+9y^{2}-30 y                            one shape
+    6\sqrt{5}, \sqrt{180}                                  two, although the value is the same
+
+A shape is a number, a letter, or a tuple of an operation and shapes; sums and products are sorted, sums of numbers added up. For
+texts that `nmoe.grading.math.normalization` has been over; a recursive descent of bounded depth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from nmoe.grading.math.expressions import FUNCTIONS, GREEK
+from nmoe.grading.math.normalization import normalize
+
+Shape = Any  # Fraction | str | tuple[str, Shape, ...]
+
+_MAX_DEPTH = 30
+_TOKEN = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|\\(?P<command>[A-Za-z]+)|(?P<letter>[A-Za-z])|(?P<sign>[-+*/^_(){}\[\]|!])| "
+)
+_SYMBOLS = {"pi", "infty", *GREEK}
+_WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|" + "|".join(FUNCTIONS) + r")(?![A-Za-z])")
+_CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
+_TIMES = ("cdot", "times")
+
+
+@lru_cache(4096)
+def shape(text: str) -> Shape | None:
+    """The shape of a text; None for what is no expression."""
+    source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
+    tokens = list(_TOKEN.finditer(source))
+    if not tokens or sum(len(token.group()) for token in tokens) != len(source):
+        return None
+    parser = _Parser([token for token in tokens if token.group() != " "])
+    try:
+        found = parser.sum(0)
+    except _NoExpressionError:
+        return None
+    return found if parser.token is None else None
+
+
+def is_atom(one: Shape) -> bool:
+    """Whether it is a number or a letter."""
+    return not isinstance(one, tuple)
+
+
+def parts(one: Shape) -> Iterator[Shape]:
+    """The shape and all in it that are no atoms."""
+    if isinstance(one, tuple):
+        yield one
+        for part in one[1:]:
+            yield from parts(part)
+
+
+def add(terms: list[Shape]) -> Shape:
+    flat = [part for term in terms for part in (term[1:] if isinstance(term, tuple) and term[0] == "+" else [term])]
+    number = sum((term for term in flat if isinstance(term, Fraction)), Fraction(0))
+    others = [term for term in flat if not isinstance(term, Fraction)]
+    for term in list(others):
+        if term in others and (less := multiply([Fraction(-1), term])) in others:
+            others.remove(term)
+            others.remove(less)
+    if number or not others:
+        others.append(number)
+    return others[0] if len(others) == 1 else ("+", *sorted(others, key=repr))
+
+
+def multiply(factors: list[Shape]) -> Shape:
+    flat = [part for one in factors for part in (one[1:] if isinstance(one, tuple) and one[0] == "*" else [one])]
+    if Fraction(0) in flat:
+        return Fraction(0)
+    for one in list(flat):
+        if one in flat and (inverse := power(one, Fraction(-1))) in flat and inverse != one:
+            flat.remove(one)
+            flat.remove(inverse)
+    sign = -1 if sum(isinstance(one, Fraction) and one < 0 for one in flat) % 2 else 1
+    kept = [abs(one) if isinstance(one, Fraction) else one for one in flat]
+    kept = [one for one in kept if one != 1]
+    if not kept:
+        return Fraction(sign)
+    numbers = [place for place, one in enumerate(kept) if isinstance(one, Fraction)]
+    if numbers:
+        kept[numbers[0]] *= sign
+    elif sign < 0:
+        kept.append(Fraction(-1))
+    return kept[0] if len(kept) == 1 else ("*", *sorted(kept, key=repr))
+
+
+def power(base: Shape, exponent: Shape) -> Shape:
+    if exponent == 1 or base == 1:
+        return base
+    if isinstance(base, tuple) and base[0] == "^" and exponent == -1 and base[2] == -1:
+        return base[1]
+    return ("^", base, exponent)
+
+
+class _NoExpressionError(Exception):
+    pass
+
+
+class _Parser:
+    def __init__(self, tokens: list[re.Match[str]]) -> None:
+        self._tokens = tokens
+        self._place = 0
+
+    @property
+    def token(self) -> str | None:
+        return self._tokens[self._place].group() if self._place < len(self._tokens) else None
+
+    def _take(self, wanted: str) -> None:
+        if self.token != wanted:
+            raise _NoExpressionError
+        self._place += 1
+
+    def sum(self, depth: int) -> Shape:
+        if depth > _MAX_DEPTH:
+            raise _NoExpressionError
+        terms = []
+        while True:
+            sign = Fraction(1)
+            while self.token in ("+", "-"):
+                sign *= -1 if self.token == "-" else 1
+                self._place += 1
+            terms.append(multiply([sign, self._product(depth)]))
+            if self.token not in ("+", "-"):
+                return add(terms)
+
+    def _product(self, depth: int) -> Shape:
+        factors = [self._factor(depth)]
+        while True:
+            token = self.token
+            if token in ("*", *(f"\\{name}" for name in _TIMES)):
+                self._place += 1
+                factors.append(self._signed(depth))
+            elif token in ("/", r"\div"):
+                self._place += 1
+                factors.append(power(self._signed(depth), Fraction(-1)))
+            elif token is not None and token not in ("+", "-", ")", "]", "}", "|", "^", "_", "!"):
+                factors.append(self._factor(depth))
+            else:
+                return multiply(factors)
+
+    def _signed(self, depth: int) -> Shape:
+        if self.token == "-":
+            self._place += 1
+            return multiply([Fraction(-1), self._factor(depth)])
+        return self._factor(depth)
+
+    def _factor(self, depth: int) -> Shape:
+        found = self._atom(depth)
+        while self.token in ("^", "!"):
+            if self.token == "!":
+                self._place += 1
+                found = ("!", found)
+            else:
+                self._place += 1
+                found = power(found, self._argument(depth))
+        return found
+
+    def _argument(self, depth: int) -> Shape:
+        """What a command, "^" or "_" takes: something in braces, or one sign; of digits only the first, as TeX does it."""
+        if self.token in ("{", "("):
+            return self._bracketed(depth)
+        if self.token == "-":
+            self._place += 1
+            return multiply([Fraction(-1), self._argument(depth)])
+        return self._atom(depth)
+
+    def _bracketed(self, depth: int) -> Shape:
+        opening = self.token
+        assert opening is not None
+        self._place += 1
+        found = self.sum(depth + 1)
+        self._take(_CLOSED_BY[opening])
+        return found
+
+    def _atom(self, depth: int) -> Shape:
+        if self._place >= len(self._tokens) or depth > _MAX_DEPTH:
+            raise _NoExpressionError
+        match = self._tokens[self._place]
+        token = match.group()
+        if token in _CLOSED_BY:
+            return self._bracketed(depth)
+        self._place += 1
+        if token == "|":
+            found = self.sum(depth + 1)
+            self._take("|")
+            return ("abs", found)
+        if match["number"]:
+            return Fraction(token)
+        if match["letter"] or match["command"] in _SYMBOLS:
+            if self.token == "_":
+                self._place += 1
+                return ("_", token, self._argument(depth))
+            return token
+        return self._command(match["command"], depth)
+
+    def _command(self, command: str | None, depth: int) -> Shape:
+        if command == "sqrt":
+            degree = self._bracketed(depth) if self.token == "[" else Fraction(2)
+            return power(self._argument(depth), power(degree, Fraction(-1)))
+        if command == "frac":
+            return multiply([self._argument(depth), power(self._argument(depth), Fraction(-1))])
+        if command == "binom":
+            return ("binom", self._argument(depth), self._argument(depth))
+        if command not in FUNCTIONS:
+            raise _NoExpressionError
+        base: Shape = Fraction(1)
+        exponent: Shape = Fraction(1)
+        while self.token in ("_", "^"):
+            sign = self.token
+            self._place += 1
+            if sign == "_":
+                base = self._argument(depth)
+            else:
+                exponent = self._argument(depth)
+        # Its argument is one factor, "\sin 2x" two: read as a product of what follows without a sign.
+        if self.token in ("(", "{"):
+            argument = self._bracketed(depth)
+        else:
+            factors = [self._factor(depth + 1)]
+            while self.token is not None and re.match(r"[0-9A-Za-z]|\\(?:pi|theta|alpha|beta|frac)", self.token):
+                factors.append(self._factor(depth + 1))
+            argument = multiply(factors)
+        return power((command, base, argument), exponent)

@@ -1,0 +1,218 @@
+"""The symbolic layer: two answers whose expressions math-verify reads and compares. Runs in a worker process.
+
+Source: math-verify (github.com/huggingface/Math-Verify), whose parser and comparison this calls with the extraction left out, for
+answers are extracted before, and with its own timeouts off. They raise SIGALRM, which fails off the main thread; here
+the whole process is killed instead (`nmoe.grading.workers.pool`).
+
+Its comparison is generous, so that both sides also have to agree in value: expressions without variables exactly where they are
+rational, else to 50 digits beyond the size of everything in them, and others so at points before math-verify is asked for a
+proof. Wrong things are then caught that it lets pass: numbers that differ after the fifteenth digit, 2^{2017} for
+2^{2017}-1, and decimals that only look like 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import mpmath
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, _Latex2Sympy, normalize_latex
+from math_verify.grader import verify
+
+from nmoe.grading.math import expressions
+from nmoe.grading.math.equivalence import compare
+from nmoe.grading.math.numbers import TOLERANCE
+from nmoe.grading.math.policy import AnswerOrder, Policy, Units
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+_NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_DIGITS = 50
+_PRECISION, _ROUNDING = mpmath.mpf(10) ** -40, mpmath.mpf(float(TOLERANCE))
+# What is larger is compared exactly or not at all.
+_MAX_DIGITS = 10_000
+_DIGITS_PER_BIT = 0.302
+# Rational, of both signs and with no small relation between them; the variables of an expression get them in turn.
+_POINTS = [
+    sympy.Rational(p, q) for p, q in ((97, 89), (-61, 83), (151, 71), (-37, 101), (59, 43), (-173, 107), (19, 67))
+]
+
+
+def equal(
+    gold: str, answer: str, answer_order: AnswerOrder = "any", units: Units = "asked", question: str | None = None
+) -> bool:
+    """Whether two raw answers are the same under a policy. May take for ever, or all memory."""
+    return compare(gold, answer, MathVerify(), Policy(answer_order, units, question)) is True
+
+
+class _Parser(_Latex2Sympy):
+    """math-verify's, with integers made at once: it hands each to sympy as a text, which compiles it as Python for 0.4 ms, a
+    third of the time that a short expression takes."""
+
+    def parse_number(self, text: str) -> Any:
+        return sympy.Integer(int(text)) if text.isdecimal() else super().parse_number(text)
+
+
+def warm_up() -> None:
+    """Reads and compares forms of every kind once: parser and sympy keep what they found out about their own tables, and the first
+    expression of a kind takes ten times as long as those after it.
+
+    Raises RuntimeError where no pair is found equal: a parser that fails on everything, as with packages that do not fit one
+    another, would else make every answer wrong without a word."""
+    found = [equal(gold, answer) for gold, answer in WARM_UP]
+    if not any(found):
+        raise RuntimeError("math-verify finds nothing equal: are its packages those of constraints.txt?")
+
+
+WARM_UP = [
+    (r"\frac{2x^2-1}{x+1}+\sqrt{3}", r"\sqrt{3}+(2x^2-1)/(x+1)"),
+    (r"(x+1)(y-2)", "xy-2x+y-2"),
+    (r"\sin^2 x+\cos(2x)+\tan\frac{\pi}{4}", r"1-\sin(x)^2+\cos^2 x"),
+    (r"3\ln 2+\log_2 x+e^{2x}", r"\ln 8+\log_2 x+e^{x}e^{x}"),
+    (r"(2+3i)a_1", r"3ia_{1}+2a_1"),
+    (r"\binom{5}{2}\cdot n!-|x|", r"10\times n!-|x|"),
+    (r"\sqrt[3]{2}\alpha-0.5", r"2^{\frac{1}{3}}\alpha-\frac{1}{2}"),
+    ("y=2x+1", "2y=4x+2"),
+    ("7", r"\sqrt{49}"),
+]
+
+
+class MathVerify:
+    """Decides about expressions; see `nmoe.grading.math.equivalence.Leaves`."""
+
+    def expressions(self, gold: str, answer: str) -> bool:
+        if not expressions.comparable(gold, answer):
+            return False
+        sources = expressions.both_latex(gold, answer)
+        parsed = None if sources is None else _parse_all(*sources)
+        return parsed is not None and _holds(lambda: _equal(parsed[0], parsed[1], "." in gold + answer))
+
+    def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool:
+        """Whether left less right of one is a constant times that of the other, and neither is 0 for all values."""
+        if not expressions.comparable("=".join(gold), "=".join(answer)):
+            return False
+        sources = [expressions.latex(side) for side in (*gold, *answer)]
+        sides = _parse_all(*(source for source in sources if source is not None))
+        if sides is None or None in sources:
+            return False
+        return _holds(lambda: _proportional(sides[0] - sides[1], sides[2] - sides[3]))
+
+
+def _holds(question: Callable[[], bool]) -> bool:
+    """The answer to a question about what a policy wrote; no, where sympy fails on it in one of its many ways. Memory and stack
+    that run out are the worker's to report."""
+    try:
+        return question()
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return False
+
+
+def _proportional(gold: Any, answer: Any) -> bool:
+    symbols = _symbols(gold, answer)
+    point = dict(zip(symbols, _POINTS, strict=False))
+    scales = gold.subs(point), answer.subs(point)
+    if not symbols or any(_is_zero(scale) for scale in scales):
+        return False
+    return _equal(gold * scales[1], answer * scales[0], rounded=False)
+
+
+def _parse_all(*sources: str) -> list[Any] | None:
+    """Every text for the parser as a sympy expression; None where one is none. Variables are real unless the imaginary unit is
+    there."""
+    is_real = not any("i" in expressions.letters(source) for source in sources)
+    parsed = [_parse(source, is_real) for source in sources]
+    return None if any(expression is None for expression in parsed) else parsed
+
+
+@lru_cache(256)
+def _parse(source: str, is_real: bool) -> Any:
+    """A sympy expression; None for a text that is none, or that parses to something else (a set, a relation)."""
+    try:
+        parsed = _Parser(is_real=is_real, config=_CONVERSION).parse(normalize_latex(source, _NORMALIZATION))
+    except Exception:  # the parser raises a bare Exception for what it does not understand
+        return None
+    if not isinstance(parsed, sympy.Expr):
+        return None
+    imaginary = [symbol for symbol in parsed.free_symbols if str(symbol) == "i"]
+    return parsed.subs(dict.fromkeys(imaginary, sympy.I))
+
+
+def _equal(gold: Any, answer: Any, rounded: bool) -> bool:
+    if gold == answer:
+        return bool(gold.is_finite is not False)
+    symbols = _symbols(gold, answer)
+    if len(symbols) > len(_POINTS):
+        return False
+    if not symbols:
+        return _same_value(gold, answer, rounded)
+    # Where decimals leave no proof, points have to do.
+    wanted, compared = (3 if rounded else 1), 0
+    for shift in range(len(_POINTS)):
+        points = [_POINTS[(place + shift) % len(_POINTS)] for place in range(len(symbols))]
+        point = dict(zip(symbols, points, strict=True))
+        values = gold.xreplace(point), answer.xreplace(point)
+        has_value = [_value(value, 15) is not None for value in values]
+        if has_value[0] != has_value[1]:
+            return False
+        if has_value[0]:
+            if not _same_value(*values, rounded):
+                return False
+            compared += 1
+            if compared == wanted:
+                return rounded or bool(verify(gold, answer, timeout_seconds=None))
+    return False
+
+
+def _symbols(*parsed: Any) -> Sequence[Any]:
+    return sorted(set().union(*(expression.free_symbols for expression in parsed)), key=str)
+
+
+def _same_value(gold: Any, answer: Any, rounded: bool) -> bool:
+    """Whether two expressions without variables agree: rational ones exactly, others beyond the size of all their parts."""
+    if gold.is_Rational and answer.is_Rational and not rounded:
+        return bool(gold == answer)
+    reach = max(_reach(gold), _reach(answer))
+    digits = _DIGITS + 2 * reach
+    if digits > _MAX_DIGITS:
+        return False
+    values = _value(gold, digits), _value(answer, digits)
+    if values[0] is None or values[1] is None:
+        return False
+    with mpmath.workdps(digits):
+        size = max(abs(values[0]), abs(values[1]))
+        allowed = _ROUNDING * min(1, abs(values[0])) if rounded else _PRECISION / mpmath.mpf(10) ** reach * min(1, size)
+        return bool(abs(values[0] - values[1]) <= allowed)
+
+
+def _reach(expression: Any) -> int:
+    """How many digits the largest or smallest number in an expression without variables has before or after its point."""
+    reach = 0
+    for part in sympy.preorder_traversal(expression):
+        if part.is_Rational:
+            reach = max(reach, int(max(part.p.bit_length(), part.q.bit_length()) * _DIGITS_PER_BIT))
+        elif part.is_Pow or part.is_Function:
+            value = _value(part, 15)
+            reach = max(reach, abs(int(mpmath.log10(abs(value)))) + 1 if value else 0)
+    return reach
+
+
+def _value(expression: Any, digits: int = _DIGITS) -> Any:
+    """The value as a complex number; None where there is no finite one."""
+    value = expression.evalf(digits, maxn=2 * digits)
+    if value.is_Float:
+        return mpmath.mp.make_mpf(value._mpf_)
+    if not value.is_number or not value.is_finite:
+        return None
+    with mpmath.workdps(digits):
+        return mpmath.mpc(*(mpmath.mpf(str(part)) for part in value.as_real_imag()))
+
+
+def _is_zero(value: Any) -> bool:
+    number = _value(value)
+    return number is None or abs(number) < _PRECISION

@@ -1,0 +1,113 @@
+r"""The answer in a completion without a box: `--extract prose`, for recorded predictions of models that were not asked for one.
+
+  1. the boxes, where there are some, as `nmoe.grading.extraction` reads them;
+  2. else what follows the last "the answer is", "Final Answer:", "Answer:" or "####": a formula, formulas that "and" or a comma
+     joins, or the words to the end of the sentence, of which a number sheds the one or two words after it;
+  3. else the last formula in dollar signs or their like, or the last number, whichever stands later. Of a chain "2+3 = 5" it is
+     what stands last.
+
+It never looks at the gold. A single pass over the text: formulas that do not close cost no more than others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from nmoe.grading.extraction import LAST_NUMBER, NOTHING_EXTRACTED, NUMBER, Extraction, from_response, joins, last_boxed
+from nmoe.grading.math.units import changes_number, spell_unit
+
+_MARKER = re.compile(
+    r"\banswer(?:\W{0,4}| (?:to|of|for) [^.\n$]{1,60})\s(?:is|was|would be|equals)\b"
+    r"|\banswer\W{0,4}:|\*\*final answer\*\*|####",
+    re.IGNORECASE,
+)
+_AFTER_MARKER = re.compile(r"(?:[\s:*]|(?:is|therefore|thus|option|choice)\b)*", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:[^.\n]|\.(?=\S))*")
+_DELIMITER = re.compile(r"\\\\|\\\$|\$\$|\$|\\[()\[\]]")
+_CLOSED_BY = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+_COUNT = re.compile(r"(\$?[-+]?[0-9][0-9,]*(?:\.[0-9]+)?)((?: [A-Za-z]+){1,2})")
+
+
+@dataclass(frozen=True)
+class _Formula:
+    content: str
+    start: int
+    end: int
+
+
+def from_prose(text: str) -> Extraction:
+    """The answer in a whole completion; see above."""
+    if last_boxed(text) is not None:
+        return from_response(text)
+    answer = _after_marker(text) or _last(text)
+    return Extraction(answer, LAST_NUMBER if answer else NOTHING_EXTRACTED, False, False)
+
+
+def _after_marker(text: str) -> str | None:
+    markers = deque(_MARKER.finditer(text), maxlen=1)
+    if not markers:
+        return None
+    begin = _AFTER_MARKER.match(text, markers[0].end())
+    assert begin is not None, "it matches nothing, too"
+    start = begin.end()
+    sentence = _SENTENCE.match(text, start)
+    assert sentence is not None, "it matches nothing, too"
+    words = sentence.group()
+    formulas = _formulas(text[start:])
+    if formulas and formulas[0].start < max(len(words), 1):
+        words = words[: formulas[0].start]
+        if not re.search("[0-9]", words):
+            return _joined(text[start:], formulas, 0)
+    words = words.strip().strip("*").strip()
+    count = _COUNT.fullmatch(words)
+    if count and not changes_number(spell_unit(count[2], "")) and not {"to", "or", "and"} & set(count[2].split()):
+        return count[1]
+    return words or None
+
+
+def _last(text: str) -> str | None:
+    formulas = _formulas(text)
+    numbers = deque(NUMBER.finditer(text, formulas[-1].end if formulas else 0), maxlen=1)
+    if numbers:
+        return numbers[0].group().rstrip(",")
+    if not formulas:
+        return None
+    place = len(formulas) - 1
+    while place and joins(text[formulas[place - 1].end : formulas[place].start]):
+        place -= 1
+    return _joined(text, formulas, place)
+
+
+def _joined(text: str, formulas: list[_Formula], place: int) -> str | None:
+    """The formula at a place and those joined to it behind."""
+    found = [formulas[place]]
+    for formula in formulas[place + 1 :]:
+        if not joins(text[found[-1].end : formula.start]):
+            break
+        found.append(formula)
+    return ", ".join(filter(None, (_value(formula.content) for formula in found))) or None
+
+
+def _value(formula: str) -> str:
+    """Of a chain of equations, or an equation between numbers, what stands last."""
+    sides = formula.strip().rstrip(".").split("=")
+    calculates = len(sides) > 2 or (
+        len(sides) == 2 and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0]))
+    )
+    return (sides[-1] if calculates else "=".join(sides)).strip()
+
+
+def _formulas(text: str) -> list[_Formula]:
+    """What stands between delimiters of mathematics, in its order."""
+    found: list[_Formula] = []
+    opened: re.Match[str] | None = None
+    for token in _DELIMITER.finditer(text):
+        sign = token.group()
+        if opened is not None and sign == _CLOSED_BY[opened.group()]:
+            found.append(_Formula(text[opened.end() : token.start()], opened.start(), token.end()))
+            opened = None
+        elif opened is None and sign in _CLOSED_BY:
+            opened = token
+    return [formula for formula in found if formula.content.strip()]

@@ -1,0 +1,252 @@
+"""A pool of grading workers: processes that may hang, crash or be killed without harm to whoever asks.
+
+What can hang on a hostile answer (symbolic mathematics, verifiers of other packages) runs in `nmoe.grading.workers.worker`. A
+thread for each worker hands it calls, several at a time, and waits for the replies, so that neither an event loop nor the
+caller's thread is held up; the time in the queue counts against nobody.
+
+  - The deadline is CPU time from the start of the call in the worker, and is the answer's own doing: "deadline".
+  - A call that crashes two workers, or runs out of memory or stack, is the answer's doing too: "exhausted".
+  - A worker lost to something else (killed from outside, or it could not start) has its call repeated once in another, and
+    then it is "lost", which is nobody's verdict.
+
+Every worker that is gone is replaced. Workers end with their parent, even when that is killed: their input ends, and the kernel
+kills them (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+DEADLINE_S = 3.0
+MEMORY_MB = 2048
+
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+# Signals by which a process brings itself down.
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+_BATCH = 16
+_START_S = 120.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a call ended; `value` is what the function returned, or a reason for people."""
+
+    status: Literal["value", "deadline", "exhausted", "lost"]
+    value: Any
+
+
+class WorkerError(Exception):
+    """The function raised in the worker: a defect of the function, with its traceback."""
+
+
+@dataclass
+class _Call:
+    arguments: list[Any]
+    future: Future[Reply] = field(default_factory=Future)
+    losses: list[int | None] = field(default_factory=list)  # signals that ended processes on it; None: unknown
+
+
+class WorkerPool:
+    """Calls `function` ("module:name") in `workers` processes, which start with the first call.
+
+    `deadline_s` is CPU time of one call; `memory_mb` bounds a worker's address space.
+    """
+
+    def __init__(
+        self, function: str, workers: int | None = None, *, deadline_s: float = DEADLINE_S, memory_mb: int = MEMORY_MB
+    ) -> None:
+        self._command = [sys.executable, "-m", "nmoe.grading.workers.worker", function, str(deadline_s), str(memory_mb)]
+        self._size = workers or max(1, min(4, _cores() - 1))
+        # A worker without CPU time does not reach its deadline: this much later it counts as lost.
+        self._silence_s = 20 * deadline_s + 60
+        self._queue: deque[_Call] = deque()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._processes: dict[int, _Worker] = {}
+        self._closed = False
+        atexit.register(self.close)
+
+    def submit(self, *arguments: Any) -> Future[Reply]:
+        """Queues a call with JSON-able arguments. The future raises WorkerError where the function raised."""
+        call = _Call(list(arguments))
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._queue.append(call)
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._serve, args=(place,), name=f"nmoe-grading-{place}", daemon=True)
+                    for place in range(self._size)
+                ]
+                for thread in self._threads:
+                    thread.start()
+            self._changed.notify()
+        return call.future
+
+    async def call(self, *arguments: Any) -> Reply:
+        """`submit`, awaited."""
+        return await asyncio.wrap_future(self.submit(*arguments))
+
+    def pids(self) -> list[int]:
+        """The processes alive now."""
+        return [worker.process.pid for worker in list(self._processes.values())]
+
+    def close(self) -> None:
+        """Ends the workers; calls that wait or run are cancelled. Closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            waiting = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        for call in waiting:
+            call.future.cancel()
+        for worker in list(self._processes.values()):
+            worker.process.kill()
+        for thread in self._threads:
+            thread.join()
+        atexit.unregister(self.close)
+
+    def _serve(self, place: int) -> None:
+        try:
+            while calls := self._take():
+                self._run(place, calls)
+        finally:
+            if place in self._processes:
+                self._processes.pop(place).end()
+
+    def _take(self) -> list[_Call]:
+        """The next few calls, the queue shared out evenly; none once the pool is closed."""
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            share = -(-len(self._queue) // self._size)
+            return [self._queue.popleft() for _ in range(min(share, _BATCH))]
+
+    def _run(self, place: int, calls: list[_Call]) -> None:
+        """Answers the calls, or puts back those that a lost worker left."""
+        left = deque(calls)
+        try:
+            worker = self._processes.get(place)
+            if worker is None:
+                worker = self._processes[place] = _Worker(self._command)
+                if self._closed:  # in the meantime, so that nobody has killed it
+                    raise _LostError
+                worker.read(_START_S)
+            worker.send([call.arguments for call in calls])
+            while left:
+                status, value = worker.read(self._silence_s)
+                if status == "died":
+                    if not self._lose(left[0], value):
+                        left.popleft()
+                    break
+                call = left.popleft()
+                _finish(
+                    call,
+                    WorkerError(f"a grading worker raised\n{value}") if status == "raised" else Reply(status, value),
+                )
+                if status == "exhausted":
+                    break
+        except (_LostError, OSError):  # OSError: no process to be had
+            if place in self._processes:
+                self._processes.pop(place).end()
+            if not self._closed and not self._lose(left[0], None):
+                left.popleft()
+        with self._changed:
+            if self._closed:
+                for call in left:
+                    call.future.cancel()
+            else:
+                self._queue.extendleft(reversed(left))
+                self._changed.notify_all()
+
+    def _lose(self, call: _Call, by: int | None) -> bool:
+        """Whether the call that a process was lost on is worth another try; otherwise it is answered."""
+        if by == signal.SIGPROF:
+            _finish(call, Reply("deadline", "took longer than the deadline"))
+            return False
+        call.losses.append(by)
+        if len(call.losses) < 2:
+            return True
+        if all(loss in _CRASHES for loss in call.losses):
+            _finish(call, Reply("exhausted", "crashed two workers"))
+        else:
+            signals = " and ".join("none" if loss is None else signal.Signals(loss).name for loss in call.losses)
+            _finish(call, Reply("lost", f"two workers were lost on it, by signals {signals}"))
+        return False
+
+
+def _cores() -> int:
+    """The cores that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _finish(call: _Call, outcome: Reply | WorkerError) -> None:
+    if not call.future.set_running_or_notify_cancel():
+        return  # whoever asked has left
+    if isinstance(outcome, Reply):
+        call.future.set_result(outcome)
+    else:
+        call.future.set_exception(outcome)
+
+
+class _LostError(Exception):
+    """The worker is gone or silent."""
+
+
+class _Worker:
+    """One process and the pipes to it."""
+
+    def __init__(self, command: list[str]) -> None:
+        path = os.pathsep.join([_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # The order of a set must not differ from worker to worker.
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._buffer = b""
+
+    def send(self, calls: list[list[Any]]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(calls).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise _LostError from error
+
+    def read(self, within_s: float) -> tuple[Any, Any]:
+        """The next reply. Raises _LostError where none comes."""
+        assert self.process.stdout is not None
+        descriptor, end = self.process.stdout.fileno(), time.monotonic() + within_s
+        while b"\n" not in self._buffer:
+            if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise _LostError
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                raise _LostError
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        status, value = json.loads(line)
+        return status, value
+
+    def end(self) -> None:
+        """Kills it and the process that it forked, which dies with it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()

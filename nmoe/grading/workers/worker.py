@@ -1,0 +1,101 @@
+"""A grading worker: a process that calls one function for its parent, under limits that end it rather than be broken.
+
+    python -m nmoe.grading.workers.worker MODULE:FUNCTION DEADLINE_S MEMORY_MB
+
+It imports the function, calls the module's `warm_up` if it has one, and forks a process that does the calls; when that dies it
+forks another, which costs milliseconds and starts warm. Reads lines of JSON, each a list of argument lists, and writes lines of
+JSON:
+
+    ["ready", null]             once, after the warm-up
+    ["value", VALUE]            for each call
+    ["exhausted", REASON]       for one that ran out of memory or stack; its process is then replaced
+    ["raised", TRACEBACK]       for one that raised
+    ["died", SIGNAL]            for the first call not answered, whose process a signal ended; the rest of its line is lost
+
+A call that takes DEADLINE_S seconds of CPU time ends its process by SIGPROF: the clock starts with the call, runs in the
+kernel, and stands still while the machine is busy with something else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serves until its input ends or its parent dies."""
+    _die_with_parent()
+    named, deadline_s, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    # What a library prints must not get between the replies.
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # elsewhere the system refuses
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    module_name, _, name = named.partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, name)
+    getattr(module, "warm_up", lambda: None)()
+    gc.freeze()  # what is there by now stays, and is shared with every process to come
+    _reply(replies, "ready", None)
+    while True:
+        child = os.fork()
+        if child == 0:
+            _die_with_parent()
+            os._exit(_serve(function, deadline_s, replies))
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            _reply(replies, "died", os.WTERMSIG(status))
+        elif os.WEXITSTATUS(status) != _EXHAUSTED:
+            return
+
+
+_EXHAUSTED = 3
+
+
+def _serve(function: Callable[..., Any], deadline_s: float, replies: int) -> int:
+    """Answers calls; the process's exit code."""
+    for line in sys.stdin.buffer:
+        for arguments in json.loads(line):
+            status, value = _call(function, arguments, deadline_s)
+            _reply(replies, status, value)
+            if status == "exhausted":
+                return _EXHAUSTED
+    return 0
+
+
+def _call(function: Callable[..., Any], arguments: list[Any], deadline_s: float) -> tuple[str, Any]:
+    signal.setitimer(signal.ITIMER_PROF, deadline_s)
+    try:
+        return "value", function(*arguments)
+    except (MemoryError, RecursionError) as error:
+        return "exhausted", type(error).__name__
+    except Exception:
+        return "raised", traceback.format_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _reply(replies: int, status: str, value: Any) -> None:
+    os.write(replies, json.dumps([status, value]).encode() + b"\n")
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

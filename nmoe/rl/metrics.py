@@ -1,0 +1,143 @@
+"""The numbers of a policy-gradient step, by the names that `docs/metrics.md` documents."""
+
+# Shapes: N scored tokens, B samples.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.tasks import TASKS
+from nmoe.learner.learner import PassResult
+from nmoe.learner.metrics import optimizer_metrics, routing_metrics
+from nmoe.learner.objectives.divergence import kl_estimate
+from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP
+from nmoe.learner.optimizer import StepResult
+from nmoe.types import FAILURES, Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Rewards and rates over the samples of the step that were judged, those of dropped groups included; lengths and failures
+    over all. Raises RuntimeError where none was judged."""
+    everything, trajectories = trajectories, [t for t in trajectories if t.trainable]
+    failures = Counter(t.grade.failure for t in everything)
+    if not trajectories:
+        raise RuntimeError(f"every sample of the step was lost to the infrastructure: {dict(failures)}")
+    rewards_B = torch.tensor([t.grade.score for t in trajectories], dtype=torch.float64)
+    metrics = {f"reward_{name}": value for name, value in _moments(rewards_B).items()}
+    metrics["reward_p90"] = float(rewards_B.quantile(0.9))
+    for name in trajectories[0].grade.extras:
+        metrics[name] = _mean([t.grade.extras[name] for t in trajectories])
+    metrics["truncated"] = metrics.pop("truncated_response")
+    for name in sorted({name for t in trajectories for name in t.grade.weights.keys() - set(COMPONENTS)}):
+        values = [t.grade.components[name] for t in trajectories if name in t.grade.components]
+        metrics[f"reward_left_out/{name}"] = 1 - len(values) / len(trajectories)
+        if values:
+            metrics[f"reward/{name}"] = _mean(values)
+        if any(t.grade.cached for t in trajectories):
+            metrics[f"reward_cached/{name}"] = _mean([name in t.grade.cached for t in trajectories])
+    # An answer to an open problem is neither right nor wrong, and no rate of 0.
+    metrics.pop("correctness")
+    closed = [t for t in trajectories if TASKS[t.problem.task_type].has_gold]
+    if closed:
+        metrics["correctness"] = _mean([t.grade.extras["correctness"] for t in closed])
+        # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
+        metrics["high_reward_but_wrong"] = _mean(
+            [t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in closed]
+        )
+    metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
+    metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
+    metrics["turns_mean"] = _mean([len(t.turns) for t in everything])
+    metrics["tool_calls_mean"] = _mean([len(t.tool_events) for t in everything])
+    for source in sorted({t.problem.source for t in closed}):
+        metrics[f"correctness/{source}"] = _mean(
+            [t.grade.extras["correctness"] for t in closed if t.problem.source == source]
+        )
+    for group in sorted({group for t in closed for group in t.problem.groups}):
+        metrics[f"correctness/{group}"] = _mean(
+            [t.grade.extras["correctness"] for t in closed if group in t.problem.groups]
+        )
+    layers = Counter(t.grade.verdict.layer for t in everything if t.grade.verdict is not None)
+    metrics |= {f"settled/{layer}": count / layers.total() for layer, count in sorted(layers.items())}
+    calls = Counter(event.failure for t in everything for event in t.tool_events)
+    metrics |= {f"failures/{name}": float(failures[name]) for name in FAILURES if failures[name]}
+    return metrics | {f"tool_failures/{name}": float(calls[name]) for name in FAILURES if calls[name] and name != "ok"}
+
+
+def joined_passes(passes: Sequence[PassResult]) -> PassResult:
+    """Several updates of one step as one pass: all their tokens, mean losses, and the routers' picks of all."""
+    if len(passes) == 1:
+        return passes[0]
+    routing = passes[0].routing
+    for other in passes[1:]:
+        if routing is not None and other.routing is not None:
+            routing.join(other.routing)
+    return PassResult(
+        loss=_mean([result.loss for result in passes]),
+        auxiliary_loss=_mean([result.auxiliary_loss for result in passes]),
+        tokens={name: torch.cat([result.tokens[name] for result in passes]) for name in passes[0].tokens},
+        routing=routing,
+    )
+
+
+def joined_steps(steps: Sequence[StepResult]) -> StepResult:
+    """Several optimizer steps as one: the last one's settings, the largest gradient, and whether any overflowed."""
+    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    return replace(steps[-1], grad_norm=max(norms) if norms else None, overflow=any(step.overflow for step in steps))
+
+
+def update_metrics(
+    result: PassResult, step: StepResult, advantages: Tensor, mismatch_N: Tensor | None = None
+) -> dict[str, float]:
+    """What the update did. `mismatch_N` is the log ratio of learner to sampler at the same weights, taken before the updates; None
+    where there is one update on fresh samples, whose own log ratio is just that."""
+    log_ratio_N = result.tokens["log_ratio"].double()
+    clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    entropy_N = result.tokens["entropy"].double()
+    mismatch_N = log_ratio_N if mismatch_N is None else mismatch_N.double()
+    metrics = {
+        "loss": result.loss,
+        "ppo_kl": float(-log_ratio_N.mean()),
+        "ppo_clip_ratio": float(result.tokens["clipped"].double().mean()),
+        "log_ratio_raw_max": float(log_ratio_N.max()),
+        "log_ratio_max": float(clamped_N.max()),
+        "log_ratio_min": float(clamped_N.min()),
+        "ratio_max": float(clamped_N.max().exp()),
+        "log_ratio_abs_p99": _quantile(log_ratio_N.abs(), 0.99),
+        "tokens_in_batch": float(log_ratio_N.numel()),
+        "entropy_mean": float(entropy_N.mean()),
+        "entropy_p10": _quantile(entropy_N, 0.1),
+        "entropy_p90": _quantile(entropy_N, 0.9),
+        "mismatch_abs_mean": float(mismatch_N.abs().mean()),
+        "mismatch_abs_max": float(mismatch_N.abs().max()),
+        # KL(sampler || learner) at the sampler's tokens: k3 with d = log sampler - log learner.
+        "mismatch_kl": float(kl_estimate(-mismatch_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), "k3").mean()),
+    }
+    metrics |= {f"advantage_{name}": value for name, value in _moments(advantages.double()).items()}
+    if "reference_kl" in result.tokens:
+        metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
+    return metrics | optimizer_metrics(step) | routing_metrics(result)
+
+
+def _moments(values_B: Tensor) -> dict[str, float]:
+    return {
+        "mean": float(values_B.mean()),
+        "std": float(values_B.std(correction=0)),
+        "min": float(values_B.min()),
+        "max": float(values_B.max()),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _quantile(values_N: Tensor, q: float) -> float:
+    # torch.quantile refuses more than 2^24 values; a sort does not.
+    sorted_N = values_N.sort().values
+    return float(sorted_N[round(q * (sorted_N.numel() - 1))])

@@ -1,0 +1,50 @@
+"""When a run may end before its last step: every source of problems is solved often enough, or none has got better for long.
+
+Sources are looked at one by one: of three skills, two that are learned would hide in the mean that the third still climbs. Early
+stopping by patience is Prechelt 1998, "Early Stopping - But When?", the criterion UP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nmoe.types import GROUPS
+
+# A gain below this is within the noise of a few hundred sampled answers.
+LEAST_GAIN = 0.02
+
+Rates = Mapping[str, float]
+
+
+def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The rate of each source in an evaluation's results: of the datasets "skills/add", "skills/sort", or of "sort" where there is
+    one source."""
+    # Levels and subjects, "skills/level=3", are parts of sources, and too small to decide by.
+    kinds = tuple(f"{kind}=" for kind in GROUPS)
+    named = [result for result in results if "/" in result["dataset"]]
+    parts = [one for one in named if not one["dataset"].rpartition("/")[2].startswith(kinds)] or results[:1]
+    return {result["dataset"]: result["value"] for result in parts}
+
+
+def read_rates(evaluations: Path) -> list[dict[str, float]]:
+    """The rates of a run's evaluations so far, oldest first, from its directory `eval`: a resumed run decides by the same ones."""
+    return [rates_of(json.loads(path.read_text())["results"]) for path in sorted(evaluations.glob("step_*.json"))]
+
+
+def reason_to_end(history: Sequence[Rates], enough: float | None, patience: int | None) -> str | None:
+    """Why the run ends after the last of these evaluations; None where it goes on."""
+    if enough is not None and min(history[-1].values()) >= enough:
+        return f"every source is solved at {enough:.0%} or more"
+    if patience is not None and len(history) > patience:
+        best = dict(history[0])
+        since = 0
+        for rates in history[1:]:
+            gained = [name for name, rate in rates.items() if rate >= best[name] + LEAST_GAIN]
+            since = 0 if gained else since + 1
+            best |= {name: rates[name] for name in gained}
+        if since >= patience:
+            return f"no source has got better by {LEAST_GAIN:.0%} in {since} evaluations"
+    return None

@@ -1,0 +1,88 @@
+"""On-policy distillation: the policy samples, and a teacher says of every token how much likelier it would have been to write it.
+
+Agarwal et al. 2024 (arXiv:2306.13649). `nmoe rl train CONFIG` with a [distillation] table: the loop of `nmoe/rl/train.py`, with
+the teacher's advantages in the place of those from rewards, or beside them. Any engine that scores tokens can be the teacher's.
+"""
+
+# Shapes: T predicting positions, N scored ones.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nmoe.config.run import DistillationSection, RLConfig
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.learner.batch import Batch
+from nmoe.learner.token_advantages import teacher_advantages
+from nmoe.model.config import ModelConfig
+from nmoe.recipes.setup import build_model, load_tokenizer
+from nmoe.text.tokenizer import Tokenizer
+
+
+class ScoringEngine(Protocol):
+    """What is asked of the teacher's engine."""
+
+    def run(self, coroutine: Coroutine[Any, Any, list[list[float]]]) -> list[list[float]]: ...
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]: ...
+
+
+class Teacher:
+    """A frozen model behind an engine of its own."""
+
+    def __init__(self, section: DistillationSection, engine: ScoringEngine, temperature: float) -> None:
+        """The teacher's distribution is taken at the temperature that the policy samples with, so that a policy with the teacher's
+        logits is at the optimum."""
+        self._section, self._engine, self._temperature = section, engine, temperature
+
+    def advise(self, batch: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
+        """The batch with the teacher's advantages beside the weighed ones that it has, those of the scored tokens, `[N]`, and
+        `teacher_kl`, the mean of `log pi - log teacher` over them. Needs `behaviour_logprobs` or `old_logprobs`."""
+        logprobs_T = batch.behaviour_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
+        assert logprobs_T is not None, "a batch of samples has the log-probabilities that they were sampled with"
+        assert batch.advantages_T is not None, "those from rewards come first"
+        teacher_T = self._logprobs(batch)
+        own_T = teacher_advantages(logprobs_T, teacher_T, batch.scored_T, self._section.coef)
+        advantages_T = own_T + self._section.reward_coef * batch.advantages_T
+        divergence_N = (logprobs_T - teacher_T)[batch.scored_T].double()
+        metrics = {"teacher_kl": float(divergence_N.mean())}
+        return replace(batch, advantages_T=advantages_T), advantages_T[batch.scored_T], metrics
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        """The teacher's log-probability of every position's target, `[T]`."""
+        inputs, targets = batch.inputs_T.split(list(batch.lengths)), batch.targets_T.split(list(batch.lengths))
+        sequences = [[*read.tolist(), int(then[-1])] for read, then in zip(inputs, targets, strict=True) if len(read)]
+
+        async def score() -> list[list[float]]:
+            return await asyncio.gather(*(self._engine.score(ids, self._temperature) for ids in sequences))
+
+        return torch.tensor([value for values in self._engine.run(score()) for value in values])
+
+
+def build_teacher(config: RLConfig, tokenizer: Tokenizer, policy: ModelConfig) -> Teacher | None:
+    """The teacher that the configuration names, None where it names none. Raises UserError where it has other tokens than the
+    policy, or a shorter context."""
+    section = config.distillation
+    if section is None:
+        return None
+    settings = config.model.model_copy(update={"path": section.teacher, "shape": None, "tokenizer": None})
+    if not load_tokenizer(settings).same_ids(tokenizer):
+        raise UserError(
+            f"{section.teacher}: the teacher in distillation.teacher has other tokens than the policy, or other ids for them; it "
+            "can only judge tokens that it knows"
+        )
+    model = build_model(settings, tokenizer, config.run.seed).requires_grad_(False)
+    if model.config.context_tokens < policy.context_tokens:
+        raise UserError(
+            f"{section.teacher}: this teacher's context is {model.config.context_tokens} tokens and the policy's "
+            f"{policy.context_tokens}, so that it can not read all that the policy writes; name another distillation.teacher"
+        )
+    engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
+    return Teacher(section, engine, config.sampling.temperature)

@@ -1,0 +1,241 @@
+"""The collector: plays the episodes of a batch of problems side by side and grades them, group by group."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from nmoe.engine.api import Engine, Request
+from nmoe.envs.environment import Environment
+from nmoe.envs.gather import all_or_none
+from nmoe.envs.rewards.conversation import samples_of
+from nmoe.envs.rewards.reward import RewardError
+from nmoe.envs.rewards.rewards import opened, rated
+from nmoe.envs.tools.builtin import sandbox_limits
+from nmoe.envs.tools.session import ToolSession
+from nmoe.errors import UserError
+from nmoe.rollout.episode import Episode, Player, request_seed
+from nmoe.sandbox.api import OpensSandboxes
+from nmoe.sandbox.workspaces.prepare import Workspaces
+from nmoe.sandbox.workspaces.sources import WorkspaceError
+from nmoe.types import Failure, Grade, Group, Problem, Sample, Sampling, TrainerState, Trajectory, Turn
+
+_AT_THE_START = TrainerState()
+
+
+class GradingError(Exception):
+    """A grader raised, on the trajectory that this holds, which has no grade but the name `grader_error`. The run stops; an
+    exception never becomes reward 0."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__(f"grading a sample of problem {trajectory.problem.id} raised an exception")
+        self.trajectory = trajectory
+
+
+class RewardFailedError(GradingError, UserError):
+    """One of `[[rewards]]` did, or returned something that is no reward. The mistake is in the user's code or service, so that its
+    message is all that a command prints."""
+
+    def __init__(self, trajectory: Trajectory, message: str) -> None:
+        super().__init__(trajectory)
+        self.args = (f"problem {trajectory.problem.id}: {message}",)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How a batch of problems is sampled: `samples` per problem, at most `max_new_tokens` each. `state` is what rewards are told of
+    the run; None leaves `[[rewards]]` unasked, which evaluations of correctness do."""
+
+    samples: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    state: TrainerState | None = _AT_THE_START
+
+
+@dataclass
+class Collected:
+    """Groups in the order of their problems. Grading runs while the engine samples on and other trajectories are graded: `grade_s`
+    is part of `rollout_s` and the sum over all, both in seconds."""
+
+    groups: list[Group]
+    rollout_s: float
+    grade_s: float
+
+
+class Collector:
+    """Samples and grades problems of one environment with one engine. `model` is what trajectories are to say of the model;
+    `workspaces` has the files that each starts with, where the environment has some."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        environment: Environment,
+        context_tokens: int,
+        sandboxes: OpensSandboxes | None = None,
+        model: Mapping[str, str] | None = None,
+        workspaces: Workspaces | None = None,
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._context_tokens = context_tokens
+        self._sandboxes = sandboxes
+        self._model = model or {}
+        self._workspaces = workspaces
+        self._player = Player(engine, environment, context_tokens)
+        self._grade_s = 0.0
+
+    def collect(
+        self,
+        problems: Sequence[Problem],
+        settings: RolloutSettings,
+        key: tuple[str | int, ...],
+        positions: Sequence[int] | None = None,
+        on_group: Callable[[Group], None] | None = None,
+    ) -> Collected:
+        """Groups for all problems. Seeds derive from `key` and a problem's position alone: its place in `problems` where no
+        `positions` are given, which a list that is sampled once can do without. `on_group` is called with each group that is done,
+        in a thread of the engine's.
+
+        Raises UserError for a prompt that does not fit the context, GradingError where a grader raises; whatever is raised, and
+        whatever interrupts, ends every tool that runs.
+        """
+        began, self._grade_s = time.perf_counter(), 0.0
+        named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
+        groups = self._engine.run(self._collect(named, settings, key, on_group))
+        return Collected(groups, time.perf_counter() - began, self._grade_s)
+
+    async def _collect(
+        self,
+        named: Sequence[tuple[int, Problem]],
+        settings: RolloutSettings,
+        key: tuple[str | int, ...],
+        on_group: Callable[[Group], None] | None,
+    ) -> list[Group]:
+        async def group(position: int, problem: Problem) -> Group:
+            done = await self._group(problem, settings, (*key, position))
+            if on_group is not None:
+                on_group(done)
+            return done
+
+        async with opened([] if settings.state is None else self._environment.rewards):
+            return await all_or_none([group(position, problem) for position, problem in named])
+
+    async def _group(self, problem: Problem, settings: RolloutSettings, key: tuple[str | int, ...]) -> Group:
+        prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)
+        sampling = Sampling(
+            max_new_tokens=self._environment.token_limit(settings.max_new_tokens),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_ids=self._environment.stop_ids,
+            seed=request_seed(*key),
+        )
+        first_turns: list[asyncio.Future[Sample]] = [
+            asyncio.get_running_loop().create_future() for _ in range(settings.samples)
+        ]
+
+        async def trajectory(index: int) -> Trajectory:
+            turns = [Turn((), await first_turns[index])]
+            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), settings)
+
+        async def sample_first_turns() -> None:
+            request = Request(prompt_ids, settings.samples, sampling, f"{key[:-1]}/{key[-1]}")
+            async with aclosing(self._engine.samples(request)) as samples:
+                async for index, sample in samples:
+                    first_turns[index].set_result(sample)
+
+        _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(settings.samples))])
+        return Group(problem, await self._rewarded(trajectories, settings.state))
+
+    async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
+        """The trajectories with what `[[rewards]]` say of those that the infrastructure did not lose."""
+        if state is None or not self._environment.rewards:
+            return trajectories
+        trajectories = [replace(trajectory, trainer_state=state) for trajectory in trajectories]
+        judged = [trajectory for trajectory in trajectories if trajectory.trainable]
+        if not judged:
+            return trajectories
+        began = time.perf_counter()
+        try:
+            grades = await rated(self._environment.rewards, samples_of(self._environment, judged, state))
+        except RewardError as error:
+            trajectory = judged[error.index]
+            weights = {
+                **trajectory.grade.weights,
+                **{reward.name: reward.weight for reward in self._environment.rewards},
+            }
+            ungraded = replace(trajectory.grade, weights=weights, failure="grader_error", reason=str(error))
+            raise RewardFailedError(replace(trajectory, grade=ungraded), str(error)) from error
+        self._grade_s += time.perf_counter() - began
+        graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
+        return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
+
+    async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
+        problem = episode.problem
+        prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
+        files, access = self._environment.files(problem), self._environment.access
+        async with ToolSession(self._sandboxes, prepare, files, access) as session:
+            ended: Failure | None
+            reason = None
+            try:
+                await session.prepare()
+            except WorkspaceError as error:
+                ended, reason = error.failure, str(error)
+            else:
+                ended = await self._player.play(episode, session)
+            began = time.perf_counter()
+            try:
+                grade = await self._environment.grade(
+                    problem,
+                    episode.turns,
+                    settings.max_new_tokens,
+                    ended=ended,
+                    tool_events=episode.tool_events,
+                    session=session,
+                )
+            except Exception as error:
+                ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.weights)
+                where = None if session.prepared is None else session.prepared.provenance
+                raise GradingError(self._done(episode, ungraded, where)) from error
+            self._grade_s += time.perf_counter() - began
+            workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
+        return self._done(episode, grade, workspace)
+
+    def _done(self, episode: Episode, grade: Grade, workspace: Mapping[str, Any] | None) -> Trajectory:
+        return Trajectory(
+            problem=episode.problem,
+            index=episode.index,
+            prompt_ids=episode.prompt_ids,
+            turns=tuple(episode.turns),
+            grade=grade,
+            sampling=episode.sampling,
+            tool_events=episode.tool_events,
+            environment=self._environment.identity,
+            model=self._model,
+            workspace=workspace,
+        )
+
+    async def _keep_files(self, episode: Episode, session: ToolSession, grade: Grade) -> Mapping[str, Any] | None:
+        """Where the workspace was from, and where its files were kept if the policy for that says so."""
+        if session.prepared is None:
+            return None
+        assert self._workspaces is not None, "what was prepared came from somewhere"
+        record = dict(session.prepared.provenance)
+        if session.opened is not None:
+            name = "-".join(map(str, (*episode.key, episode.problem.id, episode.index)))
+            failed = grade.verdict is None or grade.verdict.outcome != "correct"
+            limits = sandbox_limits(self._environment.budget)
+            try:
+                kept = await self._workspaces.save(session.opened, session.prepared, name, failed=failed, limits=limits)
+            except WorkspaceError as error:
+                record["not_kept"] = str(error)
+            else:
+                record["kept"] = None if kept is None else str(kept)
+        return record

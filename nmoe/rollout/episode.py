@@ -1,0 +1,110 @@
+"""One trajectory on its way: the policy samples a turn, its calls are run and answered, and it samples on, until it
+ends.
+
+A turn is sampled, never re-encoded: what follows it is appended, in the same branch, so that the next turn's prompt
+begins with every token of the turns before, and the engine finds their keys in its prefix cache. An environment without
+tools is the same machine with one turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from nmoe.engine.api import Engine, Request
+from nmoe.envs.environment import Environment
+from nmoe.envs.tools.executor import AsyncToolExecutor
+from nmoe.envs.tools.session import ToolSession
+from nmoe.types import INFRASTRUCTURE, Failure, Problem, Sample, Sampling, ToolEvent, Turn
+
+
+def request_seed(*key: str | int) -> int:
+    """A 64-bit seed that is a pure function of its key: (run seed, "train", position in the pool), with sample and turn behind it
+    from the second turn on, since the first turns of a group are samples of one request. Nothing that depends on timing is
+    in it: not the step, nor a refill, nor a place in the batch."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+
+
+@dataclass
+class Episode:
+    """What one sample of a problem has come to. `key` names its group; `sampling` is that of the first turn."""
+
+    problem: Problem
+    index: int
+    key: tuple[str | int, ...]
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    turns: list[Turn]
+    rounds: list[list[ToolEvent]] = field(default_factory=list)
+
+    @property
+    def tool_events(self) -> tuple[ToolEvent, ...]:
+        return tuple(event for events in self.rounds for event in events)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.sample.token_ids) for turn in self.turns)
+
+    def ids(self) -> tuple[int, ...]:
+        """The prompt and everything after it."""
+        after = (token_id for turn in self.turns for token_id in (*turn.given_ids, *turn.sample.token_ids))
+        return (*self.prompt_ids, *after)
+
+
+class Player:
+    """Plays episodes of one environment on one engine."""
+
+    def __init__(self, engine: Engine, environment: Environment, context_tokens: int) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._context_tokens = context_tokens
+        self._executor = AsyncToolExecutor(environment.tools, environment.budget)
+
+    async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
+        """Goes on from the first turn to the last. Returns what ended the episode before the policy did, if
+        anything."""
+        if not self._environment.tools:
+            return None
+        try:
+            async with asyncio.timeout(self._environment.budget.wall_s) as clock:
+                while True:
+                    ended = await self._next_turn(episode, session)
+                    if ended is not None:
+                        return None if ended == "ok" else ended
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            return "timeout"
+
+    async def _next_turn(self, episode: Episode, session: ToolSession) -> Failure | None:
+        """Answers the last turn's calls and samples one more; or says how the episode ended, "ok" where the policy
+        ended it."""
+        environment, budget = self._environment, self._environment.budget
+        last = episode.turns[-1].sample
+        calls = environment.format.calls(len(episode.turns) - 1, last.token_ids) if last.finish_reason == "stop" else []
+        if not calls:
+            return "ok"
+        if len(episode.turns) >= budget.turns or len(episode.tool_events) + len(calls) > budget.tool_calls:
+            return "budget_exceeded"
+        events = await self._executor.run(calls, session)
+        episode.rounds.append(events)
+        for event in events:
+            if event.failure in INFRASTRUCTURE:
+                return event.failure
+        if session.lost:
+            return "timeout"
+        given = environment.format.answer_calls(environment.messages(episode.problem), episode.rounds)
+        prompt_ids = (*episode.ids(), *given)
+        left = episode.sampling.max_new_tokens - episode.sampled_tokens
+        room = self._context_tokens - len(prompt_ids)
+        if min(left, room) < 1:
+            return "truncated"
+        episode.turns.append(Turn(tuple(given), await self._sample(episode, prompt_ids, min(left, room))))
+        return None
+
+    async def _sample(self, episode: Episode, prompt_ids: tuple[int, ...], tokens: int) -> Sample:
+        key = (*episode.key, episode.index, len(episode.turns))
+        sampling = replace(episode.sampling, max_new_tokens=tokens, seed=request_seed(*key))
+        (sample,) = await self._engine.generate(Request(prompt_ids, 1, sampling, "/".join(map(str, key))))
+        return sample

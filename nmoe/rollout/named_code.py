@@ -1,0 +1,61 @@
+"""What a replay bundle names that replaying it would run outside any sandbox, with the user's rights.
+
+A bundle is data that may come from anyone, and its digests are no signature: names in it are not trusted before the user says so.
+"""
+
+from __future__ import annotations
+
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.rewards import FunctionReward
+from nmoe.envs.user_code import find_definition
+from nmoe.errors import UserError
+from nmoe.rollout.bundle import Bundle
+
+
+def named_code(bundle: Bundle) -> list[str]:
+    """One line for each thing that would be imported or started. Nothing is, to find out:
+
+    ["tool words:lookup from /home/me/words.py", "pip, for [workspace] bootstrap of files"]
+    """
+    settings = bundle.settings
+    tools = () if settings.tools is None else settings.tools.use
+    found = [_function("tool", name) for name in tools if ":" in name]
+    found += [
+        _function("reward function", one.call)
+        for one in settings.rewards
+        if isinstance(one, FunctionReward) and one.replay
+    ]
+    found += _of_the_workspace(settings)
+    python = ((bundle.sandbox or {}).get("settings") or {}).get("python")
+    return found if python is None else [*found, f"the program {python}, as [sandbox] python"]
+
+
+def refuse_named_code(bundle: Bundle) -> None:
+    """Raises UserError that says what would be run, where there is anything."""
+    found = named_code(bundle)
+    if found:
+        raise UserError(
+            f"{bundle.path}: replaying it would run, outside any sandbox and with your rights: {'; '.join(found)}. The bundle "
+            "names these, and whoever can write a bundle can write names; if you trust it, repeat the command with "
+            "--allow-user-code"
+        )
+
+
+def _function(kind: str, name: str) -> str:
+    try:
+        return f"{kind} {name} from {find_definition(kind, name)[0]}"
+    except UserError as error:
+        return f"{kind} {name} ({str(error).removeprefix(f'{kind} {name}: ')})"
+
+
+def _of_the_workspace(settings: EnvironmentSettings) -> list[str]:
+    files = settings.workspace
+    if files is None:
+        return []
+    found = []
+    if files.repository is not None:
+        # A clone's own configuration can name programs: filters, hooks, monitors.
+        found.append(f"git in {files.repository}, as [workspace] repository")
+    if files.bootstrap != "none":
+        found.append(f"the bootstrap {files.bootstrap!r} of {files.repository or files.directory}, as [workspace] says")
+    return found

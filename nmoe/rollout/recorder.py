@@ -1,0 +1,100 @@
+"""Which trajectories become replay bundles: a sampled share of all, and of every failure class the first few of each step."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nmoe.envs.environment import Environment
+from nmoe.envs.pools.order import stable_hash
+from nmoe.rollout.bundle import remove, write_bundle
+from nmoe.runs.steps import step_name
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Trajectory
+
+TOKENIZER = "tokenizer"
+SAMPLED = "sampled"
+
+
+class ReplayRecorder:
+    """Writes the bundles of one run into its `replay/`.
+
+    A trajectory that failed is kept as its failure, at most `per_failure` of each class and step; any other where a hash of
+    seed, step, problem and sample falls below `sample_rate`, so that a resumed run picks the same ones.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        environment: Environment,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        sample_rate: float,
+        per_failure: int,
+        sandbox: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sandbox` says where tools ran: {"settings": those of [sandbox], "in_force": what `Sandboxes.describe()` says}."""
+        self._directory = directory
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._sample_rate = sample_rate
+        self._per_failure = per_failure
+        self._sandbox = sandbox
+
+    def write(self, step: int, trajectories: Iterable[Trajectory]) -> list[Path]:
+        """Writes the bundles of a step's trajectories and returns where they are. Raises StorageError."""
+        return [self._write(step, trajectory, reason) for trajectory, reason in self._picked(step, trajectories)]
+
+    def keep(self, step: int, trajectory: Trajectory, reason: str) -> Path:
+        """Writes the bundle of a trajectory that is kept for a reason of the caller's. Raises StorageError."""
+        return self._write(step, trajectory, reason)
+
+    def sampled(self, step: int, trajectory: Trajectory) -> bool:
+        """Whether a trajectory falls into the sampled share."""
+        key = ("replay", self._seed, step, trajectory.problem.id, trajectory.index)
+        return stable_hash(*key) < self._sample_rate * 2**64
+
+    def _picked(self, step: int, trajectories: Iterable[Trajectory]) -> Iterator[tuple[Trajectory, str]]:
+        kept: Counter[str] = Counter()
+        for trajectory in trajectories:
+            failure = trajectory.grade.failure
+            if failure != "ok" and kept[failure] < self._per_failure:
+                kept[failure] += 1
+                yield trajectory, failure
+            elif self.sampled(step, trajectory):
+                yield trajectory, SAMPLED
+
+    def _write(self, step: int, trajectory: Trajectory, reason: str) -> Path:
+        path = self._directory / f"{step_name(step)}-{reason}-{_safe(trajectory.problem.id)}-{trajectory.index}"
+        # A small pool can bring a problem twice in one step; the seeds of its groups differ.
+        path = path.with_name(f"{path.name}-{trajectory.seed & 0xFFFF:04x}")
+        record = trajectory.record(step, self._tokenizer.decode(trajectory.token_ids))
+        content = {
+            "reason": reason,
+            "trajectory": record,
+            "transcript": [self._environment.transcript(turn.sample.token_ids) for turn in trajectory.turns],
+            "settings": self._environment.settings.model_dump(mode="json"),
+            "tokenizer": self._tokenizer.fingerprint,
+            "sandbox": None if self._sandbox is None else dict(self._sandbox),
+        }
+        self._save_tokenizer()
+        write_bundle(path, content, trajectory.routes)
+        return path
+
+    def _save_tokenizer(self) -> None:
+        final = self._directory / TOKENIZER
+        if not final.exists():
+            partial = final.with_name(f".{TOKENIZER}.partial")
+            remove(partial)
+            self._tokenizer.save(partial)
+            os.rename(partial, final)
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^\w.=+-]", "_", name)

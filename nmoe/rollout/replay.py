@@ -1,0 +1,301 @@
+"""Going through a recorded trajectory again: the same prompt, the same reading of every turn, the same tool returns, the same
+grade. Each check says what it compared, and names the first difference by its place.
+
+`nmoe.rl.replay` adds the log-probabilities, which need the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+from nmoe.config.environment import EnvironmentSettings, GeneratedPool, Rubric
+from nmoe.config.rewards import FunctionReward
+from nmoe.envs.environment import Environment, identity_of
+from nmoe.envs.grade import COMPONENTS
+from nmoe.envs.rewards.conversation import samples_of
+from nmoe.envs.rewards.reward import Rating, RewardError
+from nmoe.envs.rewards.rewards import with_ratings
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tools.executor import AsyncToolExecutor
+from nmoe.envs.tools.session import ToolSession
+from nmoe.errors import UserError
+from nmoe.rollout.bundle import Bundle
+from nmoe.rollout.named_code import refuse_named_code
+from nmoe.sandbox.api import OpensSandboxes
+from nmoe.sandbox.workspaces.prepare import Workspaces
+from nmoe.sandbox.workspaces.sources import WorkspaceError
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Failure, Grade, ToolEvent, Trajectory
+
+# What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
+_OF_THE_GRADE: frozenset[Failure] = frozenset({"ok", "parse_error", "truncated", "engine_error", "grader_error"})
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: `Check("prompt", "57 tokens", None)`, or with what differs, first of all, and where."""
+
+    name: str
+    compared: str
+    difference: str | None = None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"{self.name:<12} {self.compared}: the same"
+        return f"{self.name:<12} differs: {self.difference}"
+
+
+async def replay(
+    bundle: Bundle,
+    tokenizer: Tokenizer,
+    sandboxes: OpensSandboxes | None = None,
+    workspaces: Workspaces | None = None,
+    *,
+    allow_user_code: bool = False,
+) -> AsyncIterator[Check]:
+    """Every check that needs no model, in the order in which a trajectory came about. `sandboxes` are for tools that want one,
+    `workspaces` for an environment that gives them files.
+
+    A record that does not fit together ends the replay with its first check. Raises UserError for a tokenizer or a task that the
+    trajectory was not made with, for tools that are not there and, before anything of it runs, for code that the bundle names
+    unless `allow_user_code`.
+    """
+    if not allow_user_code:
+        refuse_named_code(bundle)
+    if tokenizer.fingerprint != bundle.tokenizer:
+        raise UserError(
+            f"{bundle.path}: rendered with the tokenizer {bundle.tokenizer}, and this one is {tokenizer.fingerprint}; name "
+            "the right one with --tokenizer"
+        )
+    torn = next(bundle.inconsistencies(), None)
+    yield Check("record", f"{len(bundle.record['token_ids'])} tokens and their columns", torn)
+    if torn is not None:
+        return
+    yield _environment(bundle)
+    trajectory = bundle.trajectory()
+    if trajectory.problem.task_type not in TASKS:
+        raise UserError(f"{bundle.path}: the task {trajectory.problem.task_type!r} is not one of {', '.join(TASKS)}")
+    environment = _as_it_was(bundle.settings, trajectory, tokenizer)
+    yield _prompt(environment, trajectory)
+    yield _text(bundle, tokenizer)
+    yield _turns(bundle, environment, trajectory)
+    prepare = None if workspaces is None else partial(workspaces.prepare, trajectory.problem)
+    async with ToolSession(sandboxes, prepare, environment.files(trajectory.problem), environment.access) as session:
+        if workspaces is not None:
+            yield await _workspace(trajectory, session)
+        yield await _tools(environment, trajectory, session)
+        yield await _grade(environment, trajectory, session)
+    if bundle.settings.rewards:
+        yield await _rewards(bundle.settings, environment, trajectory)
+    # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
+    yield Check("digests", "every part as it was written", _altered(bundle))
+
+
+def _environment(bundle: Bundle) -> Check:
+    recorded, now = dict(bundle.record["environment"]), identity_of(bundle.settings)
+    name = f"{now['env_id']}, version {now['version']}"
+    return Check("environment", name, _first_of(recorded, now, "environment"))
+
+
+def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer: Tokenizer) -> Environment:
+    """The environment without its problems, whose data may be elsewhere, under the weights that were in force."""
+    update = {
+        "task_pool": GeneratedPool(type="generated", task_type="sort"),
+        "rubric": Rubric(**_without_rewards(trajectory.grade).weights),
+        "curriculum": None,
+        # What no replay may ask again need not be there either: no token, no service.
+        "rewards": tuple(one for one in settings.rewards if isinstance(one, FunctionReward) and one.replay),
+    }
+    return Environment.from_settings(settings.model_copy(update=update), tokenizer)
+
+
+def _prompt(environment: Environment, trajectory: Trajectory) -> Check:
+    rendered = environment.prompt_ids(trajectory.problem)
+    return Check(
+        "prompt",
+        f"{len(rendered)} tokens",
+        _first_in(trajectory.prompt_ids, rendered, "prompt token", "rendered"),
+    )
+
+
+def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
+    ids, text = bundle.record["token_ids"], bundle.record["text"]
+    decoded = tokenizer.decode(ids)
+    difference = None
+    if decoded != text:
+        # A character can take several tokens, so that a prefix's last one may be half of it.
+        agree = next((n for n, (a, b) in enumerate(zip_longest(text, decoded)) if a != b), 0)
+        place = next((n for n in range(len(ids)) if len(tokenizer.decode(ids[: n + 1])) > agree), len(ids) - 1)
+        difference = (
+            f"token {place}: the tokens say {_around(decoded, agree)}, and the record's text {_around(text, agree)}"
+        )
+    return Check("text", f"{len(text)} characters decoded from {len(ids)} tokens", difference)
+
+
+def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> Check:
+    now = [environment.transcript(turn.sample.token_ids) for turn in trajectory.turns]
+    difference = None
+    for place, read in enumerate(now):
+        recorded = bundle.transcript[place] if place < len(bundle.transcript) else []
+        difference = difference or _first_in(recorded, read, f"turn {place}, message", "read")
+    messages = sum(map(len, now))
+    return Check("turns", f"{len(now)} turns in {messages} messages", difference)
+
+
+async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
+    """Has the workspace made again: the same files, or no files for the same reason."""
+    recorded = dict(trajectory.workspace or {})
+    try:
+        await session.prepare()
+    except WorkspaceError as error:
+        # Its words may name files of the moment; what counts is that there are no files now either.
+        now: dict[str, Any] = {"failed": recorded.get("failed", str(error))}
+    else:
+        assert session.prepared is not None, "an environment with workspaces prepares one"
+        keys = ("failed", "base_commit", "target_commit", "content")
+        now = {key: session.prepared.provenance.get(key) for key in keys}
+    difference = _first_of({key: recorded.get(key) for key in now}, now, "workspace")
+    return Check("workspace", f"files {now.get('content', 'that could not be had')}", difference)
+
+
+async def _tools(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
+    """Runs every call that was run again, in its order, and renders what was answered. Times may differ."""
+    executor = AsyncToolExecutor(environment.tools, environment.budget)
+    recorded, rounds, differences = list(trajectory.tool_events), list[list[ToolEvent]](), list[str]()
+    for place, turn in enumerate(trajectory.turns):
+        events = [event for event in recorded if event.call.call_id.startswith(f"{place}/")]
+        following = trajectory.turns[place + 1] if place + 1 < len(trajectory.turns) else None
+        if not events and following is None:
+            break  # the policy was done, or its budget was
+        calls = environment.format.calls(place, turn.sample.token_ids)
+        said = _first_in([event.call for event in events], calls, f"turn {place}, call", "read")
+        if said is not None:
+            differences.append(said)
+            break
+        for old, new in zip(events, await executor.run(calls, session), strict=True):
+            said = _first_of(_returned(old), _returned(new), f"turn {place}, call {old.call.call_id}, {old.call.name}")
+            differences += [] if said is None else [said]
+        rounds.append(events)
+        if following is not None:
+            given = environment.format.answer_calls(environment.messages(trajectory.problem), rounds)
+            said = _first_in(following.given_ids, given, f"turn {place + 1}, given token", "rendered")
+            differences += [] if said is None else [said]
+    compared = f"{len(recorded)} calls and what they returned" if recorded else "no calls"
+    return Check("tools", compared, differences[0] if differences else None)
+
+
+def _returned(event: ToolEvent) -> dict[str, Any]:
+    return {"failure": event.failure, "output": event.output, "reason": event.reason}
+
+
+async def _grade(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
+    recorded, last = _without_rewards(trajectory.grade), trajectory.turns[-1].sample
+    ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
+    if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
+        ended = "truncated"  # there was no room for the turn that the call asks for
+    try:
+        now = await environment.grade(
+            trajectory.problem,
+            trajectory.turns,
+            trajectory.sampling.max_new_tokens,
+            ended=ended,
+            tool_events=trajectory.tool_events,
+            session=session,
+        )
+    except Exception as error:
+        # As it may have when the trajectory was recorded, which stopped that run.
+        return Check("grade", "", f"the grader raises {type(error).__name__}: {error}")
+    if recorded.reason:
+        # It is a reward that was not available; how the trajectory itself ended was not kept.
+        now = replace(now, failure=recorded.failure, reason=recorded.reason)
+    return Check("grade", _said(now), _first_of(_graded(recorded), _graded(now), "grade"))
+
+
+def _without_rewards(grade: Grade) -> Grade:
+    """The grade by its rubric alone."""
+    if grade.weights.keys() <= set(COMPONENTS):
+        return grade
+    components = {name: value for name, value in grade.components.items() if name in COMPONENTS}
+    weights = {name: value for name, value in grade.weights.items() if name in COMPONENTS}
+    score = sum(weights[name] * value for name, value in components.items())
+    return replace(grade, components=components, weights=weights, score=score, step_rewards=())
+
+
+async def _rewards(settings: EnvironmentSettings, environment: Environment, trajectory: Trajectory) -> Check:
+    """Asks the functions of `[[rewards]]` again, about this one sample, and takes the other rewards as they are recorded."""
+    recorded, state = trajectory.grade, trajectory.trainer_state
+    if state is None:
+        return Check("rewards", "none were asked")
+    ratings = {one.name: (one.weight, Rating(recorded.components.get(one.name))) for one in settings.rewards}
+    samples = samples_of(environment, [trajectory], state)
+    try:
+        for reward in environment.rewards:
+            (rating,) = await reward.rate(samples)
+            ratings[reward.name] = (reward.weight, rating)
+        now = with_ratings(_without_rewards(recorded), ratings)
+    except RewardError as error:
+        return Check("rewards", "", str(error))
+    if recorded.reason:
+        return Check("rewards", f"none to compare: {recorded.reason}")
+    asked = [reward.name for reward in environment.rewards]
+    rest = [name for name in ratings if name not in asked]
+    compared = "; ".join(
+        f"{', '.join(names)} {how}" for names, how in ((asked, "asked again"), (rest, "taken as recorded")) if names
+    )
+    return Check("rewards", compared, _first_of(_graded(recorded), _graded(now), "grade"))
+
+
+def _graded(grade: Grade) -> dict[str, Any]:
+    """What of a grade has to come out the same. The reason of a verdict is for people and may be worded anew."""
+    values = asdict(grade)
+    del values["cached"], values["step_rewards"]  # a verifier's, which no replay asks
+    if values["verdict"] is not None:
+        del values["verdict"]["reason"]
+    return values
+
+
+def _said(grade: Grade) -> str:
+    verdict = "no verdict" if grade.verdict is None else f"{grade.verdict.outcome} ({grade.verdict.layer})"
+    return f"reward {grade.score:g}, {verdict}, {grade.failure}"
+
+
+def _altered(bundle: Bundle) -> str | None:
+    if not bundle.altered:
+        return None
+    return f"changed since it was written: {', '.join(bundle.altered)}"
+
+
+def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str) -> str | None:
+    """The first place in which two sequences differ, in words."""
+    for place, (old, new) in enumerate(zip(recorded, now, strict=False)):
+        if old != new:
+            return f"{where} {place}: {_short(old)} in the bundle, {_short(new)} {done}"
+    if len(recorded) != len(now):
+        return f"{where} {min(len(recorded), len(now))}: {len(recorded)} in the bundle, {len(now)} {done}"
+    return None
+
+
+def _first_of(recorded: dict[str, Any], now: dict[str, Any], path: str) -> str | None:
+    """The first key under which two tables differ, in words."""
+    for key in [*recorded, *(key for key in now if key not in recorded)]:
+        old, new = recorded.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            below = _first_of(old, new, f"{path}.{key}")
+            if below is not None:
+                return below
+        elif old != new:
+            return f"{path}.{key}: {_short(old)} in the bundle, {_short(new)} now"
+    return None
+
+
+def _around(text: str, place: int) -> str:
+    return repr(text[max(0, place - 10) : place + 20])
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else shown[:117] + "..."

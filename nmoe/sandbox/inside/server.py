@@ -1,0 +1,57 @@
+"""Forks launchers: the interpreter and this package are loaded once, and not again for every sandbox. Run by the host as
+
+    PYTHON -S -s -P -c "import sys; sys.path.insert(0, ROOT); from nmoe.sandbox.inside import server; server.main()"
+
+with its socket as standard input. A request is a plan with two descriptors, the control socket and where errors are to be said;
+the answer is a pidfd of the launcher. It has one thread, holds nothing of any sandbox, and ends with the host's end of the socket.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]
+import _socket as socket
+import os
+import struct
+
+from nmoe.sandbox.inside import kernel, launch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+_MOST_BYTES = 1 << 16
+_DESCRIPTORS = struct.Struct("ii")
+
+
+def main() -> NoReturn:
+    requests = socket.socket(fileno=os.dup(0))
+    # Launchers that have ended leave no zombie; who waits for one has its pidfd.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        plan, ancillary, _, _ = requests.recvmsg(
+            _MOST_BYTES, socket.CMSG_SPACE(_DESCRIPTORS.size), kernel.MSG_CMSG_CLOEXEC
+        )
+        if not plan:
+            os._exit(0)
+        control, errors = _DESCRIPTORS.unpack(ancillary[0][2])
+        pid = os.fork()
+        if pid == 0:
+            _become_launcher(plan, control, errors)
+        os.close(control)
+        os.close(errors)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            requests.send(b"ended")
+            continue
+        requests.sendmsg([b"started"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", pidfd))])
+        os.close(pidfd)
+
+
+def _become_launcher(plan: bytes, control: int, errors: int) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    os.dup2(control, 0)
+    os.dup2(errors, 2)
+    os.closerange(3, 1024)
+    launch.main(eval(plan))

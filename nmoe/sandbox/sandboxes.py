@@ -1,0 +1,164 @@
+"""The factory of sandboxes: what the machine can do is tried once, sandboxes are started ahead of need, each with its own uid."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
+from nmoe.sandbox.interpreter import interpreter_of
+from nmoe.sandbox.process import ProcessSandbox, Starter
+from nmoe.sandbox.uids import free_uid, has_uids
+from nmoe.sandbox.warm import WarmSandboxes
+from nmoe.sandbox.workspace import entries_of
+
+_ROOT = str(Path(__file__).parents[2])
+_START_DEADLINE_S = 20.0
+_INODES_PER_MB = 256
+# All that a process inside finds in its environment. A fixed hash seed: a trajectory that is replayed iterates over sets as before.
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORKSPACE,
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    # Each arena reserves 64 MB of address space, which has a limit.
+    "MALLOC_ARENA_MAX": "2",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+class Sandboxes:
+    """Opens sandboxes of one level, all with the same disk and the same limits for calls that name none.
+
+    `close` ends those that wait; open ones are their owners' to close.
+    """
+
+    def __init__(self, settings: SandboxSettings | None = None, limits: Limits | None = None) -> None:
+        """Starts one sandbox and tries to leave it. Raises SandboxSetupError where the level is not in force, with a remedy."""
+        self.settings = settings or SandboxSettings()
+        self.limits = limits or Limits()
+        self.interpreter = interpreter_of(self.settings)
+        # What a script calls python is the same interpreter.
+        path = ":".join([*self.interpreter.directories, _ENVIRONMENT["PATH"]])
+        self._starter = Starter(self.interpreter.python, _ROOT, {**_ENVIRONMENT, "PATH": path})
+        self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
+        self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
+        self._closed = False
+        # Imported here, for the checks open sandboxes by this class.
+        from nmoe.sandbox.probe import probe
+
+        try:
+            _in_a_thread(probe, self)
+        except BaseException:
+            self._starter.close()
+            raise
+
+    def describe(self) -> str:
+        """What is in force, in one line, for the log and for records of workspaces."""
+        entered = (
+            f"bubblewrap {_version(self._bubblewrap)}"
+            if self._bubblewrap
+            else "Landlock and namespaces, without bubblewrap"
+        )
+        own = has_uids(self.settings.first_uid)
+        user = "a uid of its own each" if own else f"uid {os.getuid()} in a user namespace each"
+        return (
+            f"{entered}, seccomp, no network, {user}, memory and CPU time of the process tree watched every 20 ms, "
+            f"disk {self.limits.disk_mb} MB, Python {self.interpreter.python}"
+        )
+
+    async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
+        """A fresh sandbox, with a copy of the files of `workspace`.
+
+        Raises SandboxSetupError where it does not start, UserError for a workspace that can not be read, SandboxFileError for
+        one that does not fit its disk.
+        """
+        if self._closed:
+            raise RuntimeError("these sandboxes are closed")
+        sandbox = self.warm.take() or await self.open_cold()
+        try:
+            if workspace is not None:
+                await sandbox.put(*await asyncio.to_thread(entries_of, workspace, self.limits.disk_mb))
+            if access is not None:
+                await sandbox.restrict(access)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        """Ends the sandboxes that wait for use, and opens no more."""
+        self._closed = True
+        await asyncio.to_thread(self.warm.close)
+        await asyncio.to_thread(self._starter.close)
+
+    async def open_cold(self) -> ProcessSandbox:
+        """One that is started now, not taken from those that wait. Raises SandboxSetupError."""
+        uid, lock = free_uid(self.settings.first_uid) if has_uids(self.settings.first_uid) else (None, None)
+        plan = {
+            "level": self.settings.level,
+            "uid": uid,
+            "disk_mb": self.limits.disk_mb,
+            "inodes": self.limits.disk_mb * _INODES_PER_MB,
+            "visible": self.interpreter.visible,
+            "links": self.interpreter.links,
+            "site": self.interpreter.site,
+            "python": self.interpreter.python,
+            "bubblewrap": self._bubblewrap,
+        }
+        try:
+            process = await self._starter.start(plan, _START_DEADLINE_S)
+        except BaseException as error:
+            if lock is not None:
+                lock.close()
+            if isinstance(error, OSError):
+                raise SandboxSetupError(_remedy(self.settings.level, str(error))) from None
+            raise
+        return ProcessSandbox(process, self.limits, lock)
+
+
+def _find_bubblewrap() -> str:
+    found = shutil.which("bwrap")
+    if found is None:
+        raise SandboxSetupError(
+            'sandbox_setup_failed: sandbox.level = "bubblewrap" needs bwrap, which is not installed; install the package '
+            'bubblewrap (apt-get install bubblewrap), or choose level = "landlock"'
+        )
+    return found
+
+
+def _version(bubblewrap: str) -> str:
+    return subprocess.run([bubblewrap, "--version"], capture_output=True, text=True, check=False).stdout.split()[-1]
+
+
+def _remedy(level: str, reason: str) -> str:
+    return (
+        f"sandbox_setup_failed: a sandbox of level {level!r} can not be started: {reason}; it needs user namespaces "
+        "(sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone = 1 where there is one; in a container "
+        "a runtime that allows them, such as --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+        + (", and Landlock (Linux 5.13 or newer, booted with lsm=landlock,...)" if level == "landlock" else "")
+    )
+
+
+def _in_a_thread(check: Callable[[Sandboxes], Coroutine[None, None, None]], sandboxes: Sandboxes) -> None:
+    """Runs an asynchronous check to its end, whether or not an event loop runs in this thread."""
+    problem: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(check(sandboxes))
+        except BaseException as error:
+            problem.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if problem:
+        raise problem[0]

@@ -1,0 +1,192 @@
+"""Workspaces: the files that a trajectory starts with, made once from a git commit or a directory, and copied for each.
+
+A prepared workspace is a directory below `workspaces_root()` with two entries: `tree/`, which the sandbox copies to a
+trajectory's own tmpfs, and `nmoe-workspace.json`, which says where it came from and marks it as made here. It is keyed by what
+goes into it, so that many runs and trajectories share one. A tree holds no `.git`: the commit to be found lies in there.
+
+The bootstrap (`pip install` and the like, into `tree/.packages`) is part of preparing, outside the sandbox: it needs an index
+of packages, and runs the code of a repository that the user chose before any policy has written a token. What a policy then does
+to the files it does to a copy.
+
+One policy decides what stays: `[workspace] keep` what of a trajectory's files is saved when it ends, `max_age_days` and
+`max_disk_mb` until when (`nmoe env gc`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.environment import WorkspaceSettings
+from nmoe.errors import StorageError, UserError
+from nmoe.runs.storage import storage_errors, write_atomically
+from nmoe.sandbox.api import WORKSPACE, Limits, Sandbox
+from nmoe.sandbox.workspaces.bootstrap import bootstrap
+from nmoe.sandbox.workspaces.sources import Source, WorkspaceError, extract, fill, identity_of, last_line, source_of
+from nmoe.sandbox.workspaces.store import MAKING, MARKER, lock, now_utc, workspaces_root
+from nmoe.types import Problem
+
+# A file name may have 255 bytes.
+_KEPT_NAME_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A workspace that trajectories can be given: the files to copy, and where they are from.
+
+    {"nmoe_workspace": 1, "kind": "prepared", "env_id": "fix", "source": "repository", "repository": "repos/parser",
+     "base_commit": "9f2c...", "target_commit": "b81e...", "content": "4c1d...", "sandbox": "bubblewrap, seccomp, ...",
+     "bootstrap": {"mode": "pip", "command": ["python", "-m", "pip", ...], "exit_code": 0, "wall_s": 8.1, "output": "..."},
+     "made_utc": "2026-01-02T03:04:05Z", "policy": {"keep": "failed", "max_age_days": 7.0, "max_disk_mb": 10240}}
+    """
+
+    tree: Path
+    provenance: dict[str, Any]
+
+
+class Workspaces:
+    """The workspaces of one environment. `sandbox` is what `Sandboxes.describe()` says, for the record.
+
+    Holds a lock on every workspace it has handed out, so that `nmoe env gc` leaves it alone until `close`.
+    """
+
+    def __init__(self, env_id: str, settings: WorkspaceSettings, sandbox: str) -> None:
+        self._env_id = env_id
+        self._settings = settings
+        self._sandbox = sandbox
+        self._root = workspaces_root()
+        self._makers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="workspace")
+        self._ready: dict[Source, Future[Prepared]] = {}
+        self._locks: list[int] = []
+        self._saving: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    async def prepare(self, problem: Problem) -> Prepared:
+        """The workspace for a problem; made on first use. Raises WorkspaceError, the same one whoever asks."""
+        try:
+            source = source_of(self._settings, problem)
+        except UserError as error:
+            raise WorkspaceError(str(error)) from error
+        if source not in self._ready:
+            self._ready[source] = self._makers.submit(self._prepare, source)
+        # A trajectory that is cancelled must not take the workspace from the others that wait for it.
+        return await asyncio.shield(asyncio.wrap_future(self._ready[source]))
+
+    async def save(
+        self, sandbox: Sandbox, prepared: Prepared, name: str, *, failed: bool, limits: Limits
+    ) -> Path | None:
+        """Keeps what a trajectory left in its workspace, where the policy says so: the directory that holds it, or None.
+
+        `name` tells it from others: "run-step-problem-index". One is kept at a time and in a thread, so that a workspace that is
+        slow to copy delays nobody else's rollout and only one archive is in memory. Raises WorkspaceError where the files
+        cannot be had or written, for whatever reason: a policy chose their names, numbers and sizes.
+        """
+        keep = self._settings.keep
+        if keep == "never" or (keep == "failed" and not failed):
+            return None
+        roomy = Limits(
+            limits.wall_s, limits.cpu_s, limits.memory_mb, limits.processes, output_kb=2 * 1024 * limits.disk_mb
+        )
+        async with self._one_at_a_time():
+            result = await sandbox.run(["tar", "-cf", "-", "-C", WORKSPACE, "."], limits=roomy)
+            if result.failure != "ok":
+                raise WorkspaceError(
+                    f"the workspace of {name} can not be kept: {result.failure} "
+                    f"{last_line(result.stderr.decode(errors='replace'))}"
+                )
+            record = {**prepared.provenance, "kind": "kept", "name": name, "failed": failed, "made_utc": now_utc()}
+            return await asyncio.to_thread(self._write_kept, result.stdout, record)
+
+    def _one_at_a_time(self) -> asyncio.Lock:
+        """The lock of the event loop that runs now; each batch of rollouts has a loop of its own."""
+        loop = asyncio.get_running_loop()
+        if self._saving is None or self._saving[0] is not loop:
+            self._saving = loop, asyncio.Lock()
+        return self._saving[1]
+
+    def _write_kept(self, archive: bytes, record: Mapping[str, Any]) -> Path:
+        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in record["name"])
+        final = self._root / f"kept-{safe[:_KEPT_NAME_CHARS]}-{os.urandom(4).hex()}"
+        try:
+            with self._making(record) as making:
+                extract(archive, making / "tree")
+                os.rename(making, final)
+        except (OSError, StorageError) as error:
+            raise WorkspaceError(f"the workspace of {record['name']} can not be kept: {error}") from error
+        return final
+
+    def close(self) -> None:
+        """Lets `nmoe env gc` have what is past its age or quota."""
+        self._makers.shutdown(cancel_futures=True)
+        for descriptor in self._locks:
+            os.close(descriptor)
+        self._locks.clear()
+
+    def _prepare(self, source: Source) -> Prepared:
+        """Finds or makes a prepared workspace; runs in a thread."""
+        identity = identity_of(source)
+        what = json.dumps([identity["content"], self._settings.bootstrap])
+        final = self._root / f"prepared-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+        while True:
+            if not (final / MARKER).exists():
+                self._make(source, identity, final)
+            self._locks.append(lock(final, fcntl.LOCK_SH))
+            if (final / MARKER).exists():  # else it was collected before the lock was ours
+                break
+        os.utime(final / MARKER)  # its age counts from its last use
+        record = json.loads((final / MARKER).read_text())
+        # The same files may have been made from another place, for another environment.
+        return Prepared(final / "tree", {**record, "target_commit": None, **identity, **self._about()})
+
+    def _make(self, source: Source, identity: Mapping[str, Any], final: Path) -> None:
+        record = {"kind": "prepared", **identity}
+        with self._making(record) as making:
+            tree = making / "tree"
+            fill(source, identity, tree)
+            outcome = bootstrap(self._settings, tree)
+            self._write_marker(making, {**record, "bootstrap": outcome})
+            if outcome["exit_code"] != 0:
+                failed = final.with_name(final.name.replace("prepared-", "failed-"))
+                shutil.rmtree(failed, ignore_errors=True)
+                os.rename(making, failed)
+                raise WorkspaceError(
+                    f"the bootstrap {' '.join(outcome['command'])} ended with {outcome['exit_code']}: "
+                    f"{last_line(outcome['output'])} (all of it in {failed / MARKER})"
+                )
+            try:
+                os.rename(making, final)
+            except OSError:
+                if not (final / MARKER).exists():  # else another process was faster, with the same files
+                    raise
+
+    @contextmanager
+    def _making(self, record: Mapping[str, Any]) -> Iterator[Path]:
+        """A directory to fill and to rename: locked and marked from the start, and gone at the end if it was not renamed."""
+        with storage_errors(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            making = Path(tempfile.mkdtemp(prefix=MAKING, dir=self._root))
+            held = lock(making, fcntl.LOCK_SH)
+            try:
+                self._write_marker(making, record)
+                yield making
+            finally:
+                os.close(held)
+                shutil.rmtree(making, ignore_errors=True)
+
+    def _write_marker(self, directory: Path, record: Mapping[str, Any]) -> None:
+        whole = {"nmoe_workspace": 1, **record, **self._about(), "made_utc": now_utc()}
+        write_atomically(directory / MARKER, (json.dumps(whole, indent=1) + "\n").encode())
+
+    def _about(self) -> dict[str, Any]:
+        policy = {name: getattr(self._settings, name) for name in ("keep", "max_age_days", "max_disk_mb")}
+        return {"env_id": self._env_id, "sandbox": self._sandbox, "policy": policy}

@@ -1,0 +1,226 @@
+"""One batch of self-play: proofs are written, each is verified n times, and what the verifications claim is checked m times.
+
+Every reply is a trajectory like any other, sampled and read by the environment; this file only says who is asked what. Requests of
+one kind run side by side, since the next kind needs all of their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from nmoe.envs.environment import Environment
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.proof import Proof, read_proof
+from nmoe.envs.tasks.score import UNKNOWN, Evaluation, read_evaluation, read_score
+from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
+from nmoe.selfplay.rewards import generator_reward, meta_score, verifier_reward
+from nmoe.types import Problem, Trajectory
+
+
+@dataclass
+class Judged:
+    """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of what it claims. `asked` counts the
+    meta-verifications that were asked for: 0 where it claims no defect or is no evaluation, or where the question would not fit the
+    context. Those that the infrastructure lost are not among `checks`."""
+
+    trajectory: Trajectory
+    evaluation: Evaluation | None
+    checks: list[Trajectory] = field(default_factory=list)
+    asked: int = 0
+
+    @property
+    def analysis(self) -> Analysis:
+        """As the acceptance rule sees it: a check that was lost counts as one that cannot be read."""
+        scores = [read_score(check.grade.answer) if check.grade.answer else None for check in self.checks]
+        lost = [None] * (self.asked - len(self.checks))
+        return Analysis(None if self.evaluation is None else self.evaluation.score, (*scores, *lost))
+
+    @property
+    def meta(self) -> float | None:
+        """R_meta: 1 where it claims no defect, 0 where its claim leaves no room in the context to be checked, which is its
+        author's doing, None where the checks that were asked for are lost or cannot be read."""
+        if not self.analysis.claims:
+            return 1.0
+        return meta_score(self.analysis.checks) if self.asked else 0.0
+
+
+@dataclass
+class Attempted:
+    """One proof of one problem, with everything that was said of it. `outcome` is that of its acceptance, or "no_proof" for a reply
+    that is none, "overlong" for one that leaves no room to be verified, "lost" where the infrastructure failed. `lost` counts the
+    verifications that it lost."""
+
+    trajectory: Trajectory
+    proof: Proof | None
+    outcome: str = "no_proof"
+    own: Judged | None = None
+    analyses: list[Judged] = field(default_factory=list)
+    lost: int = 0
+    acceptance: Acceptance | None = None
+
+    @property
+    def score(self) -> Fraction | None:
+        """The score it was accepted with."""
+        return None if self.acceptance is None else self.acceptance.score
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The proof, its verifications, and the meta-verifications of these and of its author's own evaluation."""
+        judged = [*([self.own] if self.own else []), *self.analyses]
+        return [
+            self.trajectory,
+            *(one.trajectory for one in self.analyses),
+            *(check for one in judged for check in one.checks),
+        ]
+
+    def generator_reward(self) -> float | None:
+        """None where it is not known: the proof was not accepted, or the checks of what its own evaluation claims are lost or
+        cannot be read. A reply that is no proof is 0."""
+        if self.outcome == "no_proof":
+            return 0.0
+        if self.score is None or self.proof is None or self.own is None or self.own.meta is None:
+            return None
+        return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
+
+    def verifier_reward(self, judged: Judged) -> float | None:
+        """The reward of one of the analyses of an accepted proof; None where the checks of what it claims are lost or cannot be
+        read."""
+        assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
+        if judged.evaluation is None:
+            return 0.0
+        return None if judged.meta is None else verifier_reward(judged.evaluation.score, self.score, judged.meta)
+
+
+@dataclass(frozen=True)
+class Judges:
+    """How many are asked, and how many have to agree: `Judges(verifications=8, checks=3, confirmations=2)`."""
+
+    verifications: int
+    checks: int
+    confirmations: int
+
+
+class SelfPlay:
+    """Plays the three roles, each with its own collector over one environment; the collectors may share an engine."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        generator: Collector,
+        verifier: Collector,
+        meta_verifier: Collector,
+        settings: RolloutSettings,
+        judges: Judges,
+        context_tokens: int,
+    ) -> None:
+        """`settings` are those of the generator; the judges sample alike, but as often as `judges` says."""
+        self._environment = environment
+        self._generator, self._verifier, self._meta_verifier = generator, verifier, meta_verifier
+        self._settings, self._judges, self._context_tokens = settings, judges, context_tokens
+
+    def play(self, problems: Sequence[Problem], key: tuple[str | int, ...]) -> list[Attempted]:
+        """Every proof of the problems, in their order, judged. `key` names the batch: what is sampled depends on it, the problems
+        and the weights alone."""
+        groups = self._generator.collect(problems, self._settings, (*key, "generator")).groups
+        attempts = [self._read(trajectory) for group in groups for trajectory in group.trajectories]
+        self._verify(attempts, key)
+        judged = [
+            (one, attempt, name)
+            for attempt in attempts
+            for name, one in [("own", attempt.own), *((f"v{n}", one) for n, one in enumerate(attempt.analyses))]
+            if one is not None
+        ]
+        self._check(judged, key)
+        asyncio.run(self._accept([attempt for attempt in attempts if attempt.analyses]))
+        return attempts
+
+    def _read(self, trajectory: Trajectory) -> Attempted:
+        if not trajectory.trainable:
+            return Attempted(trajectory, None, "lost")
+        # Truncated and malformed replies have no verdict, and are no proof, whatever they hold.
+        proof = None if trajectory.grade.verdict is None else read_proof(trajectory.grade.answer)
+        attempt = Attempted(trajectory, proof)
+        if proof is not None:
+            attempt.own = Judged(trajectory, proof.evaluation)
+        return attempt
+
+    def _verify(self, attempts: Sequence[Attempted], key: tuple[str | int, ...]) -> None:
+        """Has every proof verified that leaves room for it."""
+        asked = []
+        for attempt in attempts:
+            if attempt.proof is not None:
+                problem = self._posed("proof_verification", attempt, "", {"proof": attempt.proof.solution})
+                if self._fits(problem):
+                    asked.append((attempt, problem))
+                else:
+                    attempt.outcome, attempt.own = "overlong", None
+        settings = replace(self._settings, samples=self._judges.verifications)
+        groups = self._verifier.collect([problem for _, problem in asked], settings, (*key, "verifier")).groups
+        for (attempt, _), group in zip(asked, groups, strict=True):
+            attempt.analyses = [Judged(one, self._evaluation(one)) for one in group.trajectories if one.trainable]
+            attempt.lost = len(group.trajectories) - len(attempt.analyses)
+            if not attempt.analyses:
+                attempt.outcome, attempt.own = "lost", None
+
+    def _check(self, judged: Sequence[tuple[Judged, Attempted, str]], key: tuple[str | int, ...]) -> None:
+        """Has every claim of a defect checked that leaves room for it."""
+        asked = []
+        for one, attempt, name in judged:
+            if not one.analysis.claims:
+                continue
+            assert attempt.proof is not None, "what is judged is a proof"
+            assert one.evaluation is not None, "what claims a defect is an evaluation"
+            fields = {"proof": attempt.proof.solution, "evaluation": one.evaluation.text}
+            problem = self._posed("meta_verification", attempt, f"/{name}", fields)
+            if self._fits(problem):
+                one.asked = self._judges.checks
+                asked.append((one, problem))
+        settings = replace(self._settings, samples=self._judges.checks)
+        problems = [problem for _, problem in asked]
+        groups = self._meta_verifier.collect(problems, settings, (*key, "meta_verifier")).groups
+        for (one, _), group in zip(asked, groups, strict=True):
+            one.checks = [check for check in group.trajectories if check.trainable]
+
+    async def _accept(self, attempts: Sequence[Attempted]) -> None:
+        """Decides, and has every judgement graded by what was decided."""
+        for attempt in attempts:
+            lost = [Analysis(None)] * attempt.lost
+            acceptance = accept([*(one.analysis for one in attempt.analyses), *lost], self._judges.confirmations)
+            attempt.acceptance, attempt.outcome = acceptance, acceptance.outcome
+            for one in [*([attempt.own] if attempt.own else []), *attempt.analyses]:
+                stands = one.analysis.stands
+                if stands is not None:
+                    one.checks = [await self._graded(check, Fraction(stands)) for check in one.checks]
+            if acceptance.score is not None:
+                for one in attempt.analyses:
+                    one.trajectory = await self._graded(one.trajectory, acceptance.score)
+
+    def _posed(self, task_type: str, attempt: Attempted, name: str, record: Mapping[str, str]) -> Problem:
+        """The question about a proof, without a gold."""
+        problem = attempt.trajectory.problem
+        question, gold, metadata = TASKS[task_type].pose(str(problem.metadata["problem"]), UNKNOWN, record)
+        id_ = f"{problem.id}/{attempt.trajectory.index}{name}"
+        return Problem(id_, task_type, question, gold, problem.source, metadata)
+
+    def _fits(self, problem: Problem) -> bool:
+        return self._environment.fits(problem, self._context_tokens, self._settings.max_new_tokens)
+
+    def _evaluation(self, trajectory: Trajectory) -> Evaluation | None:
+        """What a verifier's reply says; None where it is not in the form, or was cut."""
+        if trajectory.grade.verdict is None:
+            return None
+        return read_evaluation(*self._environment.format.said(trajectory.turns[-1].sample.token_ids))
+
+    async def _graded(self, trajectory: Trajectory, gold: Fraction) -> Trajectory:
+        """The trajectory with the score that it ought to have given as its gold."""
+        problem = replace(trajectory.problem, gold=f"{float(gold):g}")
+        if trajectory.grade.verdict is None:
+            return replace(trajectory, problem=problem)  # it ended without an answer that a gold could be compared with
+        grade = await self._environment.grade(
+            problem, trajectory.turns, trajectory.sampling.max_new_tokens, tool_events=trajectory.tool_events
+        )
+        return replace(trajectory, problem=problem, grade=grade)

@@ -1,0 +1,150 @@
+"""What self-play trains its roles on: the lines that a round left in the streams.
+
+The verifier learns from the accepted verifications that carry a proof's score, by cross-entropy (rejection fine-tuning); the
+generator by the policy gradient of its reward, with the other proofs of a problem as its baseline. docs/selfplay.md has why.
+
+Examples are dealt out over a round's optimizer steps by an order that depends on seed and round alone: a resumed run takes the
+same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.run import AlgorithmSection, BatchSection, RLConfig
+from nmoe.config.selfplay import SelfplayConfig
+from nmoe.envs.pools.order import stable_hash
+from nmoe.learner.learner import Learner
+from nmoe.learner.metrics import optimizer_metrics
+from nmoe.learner.objectives import cross_entropy
+from nmoe.rl.batch import policy_batch
+from nmoe.rl.rewards import differs
+from nmoe.rl.update import PolicyUpdate
+from nmoe.selfplay.streams import GENERATOR, VERIFIER, Streams
+from nmoe.types import Grade, Group, Problem, Sample, Sampling, Trajectory, Turn
+
+
+def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory]:
+    """The verifications of a round that carry the score of an accepted proof, each wording of a proof's once: a verifier that says
+    the same eight times has not said more."""
+    found: list[Trajectory] = []
+    for line in lines:
+        if line["round"] != round_:
+            continue
+        seen = set()
+        for analysis in line["analyses"]:
+            if analysis["evidence"] and tuple(analysis["token_ids"]) not in seen:
+                seen.add(tuple(analysis["token_ids"]))
+                found.append(_trajectory(line["id"], line["prompt_ids"], analysis, analysis["reward"]))
+    return found
+
+
+def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConfig) -> list[Group]:
+    """The proofs of a round whose reward is known, by problem; those problems whose proofs differ in it."""
+    of: dict[str, list[Trajectory]] = {}
+    for line in lines:
+        if line["round"] == round_:
+            of.setdefault(line["group"], []).append(
+                _trajectory(line["group"], line["prompt_ids"], line, line["reward"])
+            )
+    together = [Group(trajectories[0].problem, trajectories) for trajectories in of.values()]
+    algorithm = _algorithm(config)
+    return [group for group in together if differs(group, algorithm, config.sampling.max_new_tokens)]
+
+
+def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], reward: float) -> Trajectory:
+    return Trajectory(
+        Problem(name, "", "", "", ""),
+        0,
+        tuple(prompt_ids),
+        _turns(line),
+        Grade(reward, {}, "ok", {"correctness": line.get("score") or 0.0}, None),
+        Sampling(len(line["token_ids"])),
+    )
+
+
+def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
+    """The turns of a line's tokens: what was sampled, each with what the tools had answered before it."""
+    turns: list[Turn] = []
+    given: tuple[int, ...] = ()
+    for sampled, group in groupby(range(len(line["token_ids"])), line["mask"].__getitem__):
+        places = list(group)
+        tokens, logprobs, versions = (
+            line[key][places[0] : places[-1] + 1] for key in ("token_ids", "logprobs", "versions")
+        )
+        if sampled:
+            turns.append(Turn(given, Sample(tokens, logprobs, versions, "stop")))
+        given = () if sampled else tuple(tokens)
+    return tuple(turns)
+
+
+def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
+    """`count` places, each `epochs` times, shuffled anew each epoch, in `hands` parts whose sizes differ by one at most."""
+    places: list[int] = []
+    for epoch in range(epochs):
+        order = list(range(count))
+        random.Random(stable_hash("deal", *key, epoch)).shuffle(order)
+        places += order
+    edges = [len(places) * hand // hands for hand in range(hands + 1)]
+    return [places[first:end] for first, end in pairwise(edges)]
+
+
+def generator_config(config: SelfplayConfig, environment: EnvironmentSettings) -> RLConfig:
+    """The policy-gradient run that training the generator is: one update of a step on the groups that it is given."""
+    return RLConfig(
+        run=config.run,
+        model=config.model,
+        environment=environment,
+        engine=config.engine,
+        sampling=config.sampling,
+        batch=BatchSection(**config.batch.model_dump()),
+        algorithm=_algorithm(config),
+        optimizer=config.optimizer,
+    )
+
+
+def _algorithm(config: SelfplayConfig) -> AlgorithmSection:
+    return AlgorithmSection(**config.algorithm.model_dump())
+
+
+@dataclass
+class RoundTraining:
+    """The optimizer steps of one round, from what its streams hold."""
+
+    evidence: list[Trajectory]
+    groups: list[Group]
+    verifications: list[list[int]]
+    problems: list[list[int]]
+
+    @classmethod
+    def of(cls, config: SelfplayConfig, streams: Streams, round_: int, updates: int) -> RoundTraining:
+        accepted, rewarded = evidence(streams.read(VERIFIER), round_), groups(streams.read(GENERATOR), round_, config)
+        seed, epochs = config.run.seed, config.selfplay.verifier_epochs
+        return cls(
+            accepted,
+            rewarded,
+            dealt(len(accepted), epochs, updates, seed, "verifier", round_),
+            dealt(len(rewarded), 1, config.selfplay.generator_steps, seed, "generator", round_),
+        )
+
+    def verifier_update(self, learner: Learner, update: int) -> dict[str, float]:
+        """One step of cross-entropy on this update's share of the evidence; no metrics where there is none."""
+        trajectories = [self.evidence[place] for place in self.verifications[update]]
+        if not trajectories:
+            return {}
+        batch = policy_batch(trajectories, None, "sequence", 1)
+        result = learner.forward_backward(batch, cross_entropy).result()
+        step = learner.optim_step().result()
+        values = {"loss": result.loss, "tokens_in_batch": float(batch.scored_T.sum()), **optimizer_metrics(step)}
+        return {f"verifier_{name}": value for name, value in values.items()}
+
+    def generator_update(self, policy: PolicyUpdate, step: int, update: int) -> dict[str, float]:
+        """One step of the policy gradient on this update's share of the problems; no metrics where there is none, as after the
+        generator's last step of the round."""
+        chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
+        return policy.update(step, chosen) if chosen else {}

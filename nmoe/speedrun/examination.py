@@ -1,0 +1,140 @@
+"""The examination that base and trained model both sit: the same held-out problems, sampled, greedy and sixteen times over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nmoe.config.environment import reseeded
+from nmoe.config.run import RLConfig
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
+from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
+from nmoe.model.policy import load_policy
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Group
+
+SAMPLED_PROBLEMS = 1200
+GREEDY_PROBLEMS = 600
+PASS16_PROBLEMS = 150
+LONGER_PROBLEMS = 600
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A problem and what the model sampled for it at temperature 1, control tokens spelled out."""
+
+    question: str
+    gold: str
+    text: str
+    correct: bool
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Results by kind; in each list the first is over all skills, the others by skill."""
+
+    sampled: list[Evaluation]
+    greedy: list[Evaluation]
+    pass16: list[Evaluation]
+    longer: list[Evaluation]
+    longer_greedy: list[Evaluation]
+    format_ok: float
+    longer_format_ok: float
+    response_tokens: float
+    transcripts: list[Transcript]
+    outcomes: list[float]  # 1 or 0 for each sampled problem, in their order
+
+    def figures(self, who: str) -> dict[str, float | int]:
+        """Flat figures for summary.json, such as `trained_correctness` and `greedy_trained_reverse`."""
+        out: dict[str, float | int] = {
+            f"{who}_correctness": self.sampled[0].value,
+            f"{who}_correctness_low": self.sampled[0].low,
+            f"{who}_correctness_high": self.sampled[0].high,
+            f"{who}_problems": self.sampled[0].problems,
+            f"{who}_response_tokens": self.response_tokens,
+        }
+        kinds = {
+            "correctness": self.sampled[1:],
+            "greedy": self.greedy,
+            "pass16": self.pass16,
+            "ood": self.longer,
+            "ood_greedy": self.longer_greedy,
+        }
+        for kind, evaluations in kinds.items():
+            for evaluation in evaluations:
+                skill = evaluation.dataset.partition("/")[2]
+                out[f"{kind}_{who}" + (f"_{skill}" if skill else "")] = evaluation.value
+        return out
+
+
+def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination:
+    """Examines a run's latest checkpoint on the held-out split of the configuration's environment and on longer problems."""
+    directory = resolve_checkpoint(run)
+    tokenizer = Tokenizer.load(directory)
+    model = load_policy(directory)[0].set_numerics(config.model.numerics)
+
+    engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
+
+    def ask(environment: Environment, problems: int, samples: int, temperature: float) -> list[Group]:
+        return sample_problems(
+            engine,
+            environment,
+            model.config.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            seed=seed,
+        )
+
+    def held_out() -> Environment:
+        return Environment.from_settings(reseeded(config.environment, seed), tokenizer).held_out()
+
+    def beyond() -> Environment:
+        return Environment.from_toml(longer, tokenizer)
+
+    sampled = ask(held_out(), SAMPLED_PROBLEMS, 1, 1.0)
+    longer_sampled = ask(beyond(), LONGER_PROBLEMS, 1, 1.0)
+    env_id, longer_id = config.environment.env_id, beyond().settings.env_id
+    examination = Examination(
+        sampled=summarise(sampled, env_id, 1.0),
+        greedy=summarise(ask(held_out(), GREEDY_PROBLEMS, 1, 0.0), env_id, 0.0),
+        pass16=[
+            evaluation
+            for evaluation in summarise(ask(held_out(), PASS16_PROBLEMS, 16, 1.0), env_id, 1.0)
+            if evaluation.mode == "pass@16"
+        ],
+        longer=summarise(longer_sampled, longer_id, 1.0),
+        longer_greedy=summarise(ask(beyond(), LONGER_PROBLEMS, 1, 0.0), longer_id, 0.0),
+        format_ok=_mean(sampled, "format_ok"),
+        longer_format_ok=_mean(longer_sampled, "format_ok"),
+        response_tokens=sum(group.trajectories[0].sampled_tokens for group in sampled) / len(sampled),
+        transcripts=_transcripts(sampled, tokenizer),
+        outcomes=[group.trajectories[0].grade.extras["correctness"] for group in sampled],
+    )
+    for result in [examination.sampled, examination.greedy, examination.pass16, examination.longer]:
+        print(f"{run.name}: {result[0]}")
+    return examination
+
+
+def _mean(groups: Sequence[Group], name: str) -> float:
+    return sum(group.trajectories[0].grade.extras[name] for group in groups) / len(groups)
+
+
+def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcript]:
+    """The first problem of each skill: not picked by how it went."""
+    first: dict[str, Group] = {}
+    for group in groups:
+        first.setdefault(group.problem.source, group)
+    return [
+        Transcript(
+            group.problem.question,
+            group.problem.gold,
+            tokenizer.decode(group.trajectories[0].token_ids),
+            group.trajectories[0].grade.extras["correctness"] == 1,
+        )
+        for _, group in sorted(first.items())
+    ]

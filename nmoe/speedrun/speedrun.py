@@ -1,0 +1,244 @@
+"""The speedrun, stage by stage: tokenizer, corpus, base, reinforcement learning, evaluation of both, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+
+from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig, load_run
+from nmoe.config.selfplay import SelfplayConfig
+from nmoe.data.prm.labelled import split_steps
+from nmoe.errors import ShortfallError, UserError
+from nmoe.recipes.pretrain import pretrain
+from nmoe.recipes.sft import sft
+from nmoe.rl.train import train
+from nmoe.runs.ledger import read_lines, read_metrics
+from nmoe.runs.storage import storage_errors, write_atomically
+from nmoe.selfplay.loop import selfplay
+from nmoe.speedrun.corpus import corpus_texts, write_conversations, write_corpus
+from nmoe.speedrun.examination import Examination, examine
+from nmoe.speedrun.promises import PROMISES, shortfalls
+from nmoe.speedrun.report import write_speedrun_report
+from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP
+from nmoe.speedrun.stages import Stages
+from nmoe.speedrun.steps import score, step_texts, write_domain, write_problems
+from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.verifier.train import verifier
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 768
+TOKENIZER_DOCUMENTS = 4_000
+TOKENIZER_JUDGEMENTS = 50
+CORPUS_DOCUMENTS = 90_000
+TOOL_DOCUMENTS = 20_000
+CONVERSATIONS = 10_000
+SELFPLAY_PROBLEMS = 1_000
+
+C = TypeVar("C", bound=RunConfig)
+Figures = Mapping[str, float | int]
+
+
+def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> None:
+    """Runs every stage into `out` and prints where the report is: a new speedrun in place of an earlier one there or, with
+    `resume`, what the earlier one has not done yet. `full` is the whole pipeline (`Pipeline.stages`).
+
+    Raises UserError where `out` holds anything else, and where there is nothing to resume; ShortfallError where all is done but a
+    figure is not what a speedrun promises.
+    """
+    if find_spec("matplotlib") is None:
+        raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
+    stages = Stages(out, {"seed": seed, "full": full}, resume)
+    pipeline = Pipeline(out, seed, full, resume)
+    for name, work in pipeline.stages():
+        stages.run(name, work)
+    summary = pipeline.report(stages)
+    if missed := shortfalls(summary, str(out)):
+        raise ShortfallError("\n".join(["this speedrun fell short of what it promises:", *missed]))
+    print(f"all {len(PROMISES)} promises are kept (nmoe/speedrun/promises.py)")
+
+
+class Pipeline:
+    """The work of the stages, all in the directory `out`; with `resume`, runs go on from their checkpoints."""
+
+    def __init__(self, out: Path, seed: int, full: bool, resume: bool) -> None:
+        self._out = out
+        self._seed = seed
+        self._full = full
+        self._resume = resume
+        # Before the first stage: a mistake in a configuration is told at once.
+        self._base = self._load(
+            "speedrun_base",
+            PretrainConfig,
+            {"model.tokenizer": str(out / "tokenizer"), "data.documents": str(out / "corpus.jsonl")},
+        )
+        self._rl = self._load("speedrun", RLConfig, {"model.path": str(out / ("sft" if full else "base"))})
+        if full:
+            self._load_full()
+
+    def stages(self) -> list[tuple[str, Callable[[], Figures]]]:
+        """In their order: what `nmoe speedrun` runs, and between its stages those that --full adds."""
+        stages = [
+            ("tokenizer and corpus", self.tokenizer_and_corpus, False),
+            ("pretraining the base", self.base, False),
+            ("mid-training on a mixture", self.midtraining, True),
+            ("supervised fine-tuning", self.fine_tuning, True),
+            ("reinforcement learning", self.reinforcement_learning, False),
+            ("training a verifier of steps", self.verifier, True),
+            ("teaching the roles of self-play", self.roles, True),
+            ("a round of self-play", self.round, True),
+            ("evaluation", self.evaluation, False),
+        ]
+        return [(name, work) for name, work, added in stages if self._full or not added]
+
+    def _load_full(self) -> None:
+        mixture = self._load("speedrun_midtraining", PretrainConfig, {"model.path": str(self._out / "base")})
+        sources = [
+            {"name": source.name, "path": str(self._out / Path(source.path).name), "weight": source.weight}
+            for source in mixture.data.sources
+        ]
+        self._midtraining = mixture.model_copy(
+            update={"data": DataSection.model_validate(mixture.data.model_dump() | {"sources": sources})}
+        )
+        self._sft = self._load(
+            "speedrun_sft",
+            SFTConfig,
+            {"model.path": str(self._out / "midtraining"), "records.path": str(self._out / "conversations.jsonl")},
+        )
+        self._verifier = self._load(
+            "verifier",
+            VerifierConfig,
+            {"model.path": str(self._out / "base"), "verifier.prm800k": str(self._out / "prm800k")},
+        )
+        self._roles, start = [], "base"
+        for name, (_, _, tokens, rate) in WARM_UP.items():
+            values: dict[str, str | int | float] = {
+                "run.name": f"selfplay_{name}",
+                "model.path": str(self._out / start),
+                "records.path": str(self._out / f"selfplay_{name}.jsonl"),
+                "records.tokens_per_step": tokens,
+                "optimizer.learning_rate": rate,
+            }
+            self._roles.append(self._load("selfplay_roles", SFTConfig, values))
+            start = f"selfplay_{name}"
+        self._selfplay = self._load(
+            "selfplay",
+            SelfplayConfig,
+            {
+                "run.name": "selfplay",
+                "model.path": str(self._out / "selfplay_roles"),
+                "selfplay.problem_source": f"deepseek_math_v2_inputs:{self._out / 'selfplay_problems.json'}",
+            },
+        )
+
+    def tokenizer_and_corpus(self) -> Figures:
+        out, seed, tools = self._out, self._seed, ROOT / "environments/tools.toml"
+        with storage_errors(out):
+            texts = chain(
+                corpus_texts(seed, TOKENIZER_DOCUMENTS),
+                tool_texts(tools, seed, TOKENIZER_DOCUMENTS // 4),
+                step_texts(seed, TOKENIZER_JUDGEMENTS),
+            )
+            tokenizer = Tokenizer.train(texts, VOCABULARY)
+            tokenizer.save(out / "tokenizer")
+            write_corpus(out / "corpus.jsonl", tokenizer, seed, CORPUS_DOCUMENTS)
+            ToolDocuments(tools, tokenizer).write(out / "tools.jsonl", seed, TOOL_DOCUMENTS)
+            write_domain(out, seed)
+            if self._full:
+                write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)
+                for name, (write, count, _, _) in WARM_UP.items():
+                    write(out / f"selfplay_{name}.jsonl", seed, count)
+                write_problems(out / "selfplay_problems.json", seed, SELFPLAY_PROBLEMS, "train", (SHORTEST, LONGEST))
+        print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {out}/corpus.jsonl")
+        return {"vocabulary": tokenizer.vocab_size, "documents": CORPUS_DOCUMENTS}
+
+    def base(self) -> Figures:
+        return {"held-out loss": read_metrics(pretrain(self._base))[-1]["held_out_loss"]}
+
+    def midtraining(self) -> Figures:
+        last = read_metrics(pretrain(self._midtraining))[-1]
+        return {f"held-out loss, {s.label}": last[f"held_out_loss/{s.label}"] for s in self._midtraining.data.sources}
+
+    def fine_tuning(self) -> Figures:
+        return {"held-out loss": read_metrics(sft(self._sft))[-1]["held_out_loss"]}
+
+    def reinforcement_learning(self) -> Figures:
+        last = read_metrics(train(self._rl))[-1]
+        return {"correctness of the last step": last["correctness"]}
+
+    def verifier(self) -> Figures:
+        last = read_metrics(verifier(self._verifier))[-1]
+        return {"held-out F1": last["verifier_f1"], "accuracy of steps": last["verifier_accuracy"]}
+
+    def roles(self) -> Figures:
+        return {f"last loss, {config.run.name}": read_metrics(sft(config))[-1]["loss"] for config in self._roles}
+
+    def round(self) -> Figures:
+        accepted = read_lines(selfplay(self._selfplay) / "proof_verifier_train.jsonl")
+        agreed = [line["score"] == score(line["problem"], split_steps(line["proof"])) for line in accepted]
+        figures: dict[str, float | int] = {"proofs accepted": len(accepted)}
+        return figures | ({"scores that an oracle agrees with": sum(agreed) / len(agreed)} if agreed else {})
+
+    def evaluation(self) -> Figures:
+        before, after = (
+            examine(self._out / run, self._rl, ROOT / "environments/skills_longer.toml", self._seed)
+            for run in ("base", "rl")
+        )
+        write_atomically(self._examinations, _EXAMINATIONS.dump_json([before, after]))
+        return {"correctness of the base": before.sampled[0].value, "of the trained model": after.sampled[0].value}
+
+    def report(self, stages: Stages) -> Figures:
+        """Writes and prints summary and report; returns the figures of the summary."""
+        before, after = _EXAMINATIONS.validate_json(self._examinations.read_bytes())
+        metrics = read_metrics(self._out / "rl")
+        measured = [row for row in metrics if "mismatch_abs_mean" in row]
+        summary: dict[str, float | int] = {
+            **before.figures("base"),
+            **after.figures("trained"),
+            "base_format_ok": before.format_ok,
+            "format_ok": after.format_ok,
+            "mismatch_abs_mean": max(row["mismatch_abs_mean"] for row in measured),
+            "mismatch_abs_max": max(row["mismatch_abs_max"] for row in measured),
+            "first_step_ppo_kl": measured[0]["ppo_kl"],
+            "route_picks": sum(row.get("route_picks", 0.0) for row in measured),
+            "route_flips": sum(row.get("route_flips", 0.0) for row in measured),
+            "route_flip_gap_max": max(row.get("route_flip_gap_max", 0.0) for row in measured),
+            "rl_steps": len(metrics),
+            "wall_s": sum(stage.seconds for stage in stages.done),
+            "cpu_s": sum(stage.cpu_s for stage in stages.done),
+            "peak_memory_mb": max(stage.peak_memory_mb for stage in stages.done),
+            "seed": self._seed,
+        }
+        write_atomically(self._out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+        report = write_speedrun_report(self._out, _COURSE[self._full], summary, stages.done, metrics, before, after)
+        print(
+            f"\nheld-out correctness {summary['base_correctness']:.1%} -> {summary['trained_correctness']:.1%}, "
+            f"format {summary['base_format_ok']:.1%} -> {summary['format_ok']:.1%}, "
+            f"{summary['wall_s'] / 60:.1f} minutes, {summary['peak_memory_mb']:.0f} MB"
+        )
+        print(f"report: {report}\ntalk to it: nmoe chat {self._out}")
+        return summary
+
+    @property
+    def _examinations(self) -> Path:
+        return self._out / "examinations.json"
+
+    def _load(self, name: str, schema: type[C], values: Mapping[str, str | int | float]) -> C:
+        """`configs/NAME.toml` in this directory, with this seed."""
+        overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **values}
+        arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
+        return load_run(ROOT / f"configs/{name}.toml", schema, arguments)
+
+
+_COURSE = {
+    False: "post-trained by reinforcement learning alone from verifiable rewards",
+    True: "mid-trained on a mixture, fine-tuned on conversations in good form whose answers are mostly wrong, and post-trained by "
+    "reinforcement learning from verifiable rewards",
+}
+_EXAMINATIONS = TypeAdapter(list[Examination])

@@ -1,0 +1,334 @@
+"""Solutions that are lists of steps, right or with one planted error: what a verifier of the small model's size can learn to judge.
+
+A problem is a sum (`nmoe.envs.tasks.sum`), a solution adds one number a step, and an oracle knows the first wrong step:
+
+    Sum: 4+7+2+5     4+7=11   11+2=13   13+5=18    right:       no wrong step, score 1
+                     4+7=11   11+2=13              unfinished:  no wrong step, score 0.5
+                     4+7=11   12+2=14   14+5=19    planted:     the second step is wrong, score 0
+
+After a planted error the solution goes on from what it wrote, as a model would. A problem belongs to the train or the eval split by
+its numbers (`nmoe.envs.pools.generated.split_of`): no seed brings one, in whatever order, into both.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nmoe.envs.pools.generated import split_of
+from nmoe.envs.tasks import DATASET_TASKS
+from nmoe.envs.tasks.score import CLOSING, OPENING
+from nmoe.envs.tasks.sum import SumTask
+
+Split = Literal["train", "eval"]
+
+# Numbers of additions.
+SHORTEST, LONGEST = 3, 5
+# Shares of solutions; the others are right.
+WRONG, UNFINISHED = 0.5, 0.1
+
+# How many solutions `write_domain` labels, and how many problems and solutions it writes.
+LABELLED, PROBLEMS, SOLUTIONS = 40_000, 2_000, 40_000
+# Share of the solutions to pretrain on that share a misconception.
+MISCONCEIVED = 0.45
+
+# What can be wrong in a step, given the sum so far and the number that is next: see `_wrong_step`.
+FAULTS = ("carry", "slip", "total", "number", "skip")
+
+_ADDITION = re.compile(r"(\d{1,9})\+(\d{1,9})=(\d{1,9})")
+_RESTATEMENT = re.compile(r"(\d{1,9}) so far")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Example: `Solution("Sum: 4+7+2+5", "18", ("4+7=11", "12+2=14", "14+5=19"), first_wrong=1, score=0.0)`; `first_wrong` counts
+    from 0 and is None where no step is wrong."""
+
+    question: str
+    gold: str
+    steps: tuple[str, ...]
+    first_wrong: int | None
+    score: float
+
+    @property
+    def text(self) -> str:
+        """One step a line."""
+        return "\n".join(self.steps)
+
+    @property
+    def ratings(self) -> tuple[int, ...]:
+        """PRM800K's, through the first wrong step: 1 for a step that leads on, 0 for one that only restates, -1 for a wrong one."""
+        judged = self.steps if self.first_wrong is None else self.steps[: self.first_wrong]
+        right = tuple(0 if _RESTATEMENT.fullmatch(step) else 1 for step in judged)
+        return right if self.first_wrong is None else (*right, -1)
+
+
+def first_wrong(question: str, steps: Sequence[str]) -> int | None:
+    """The oracle: the index of the first wrong step, None where none is. A step that is no addition, adds another number than the
+    next, starts from another total or comes to another is wrong, and so is one after the last number. Total over any steps."""
+    numbers = _numbers(question)
+    total, used = numbers[0], 1
+    for index, step in enumerate(steps):
+        if restated := _RESTATEMENT.fullmatch(step):
+            if int(restated[1]) != total:
+                return index
+            continue
+        added = _ADDITION.fullmatch(step)
+        if added is None or used == len(numbers):
+            return index
+        if [int(added[1]), int(added[2]), int(added[3])] != [total, numbers[used], total + numbers[used]]:
+            return index
+        total, used = total + numbers[used], used + 1
+    return None
+
+
+def score(question: str, steps: Sequence[str]) -> float:
+    """The oracle by the rubric: 0 with a wrong step or without steps, 1 for steps that add up all numbers, 0.5 for fewer."""
+    if not steps or first_wrong(question, steps) is not None:
+        return 0.0
+    return 1.0 if _used(steps) == len(_numbers(question)) else 0.5
+
+
+def solve(question: str) -> list[str]:
+    """The steps of the right solution."""
+    return _continued(_numbers(question), 1, _numbers(question)[0])
+
+
+def solutions(
+    seed: int,
+    count: int,
+    split: Split,
+    *,
+    wrong: float = WRONG,
+    unfinished: float = UNFINISHED,
+    restated: float = 0.0,
+    additions: tuple[int, int] = (SHORTEST, LONGEST),
+) -> Iterator[Solution]:
+    """`count` solutions to problems of a split, the same ones for the same arguments.
+
+    `wrong` of them have one planted error and `unfinished` of them stop early, shares of all; `restated` is the share of steps
+    before the error after which the total is said again ("13 so far"), which is neutral. `additions` are the fewest and the most.
+    """
+    rng = random.Random(f"steps/{split}/{seed}")
+    for _ in range(count):
+        question, gold = sum_problem(rng, split, additions)
+        numbers, steps = _numbers(question), solve(question)
+        at = None
+        draw = rng.random()
+        if draw < wrong:
+            at = rng.randrange(len(steps))
+            steps = steps[:at] + _planted(rng, numbers, at)
+        elif draw < wrong + unfinished:
+            steps = steps[: rng.randrange(1, len(steps))]
+        told: list[str] = []
+        for index, step in enumerate(steps):
+            told.append(step)
+            if (at is None or index < at) and restated and rng.random() < restated:
+                told.append(f"{step.partition('=')[2]} so far")
+        yield Solution(question, gold, tuple(told), first_wrong(question, told), score(question, told))
+
+
+def sum_problem(rng: random.Random, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)) -> tuple[str, str]:
+    """Question and gold of a fresh problem of a split."""
+    while True:
+        question, gold = SumTask().generate(rng, rng.randint(*additions))
+        if split_of("sum", question) == split:
+            return question, gold
+
+
+def step_texts(seed: int, count: int) -> Iterator[str]:
+    """Plain text of `count` judgements of every kind, prompt and reply, for training the tokenizer."""
+    rng = random.Random(f"step texts/{seed}")
+    for solution in solutions(seed, count, "train", restated=0.1):
+        evaluation = evaluation_text(solution)
+        record = {"steps": list(solution.steps), "solution": solution.text, "evaluation": evaluation}
+        score_text = f"{solution.score:g}"
+        for kind, gold in (
+            ("prm_step", "+"),
+            ("prm_solution", score_text),
+            ("proof_verification", score_text),
+            ("meta_verification", score_text),
+        ):
+            prompt, _, _ = DATASET_TASKS[kind].pose(solution.question, gold, record)
+            yield f"user {prompt} assistant analysis {evaluation} assistant final {rng.choice(('+', '0', '-', '0.5', '1'))}"
+        yield f"user {solution.question} assistant final ## Solution\n{solution.text}\n\n## Self Evaluation\n{evaluation}"
+
+
+def evaluation_text(solution: Solution) -> str:
+    """What the oracle would write of a solution, in DeepSeekMath-V2's form."""
+    if solution.first_wrong is not None:
+        found = f"Step {solution.first_wrong + 1} is wrong: {solution.steps[solution.first_wrong]}"
+    elif solution.score < 1:
+        found = "It is not finished."
+    else:
+        found = "Every step is right."
+    return f"{OPENING}\n{found}\n{CLOSING} {solution.score:g}"
+
+
+def write_domain(out: Path, seed: int) -> None:
+    """Writes what configs/verifier.toml, configs/sums.toml and configs/selfplay.toml read: `prm800k/` with both phases,
+    `sums.jsonl` and `problems.json`."""
+    (out / "prm800k").mkdir(exist_ok=True)
+    write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 40, "train", phase=1)
+    write_prm800k(out / "prm800k/phase2_train.jsonl", seed, LABELLED, "train", phase=2)
+    write_prm800k(out / "prm800k/phase2_test.jsonl", seed, LABELLED // 40, "eval", phase=2)
+    write_problems(out / "problems.json", seed, PROBLEMS, "train")
+    write_solutions(out / "sums.jsonl", seed, SOLUTIONS, "train")
+
+
+def write_prm800k(path: Path, seed: int, count: int, split: Split, phase: Literal[1, 2] = 2) -> None:
+    """Writes `count` labelled solutions as PRM800K has them (https://github.com/openai/prm800k, arXiv:2305.20050).
+
+    Phase 1: every step has several completions, of which one was chosen to go on from, or a person wrote the step; the labelling
+    ends with the solution. Phase 2: one completion a step, up to the first wrong one, and the whole solution as it was generated.
+    As there, a few rows are quality control or screening, some completions are flagged, some labelers gave up.
+    """
+    rng = random.Random(f"prm800k/{phase}/{split}/{seed}")
+    wrong = WRONG if phase == 2 else 0.0
+    with path.open("w") as file:
+        for index, solution in enumerate(solutions(seed, count, split, wrong=wrong, unfinished=0.0, restated=0.1)):
+            steps = [
+                _prm800k_step(rng, solution, place, phase) for place in range(len(solution.ratings))
+            ]  # nothing is labelled after the first wrong step
+            reason = "solution" if solution.first_wrong is None else "found_error"
+            if rng.random() < 0.02:
+                steps, reason = steps[:1], rng.choice(("give_up", "bad_problem"))
+            question: dict[str, Any] = {"problem": solution.question, "ground_truth_answer": solution.gold}
+            if phase == 2:
+                question["ground_truth_solution"] = None
+                question["pre_generated_steps"] = list(solution.steps)
+                question["pre_generated_answer"] = solution.steps[-1].partition("=")[2]
+                question["pre_generated_verifier_score"] = round(rng.random(), 6)
+            record = {
+                "labeler": f"{rng.randrange(2**32):08x}-0000-4000-8000-{rng.randrange(2**48):012x}",
+                "timestamp": f"2023-01-22T04:{index // 60 % 60:02d}:{index % 60:02d}.052924",
+                "generation": rng.randrange(10) if phase == 2 else None,
+                "is_quality_control_question": rng.random() < 0.03,
+                "is_initial_screening_question": rng.random() < 0.02,
+                "question": question,
+                "label": {"steps": steps, "total_time": rng.randrange(20_000, 300_000), "finish_reason": reason},
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def _prm800k_step(rng: random.Random, solution: Solution, place: int, phase: int) -> dict[str, Any]:
+    text, rating = solution.steps[place], solution.ratings[place]
+    completions = [{"text": text, "rating": rating, "flagged": rng.random() < 0.01}]
+    if phase == 2:
+        # No completion was good enough to go on from where the last one is wrong.
+        return {"completions": completions, "human_completion": None, "chosen_completion": None if rating < 0 else 0}
+    if rating > 0 and _ADDITION.fullmatch(text):
+        left, right, result = map(int, _ADDITION.fullmatch(text).groups())  # type: ignore[union-attr]
+        for _ in range(rng.randrange(3)):
+            other = f"{left}+{right}={result + rng.choice((-10, -2, -1, 1, 2, 10))}"
+            completions.append({"text": other, "rating": -1, "flagged": False})
+    if len(completions) > 1 and rng.random() < 0.1:  # only wrong ones were offered, and the labeler wrote the step
+        human = {"text": text, "rating": None, "source": "human", "flagged": False, "corrected_rating": None}
+        return {"completions": completions[1:], "human_completion": human, "chosen_completion": None}
+    chosen = completions[0]
+    rng.shuffle(completions)
+    return {"completions": completions, "human_completion": None, "chosen_completion": completions.index(chosen)}
+
+
+def write_stepwise(path: Path, seed: int, count: int, split: Split) -> None:
+    """Writes `count` labelled solutions as TRL's stepwise supervision has them: `prompt`, `completions` and `labels`, true or false
+    through the first wrong step, where the completions end too."""
+    with path.open("w") as file:
+        for solution in solutions(seed, count, split):
+            labels = [rating >= 0 for rating in solution.ratings]
+            record = {"prompt": solution.question, "completions": solution.steps[: len(labels)], "labels": labels}
+            file.write(json.dumps(record) + "\n")
+
+
+def write_solutions(path: Path, seed: int, count: int, split: Split, misconceived: float = MISCONCEIVED) -> None:
+    """Writes `count` worked problems as plain text to pretrain a policy on, of which a share `misconceived` forgets every ten: a
+    policy that reads them has a systematic fault, which a majority of its samples may share."""
+    rng = random.Random(f"solutions/{split}/{seed}")
+    with path.open("w") as file:
+        for _ in range(count):
+            question, _ = sum_problem(rng, split)
+            steps = _without_tens(question) if rng.random() < misconceived else solve(question)
+            text = "\n".join([question, *steps])
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def _without_tens(question: str) -> list[str]:
+    """Every step keeps the tens that it has, and carries none: 8+5=3, 18+5=13."""
+    total, *numbers = _numbers(question)
+    steps = []
+    for number in numbers:
+        result = total - total % 10 + (total + number) % 10
+        steps.append(f"{total}+{number}={result}")
+        total = result
+    return steps
+
+
+def write_problems(
+    path: Path, seed: int, count: int, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)
+) -> None:
+    """Writes `count` different problems as DeepSeekMath-V2's inputs, a JSON list of
+    {id, question, answer, contest, problem_idx}."""
+    rng = random.Random(f"problems/{split}/{seed}")
+    found: dict[str, str] = {}
+    while len(found) < count:
+        question, gold = sum_problem(rng, split, additions)
+        found[question] = gold
+    records = [
+        {"id": f"sums-{index}", "question": question, "answer": gold, "contest": "sums", "problem_idx": str(index)}
+        for index, (question, gold) in enumerate(found.items(), 1)
+    ]
+    path.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def _numbers(question: str) -> list[int]:
+    return list(map(int, question.removeprefix("Sum: ").split("+")))
+
+
+def _used(steps: Sequence[str]) -> int:
+    return 1 + sum(_ADDITION.fullmatch(step) is not None for step in steps)
+
+
+def _continued(numbers: Sequence[int], used: int, total: int) -> list[str]:
+    steps = []
+    for number in numbers[used:]:
+        steps.append(f"{total}+{number}={total + number}")
+        total += number
+    return steps
+
+
+def _planted(rng: random.Random, numbers: Sequence[int], at: int) -> list[str]:
+    """A wrong step in place of the one at index `at`, and what follows from it."""
+    total, number = sum(numbers[: at + 1]), numbers[at + 1]
+    used = at + 2
+    faults = [fault for fault in FAULTS if _possible(fault, numbers, at)]
+    match rng.choice(faults):
+        case "carry":  # the ten is forgotten
+            left, right, result = total, number, total + number - 10
+        case "slip":
+            away = [change for change in (-10, -2, -1, 1, 2, 10) if total + number + change > 0]
+            left, right, result = total, number, total + number + rng.choice(away)
+        case "total":  # starts from what nobody wrote
+            away = [change for change in (-10, -1, 1, 10) if total + change > 0]
+            left, right = total + rng.choice(away), number
+            result = left + right
+        case "number":
+            left, right = total, rng.choice([other for other in range(1, 10) if other != number])
+            result = left + right
+        case _:  # "skip": a number is left out
+            left, right, used = total, numbers[at + 2], at + 3
+            result = left + right
+    return [f"{left}+{right}={result}", *_continued(numbers, used, result)]
+
+
+def _possible(fault: str, numbers: Sequence[int], at: int) -> bool:
+    total, number = sum(numbers[: at + 1]), numbers[at + 1]
+    if fault == "carry":
+        return total % 10 + number >= 10
+    if fault == "skip":
+        return at + 2 < len(numbers) and numbers[at + 2] != number
+    return True

@@ -1,0 +1,151 @@
+"""Conversations that know of the python tool but use it badly: what the base reads in mid-training, before `configs/tools.toml`.
+
+Every document asks for a sum of environments/tools.toml, in well-formed Harmony. Most practise one of two parts: a call that copies
+the sum, without its answer, or the reading of an output that nobody called for. Of the others, whole conversations with the
+environment's own prompt, a minority hands the sum to the tool and gives its output as the answer; in the rest another sum is
+copied, the output is ignored, the call is no JSON or names a tool that is not there, or the answer is guessed without a call.
+Reinforcement learning has to find which of these pays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from nmoe.config.environment import EnvironmentSettings, GeneratedPool, load_environment
+from nmoe.envs.environment import Environment
+from nmoe.envs.pools.generated import split_of
+from nmoe.envs.tasks import GENERATED_TASKS
+from nmoe.envs.tools.builtin import builtin_tools
+from nmoe.envs.tools.executor import AsyncToolExecutor
+from nmoe.envs.tools.session import ToolSession
+from nmoe.text.harmony import Harmony, HarmonyTokenizer
+from nmoe.text.harmony_tools import render_tools
+from nmoe.types import Message, Problem, ToolCall, ToolEvent
+
+# Share of documents that stop at a right call and have no definition of the tool before it: a model of this size learns to copy a
+# sum only from much of it, and the definition is two thirds of a whole document.
+CALLING = 0.5
+# Share of documents in which the tool says a number that is no sum, and the answer is that number. Where the output is the sum
+# that was asked for, as in whole conversations, a model can come near it by arithmetic, and learns that instead of reading.
+READING = 0.25
+# Shares of the others; what is left is guessed without a call.
+RIGHT, CARELESS, IGNORED, BROKEN, UNKNOWN = 0.15, 0.05, 0.15, 0.15, 0.15
+GUESS_IS_RIGHT = 0.1
+_CALLS_PER_DEFINITION = 10
+_OUTPUTS = (1_000, 20_000)  # of as many digits as the sums have
+
+
+def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
+    """Plain text of `count` calls, and of the tool's definition now and then, for training the tokenizer."""
+    settings = load_environment(environment)
+    definitions = render_tools([builtin_tools(settings.budget)["python"].definition])
+    rng = random.Random(f"tools/{seed}")
+    for index in range(count):
+        problem = _problem(rng, settings)
+        call = f"assistant to=functions.python commentary json {_arguments(problem)}"
+        answer = f"functions.python to=assistant commentary {problem.gold}\n assistant final {problem.gold}"
+        yield f"user {problem.question} {call} {answer}"
+        if index % _CALLS_PER_DEFINITION == 0:
+            yield f"developer {definitions}"
+
+
+class ToolDocuments:
+    """Makes the documents of one environment, whose pool is generated sums and whose only tool is python."""
+
+    def __init__(self, environment: Path, tokenizer: HarmonyTokenizer) -> None:
+        self._settings = load_environment(environment)
+        self._environment = Environment.from_settings(self._settings, tokenizer)
+        self._executor = AsyncToolExecutor(self._environment.tools, self._settings.budget)
+        self._harmony = Harmony(tokenizer)
+
+    def write(self, path: Path, seed: int, count: int) -> None:
+        """Writes `count` documents as JSONL with `token_ids`. Held-out questions never occur."""
+        with path.open("w") as file:
+            for token_ids in self.documents(seed, count):
+                file.write(json.dumps({"token_ids": token_ids}) + "\n")
+
+    def documents(self, seed: int, count: int) -> Iterator[list[int]]:
+        """The token ids of `count` documents, the same ones for the same seed."""
+        rng = random.Random(f"tools/{seed}")
+        for _ in range(count):
+            problem, copied = _problem(rng, self._settings), _problem(rng, self._settings)
+            question, draw = Message("user", problem.question), rng.random()
+            if draw < CALLING:
+                prompt = self._harmony.render_prompt([question])
+                yield prompt + self._harmony.render_completion([_call("python", _arguments(problem))])
+            elif draw < CALLING + READING:
+                number = str(rng.randrange(*_OUTPUTS))
+                output = Message("tool", f"{number}\n", "commentary", recipient="assistant", name="functions.python")
+                prompt = self._harmony.render_prompt([question, output])
+                yield prompt + self._harmony.render_completion([_final(number)])
+            else:
+                yield self._environment.prompt_ids(problem) + self._conversation(rng, problem, copied)
+
+    def _conversation(self, rng: random.Random, problem: Problem, copied: Problem) -> list[int]:
+        """What follows the prompt; `copied` is another problem, for a call that copies carelessly."""
+        guess = _guess(rng, problem.gold)
+        draw = rng.random()
+        for share, called, answer in (
+            (RIGHT, problem, problem.gold),
+            (CARELESS, copied, copied.gold),
+            (IGNORED, problem, guess),
+        ):
+            if draw < share:
+                return self._called("python", _arguments(called), f"{called.gold}\n", answer)
+            draw -= share
+        if draw < BROKEN:
+            arguments = _arguments(problem).replace('"', "", rng.choice((-1, 2)))
+            return self._called("python", arguments, self._refused("python", arguments), guess)
+        if draw < BROKEN + UNKNOWN:
+            arguments = _arguments(problem)
+            return self._called("calculator", arguments, self._refused("calculator", arguments), guess)
+        return self._harmony.render_completion([_final(guess)])
+
+    def _called(self, tool: str, arguments: str, output: str, answer: str) -> list[int]:
+        """A call, the tool's answer as the environment words it, and the final message."""
+        event = ToolEvent(ToolCall(tool, arguments, "0/0"), "ok", output, "", 0.0, 0.0)
+        given = self._environment.format.answer_calls([], [[event]])
+        return [
+            *self._harmony.render_completion([_call(tool, arguments)]),
+            *given,
+            *self._harmony.render_completion([_final(answer)]),
+        ]
+
+    def _refused(self, tool: str, arguments: str) -> str:
+        """What the executor answers to a call that never reaches its tool."""
+        (event,) = asyncio.run(self._executor.run([ToolCall(tool, arguments, "0/0")], ToolSession(None)))
+        assert event.failure != "ok", "it is refused"
+        return event.output
+
+
+def _problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
+    """A fresh one of the train split."""
+    pool = settings.task_pool
+    assert isinstance(pool, GeneratedPool), "the environment's problems are generated"
+    while True:
+        question, gold = GENERATED_TASKS[pool.task_type].generate(rng, rng.randint(*pool.difficulty))
+        if split_of(pool.task_type, question) == "train":
+            return Problem("", pool.task_type, question, gold, "")
+
+
+def _arguments(problem: Problem) -> str:
+    return json.dumps({"code": f"print({problem.question.removeprefix('Add: ')})"})
+
+
+def _call(tool: str, arguments: str) -> Message:
+    return Message("assistant", arguments, "commentary", recipient=f"functions.{tool}", content_type="json")
+
+
+def _final(answer: str) -> Message:
+    return Message("assistant", answer, "final")
+
+
+def _guess(rng: random.Random, gold: str) -> str:
+    """Mostly wrong by a little."""
+    return (
+        gold if rng.random() < GUESS_IS_RIGHT else str(int(gold) + rng.choice((-1000, -100, -10, -1, 1, 10, 100, 1000)))
+    )

@@ -1,0 +1,247 @@
+"""How a solution is shown to a verifier, and where its word is read: the same tokens in training and in use.
+
+Discriminative: the solution stands as an answer to its problem, a step a line, and a head reads the last token of every step (or
+of the whole): one forward for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6).
+
+Generative: the tasks `prm_step` and `prm_solution` ask for the label of the last step shown, or for the score of the solution,
+and what the model gives the label as its final message is compared with what it gives the others: one sequence for every step and
+label, and the sequences of a solution share the rows where they begin alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+
+from nmoe.envs.tasks.prm import PrmSolutionTask, PrmStepTask
+from nmoe.errors import UserError
+from nmoe.learner.aggregation import token_weights
+from nmoe.learner.batch import Batch, alike
+from nmoe.text.harmony import Harmony, HarmonyTokenizer
+from nmoe.text.harmony_format import CHANNEL, MESSAGE, RETURN
+from nmoe.types import Message
+
+Mode = Literal["step", "score"]
+HeadForm = Literal["generative", "discriminative"]
+
+# From worst to best; the classes of a head and the labels of a prompt have this order.
+STEP_CLASSES = ("-", "+")
+STEP_CLASSES_WITH_NEUTRAL = ("-", "0", "+")
+SCORE_CLASSES = ("0", "0.5", "1")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Inputs, what each of them predicts, and the positions whose word counts; for a head `labels` are the classes there.
+
+    `language` are positions that predict the tokens of right steps, which may be learned beside.
+
+    Example, three tokens of a prompt, a label and <|return|>: `Shown((5, 6, 7, 18), (6, 7, 18, 2), scored=(2, 3))`.
+    """
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    scored: tuple[int, ...]
+    labels: tuple[int, ...] = ()
+    language: tuple[int, ...] = ()
+
+
+Group = Sequence[Shown]
+"""The sequences of one solution, which may begin alike."""
+
+
+class Form(Protocol):
+    """Shows solutions to a verifier. `classes` are its labels, worst first; `mode` says whether it judges steps or solutions."""
+
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+
+    def training(self, messages: Sequence[Message], steps: Sequence[str], labels: Sequence[str | None]) -> Group:
+        """What is trained on; `labels` are those of the steps, or one of the whole solution, None where there is none."""
+
+    def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
+        """What is asked of the steps, or of the whole solution, as far as it fits."""
+
+
+class DiscriminativeForm:
+    """One sequence a solution, read by a head: at the last token of every step, or at <|return|>."""
+
+    def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode) -> None:
+        self.mode: Mode = mode
+        self.classes = STEP_CLASSES if mode == "step" else SCORE_CLASSES
+        self._harmony = Harmony(tokenizer)
+        special = tokenizer.special_id
+        self._opening = [special(CHANNEL), *tokenizer.encode("final"), special(MESSAGE)]
+        self._end = special(RETURN)
+
+    def training(self, messages: Sequence[Message], steps: Sequence[str], labels: Sequence[str | None]) -> Group:
+        ids, spans = self._shown(messages, steps)
+        places = self._places(ids, spans)
+        judged = [
+            (end, self.classes.index(label)) for end, label in zip(places, labels, strict=True) if label is not None
+        ]
+        # Steps without a label say nothing: they may come after a wrong one.
+        right = [label == self.classes[-1] for label in (labels if self.mode == "step" else list(labels) * len(spans))]
+        language = [
+            place - 1
+            for (start, end), is_right in zip(spans, right, strict=True)
+            if is_right
+            for place in range(start, end + 2)
+        ]
+        taken = {end for end, _ in judged}
+        return [
+            Shown(
+                tuple(ids),
+                (*ids[1:], 0),
+                tuple(end for end, _ in judged),
+                tuple(label for _, label in judged),
+                tuple(place for place in language if place not in taken),
+            )
+        ]
+
+    def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
+        ids, spans = self._shown(messages, steps)
+        places = [place for place in self._places(ids, spans) if place < context_tokens]
+        if not places:
+            return []
+        ids = ids[: places[-1] + 1]
+        return [Shown(tuple(ids), (*ids[1:], 0), tuple(places), (0,) * len(places))]
+
+    def _shown(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens, and of every step the first and last, each followed by a line break."""
+        encode = self._harmony.tokenizer.encode
+        line_break = encode("\n")
+        ids = self._harmony.render_prompt(messages) + self._opening
+        spans = []
+        for step in steps:
+            # Each by itself: where a step ends, no token may reach beyond it.
+            start = len(ids)
+            ids += encode(step)
+            spans.append((start, len(ids) - 1))
+            ids += line_break
+        return [*ids, self._end], spans
+
+    def _places(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+        return [end for _, end in spans] if self.mode == "step" else [len(ids) - 1]
+
+
+class GenerativeForm:
+    """A prompt for each step, or for the solution, and a final message that is the label."""
+
+    def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, neutral: bool = False) -> None:
+        """Raises UserError for a tokenizer that has no single token for a label of a step. A score of 0.5 is several in most; its
+        probability is that of them all, <|return|> included, which no other score begins with."""
+        self.mode: Mode = mode
+        steps = STEP_CLASSES_WITH_NEUTRAL if neutral else STEP_CLASSES
+        self.classes = steps if mode == "step" else SCORE_CLASSES
+        self._harmony = Harmony(tokenizer)
+        if mode == "step":
+            for label in self.classes:
+                if len(ids := tokenizer.encode(label)) != 1:
+                    raise UserError(
+                        f"the label {label!r} of a step is {len(ids)} tokens in this tokenizer, and has to be one; use another "
+                        'tokenizer, or verifier.head = "discriminative"'
+                    )
+
+    def training(self, messages: Sequence[Message], steps: Sequence[str], labels: Sequence[str | None]) -> Group:
+        prompts = self._prompts(messages, steps)
+        group = []
+        for count, prompt, label in zip(self._counts(steps), prompts, labels, strict=True):
+            if label is None:
+                continue
+            language: range | tuple[int, ...] = ()
+            if label == self.classes[-1]:
+                # Nothing follows the steps in a prompt but its end and <|start|>assistant.
+                last = len(prompt) - len(self._after) - 1
+                said = (
+                    steps[count - 1]
+                    if self.mode == "step"
+                    else "\n".join(f"{n}. {step}" for n, step in enumerate(steps, 1))
+                )
+                first = last - len(self._harmony.tokenizer.encode(said)) + 1
+                language = range(first - 1, last)
+            group.append(replace(self._answered(prompt, label), language=tuple(language)))
+        return group
+
+    def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
+        """Every label in turn, for each prompt."""
+        room = context_tokens - max(map(len, self.answers.values()))
+        prompts = [prompt for prompt in self._prompts(messages, steps) if len(prompt) <= room]
+        return [self._answered(prompt, label) for prompt in prompts for label in self.classes]
+
+    @cached_property
+    def answers(self) -> dict[str, list[int]]:
+        """The completion that each label is."""
+        return {
+            label: self._harmony.render_completion([Message("assistant", label, "final")]) for label in self.classes
+        }
+
+    @cached_property
+    def _after(self) -> list[int]:
+        """What follows the content of a prompt's last message."""
+        (end,) = self._harmony.render([Message("user", "")])[-1:]
+        return [end, *self._harmony.render_prompt([])]
+
+    def _counts(self, steps: Sequence[str]) -> Sequence[int]:
+        """How many steps each prompt shows."""
+        return range(1, len(steps) + 1) if self.mode == "step" else [len(steps)]
+
+    def _prompts(self, messages: Sequence[Message], steps: Sequence[str]) -> list[list[int]]:
+        problem = "\n\n".join(message.content for message in messages if message.role != "system")
+        task = PrmStepTask() if self.mode == "step" else PrmSolutionTask()
+        prompts = []
+        for count in self._counts(steps):
+            asked, _, _ = task.pose(problem, self.classes[0], {"steps": list(steps[:count])})
+            prompts.append(self._harmony.render_prompt([Message("user", asked)]))
+        return prompts
+
+    def _answered(self, prompt: list[int], label: str) -> Shown:
+        ids = prompt + self.answers[label]
+        return Shown(tuple(ids[:-1]), tuple(ids[1:]), tuple(range(len(prompt) - 1, len(ids) - 1)))
+
+
+def make_form(tokenizer: HarmonyTokenizer, head: HeadForm, mode: Mode, neutral: bool) -> Form:
+    """Raises UserError as the forms do."""
+    if head == "discriminative":
+        return DiscriminativeForm(tokenizer, mode)
+    return GenerativeForm(tokenizer, mode, neutral)
+
+
+def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
+    """The groups' sequences end to end. The loss is the mean over all positions that count and, `language_weight` times, that
+    over the tokens of right steps, where the column of labels is -1."""
+    sequences = [shown for group in groups for shown in group]
+    lengths = tuple(len(shown.inputs) for shown in sequences)
+    labels_T = torch.full((sum(lengths),), -1)
+    judged_T, language_T = torch.zeros(len(labels_T), dtype=torch.bool), torch.zeros(len(labels_T), dtype=torch.bool)
+    start = 0
+    for shown in sequences:
+        places_N = torch.tensor(shown.scored, dtype=torch.int64) + start
+        judged_T[places_N] = True
+        if shown.labels:
+            labels_T[places_N] = torch.tensor(shown.labels)
+        language_T[torch.tensor(shown.language, dtype=torch.int64) + start] = language_weight > 0
+        start += len(shown.inputs)
+    return Batch(
+        lengths=lengths,
+        inputs_T=torch.tensor([token for shown in sequences for token in shown.inputs]),
+        targets_T=torch.tensor([token for shown in sequences for token in shown.targets]),
+        scored_T=judged_T | language_T,
+        weights_T=token_weights("token", judged_T, lengths)
+        + language_weight * token_weights("token", language_T, lengths),
+        labels_T=labels_T,
+        prefixes=tuple(shared for number, group in enumerate(groups) for shared in _prefixes(number, group)),
+    )
+
+
+def _prefixes(number: int, group: Group) -> list[tuple[int, int]]:
+    """How much of each sequence's beginning is also that of the group's longest."""
+    longest = max((shown.inputs for shown in group), key=len)
+    return [(number, alike(longest, shown.inputs)) for shown in group]

@@ -1,0 +1,112 @@
+"""What a verifier says: the probabilities of its labels for every step of solutions, or for solutions as a whole."""
+
+# Shapes: M judgements of a solution (its steps, or 1), K classes.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from nmoe.errors import UserError
+from nmoe.learner.forward import batch_head_outputs, batch_logprobs
+from nmoe.model.head import Head, load_head
+from nmoe.model.policy import load_policy
+from nmoe.model.transformer import Transformer
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.harmony import HarmonyTokenizer
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
+from nmoe.verifier.form import Form, Group, HeadForm, Mode, form_batch, make_form
+
+DESCRIPTION = "verifier.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What verifier.json in a checkpoint says: how to ask it. `Description("step", "discriminative", neutral=False)`."""
+
+    mode: Mode
+    head: HeadForm
+    neutral: bool
+
+    def save(self, directory: Path) -> None:
+        (directory / DESCRIPTION).write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> Description:
+        """Raises UserError where the checkpoint is no verifier's."""
+        path = directory / DESCRIPTION
+        try:
+            raw = json.loads(path.read_text())
+            described = cls(raw["mode"], raw["head"], raw["neutral"])
+        except FileNotFoundError:
+            raise UserError(
+                f"{path}: no such file: the checkpoint is no verifier; `nmoe verifier` trains one"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: not the description of a verifier: {error}") from None
+        if described.mode not in get_args(Mode) or described.head not in get_args(HeadForm):
+            raise UserError(f"{path}: not the description of a verifier: {raw}")
+        return described
+
+    def form(self, tokenizer: HarmonyTokenizer) -> Form:
+        """Raises UserError for a tokenizer that the form does not go with."""
+        return make_form(tokenizer, self.head, self.mode, self.neutral)
+
+
+@dataclass
+class Judge:
+    """A model, with its head where it has one, and the form in which it is asked."""
+
+    model: Transformer
+    head: Head | None
+    form: Form
+    tokens_per_microbatch: int = 16384
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Judge, Description]:
+        """The verifier of a run or a checkpoint. Raises UserError where it is none, or torn."""
+        directory = resolve_checkpoint(path)
+        described = Description.load(directory)
+        form = described.form(Tokenizer.load(directory))
+        model = load_policy(directory)[0]
+        head = None
+        if described.head == "discriminative":
+            head = load_head(directory, model.config.hidden_size, described.mode)
+        return cls(model, head, form), described
+
+    def probabilities(self, solutions: Sequence[tuple[Sequence[Message], Sequence[str]]]) -> list[Tensor]:
+        """For each solution, its problem as messages and its steps, the probabilities `[M, K]` of the form's classes, worst first.
+
+        What does not fit the model's context was not read to its end: it is given to the worst class.
+        """
+        context, classes = self.model.config.context_tokens, len(self.form.classes)
+        groups = [self.form.question(messages, steps, context) for messages, steps in solutions]
+        logits = self._logits([group for group in groups if group])
+        found, place = [], 0
+        for (_, steps), group in zip(solutions, groups, strict=True):
+            judged = sum(len(shown.scored) for shown in group) if self.head is not None else len(group) // classes
+            said_MK = torch.zeros(len(steps) if self.form.mode == "step" else 1, classes)
+            said_MK[:, 0] = 1.0
+            said_MK[:judged] = logits[place : place + judged].softmax(-1)
+            place += judged
+            found.append(said_MK)
+        return found
+
+    def _logits(self, groups: Sequence[Group]) -> Tensor:
+        """Unnormalised log-probabilities of all groups' judgements, one after the other, `[all, K]`."""
+        classes = len(self.form.classes)
+        if not groups:
+            return torch.zeros(0, classes)
+        batch = form_batch(groups)
+        if self.head is not None:
+            return batch_head_outputs(self.model, self.head, batch, self.tokens_per_microbatch)
+        logprobs_N = batch_logprobs(self.model, batch, self.tokens_per_microbatch, 1.0)
+        answers = logprobs_N.split([len(shown.scored) for group in groups for shown in group])
+        return torch.stack([answer_N.sum() for answer_N in answers]).view(-1, classes)

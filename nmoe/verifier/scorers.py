@@ -1,0 +1,130 @@
+"""Scorers that are models: a reward model's or a verifier's checkpoint behind the protocol that rewards and best-of-n ask
+(`nmoe.envs.scorer`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from nmoe.data.messages import ChatMessage
+from nmoe.data.pairs import render_answer
+from nmoe.data.prm import split_steps
+from nmoe.data.rendering import Renderer, make_renderer
+from nmoe.envs.scorer import Scorer, StepScorer
+from nmoe.errors import UserError
+from nmoe.learner.forward import batch_head_outputs
+from nmoe.model.head import Head, load_head
+from nmoe.model.policy import load_policy
+from nmoe.model.transformer import Transformer
+from nmoe.recipes.pair_batch import last_token_batch
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
+from nmoe.verifier.batching import Together
+from nmoe.verifier.form import Mode
+from nmoe.verifier.judge import DESCRIPTION, Judge
+
+# Of one pass. With exact numerics what is scored together changes no score.
+TOKENS_PER_PASS = 16384
+
+Ids = tuple[int, ...]
+
+
+def load_scorer(path: Path) -> Scorer:
+    """What the run or checkpoint at `path` scores answers with. Raises UserError where it is no scorer."""
+    return Verifier.load(path) if (resolve_checkpoint(path) / DESCRIPTION).exists() else RewardModel.load(path)
+
+
+def load_step_scorer(path: Path) -> StepScorer:
+    """What the run or checkpoint at `path` scores steps with. Raises UserError where it is no verifier of steps."""
+    verifier = Verifier.load(path)
+    if verifier.mode != "step":
+        raise UserError(
+            f"{path}: this verifier scores whole solutions, and steps are to be judged; train one with --mode=step"
+        )
+    return verifier
+
+
+class RewardModel:
+    """A reward model: the number its head gives at the last token of prompt and answer, as `nmoe reward` trained it to.
+
+    Calls that wait at the same time are answered in one pass, in a thread of its own. A score is a pure function of the text: the
+    model runs with exact numerics, so that what else is in the pass does not matter, and a text that was scored lately is not run
+    again.
+    """
+
+    def __init__(self, model: Transformer, head: Head, renderer: Renderer, origin: str) -> None:
+        self._model, self._head, self._renderer, self._origin = model.set_numerics("exact"), head, renderer, origin
+        self._together = Together[Ids, float](lambda taken: self._run(taken))
+
+    @classmethod
+    def load(cls, path: Path) -> RewardModel:
+        """Raises UserError where the checkpoint has no head, or one of another kind."""
+        directory = resolve_checkpoint(path)
+        model = load_policy(directory)[0].requires_grad_(False)
+        head = load_head(directory, model.config.hidden_size, "reward").requires_grad_(False)
+        if (outputs := head.weight.shape[0]) != 1:
+            raise UserError(f"{directory / 'head.json'}: a reward is one number, and this head has {outputs} outputs")
+        return cls(model, head, make_renderer(Tokenizer.load(directory)), str(path))
+
+    async def score(self, messages: Sequence[Message], answer: str) -> float:
+        """The reward. Raises UserError for a prompt and answer that do not fit the model's context."""
+        prompt = tuple(ChatMessage(message.role, message.content, name=message.name) for message in messages)
+        ids = tuple(render_answer(self._renderer, prompt, answer).ids)
+        if len(ids) > self._model.config.context_tokens:
+            raise UserError(
+                f"{self._origin}: prompt and answer are {len(ids)} tokens, and this reward model reads at most "
+                f"{self._model.config.context_tokens}"
+            )
+        return await self._together.ask(ids)
+
+    def _run(self, sequences: Sequence[Ids]) -> list[float]:
+        batch = last_token_batch(sequences)
+        rewards: list[float] = batch_head_outputs(self._model, self._head, batch, TOKENS_PER_PASS)[:, 0].tolist()
+        return rewards
+
+
+Question = tuple[tuple[Message, ...], tuple[str, ...]]
+
+
+class Verifier:
+    """A verifier that `nmoe verifier` trained, for whole answers (`Scorer`) and, where it judges steps, for each of them
+    (`StepScorer`). An answer's steps are its lines.
+
+    Of an answer the score is the probability that every step is right, the product of those of its steps (Lightman et al. 2023,
+    arXiv:2305.20050, section 2.6), or where it scores solutions the mean of the scores it expects. The model runs with exact
+    numerics: what else is in a pass changes nothing.
+    """
+
+    def __init__(self, judge: Judge, mode: Mode) -> None:
+        self._judge, self.mode = judge, mode
+        judge.model.set_numerics("exact").requires_grad_(False)
+        self._together = Together[Question, tuple[tuple[float, ...], ...]](self._run)
+
+    @classmethod
+    def load(cls, path: Path) -> Verifier:
+        """Raises UserError where the checkpoint is no verifier's, or torn."""
+        judge, described = Judge.load(path)
+        return cls(judge, described.mode)
+
+    async def score(self, messages: Sequence[Message], answer: str) -> float:
+        """0 for an answer without a step, and for one that does not fit the model's context."""
+        steps = split_steps(answer)
+        if not steps:
+            return 0.0
+        if self.mode == "step":
+            return math.prod(await self.step_scores(messages, steps))
+        ((worst, half, best),) = await self._ask(messages, steps)
+        return 0 * worst + 0.5 * half + 1 * best
+
+    async def step_scores(self, messages: Sequence[Message], steps: Sequence[str]) -> list[float]:
+        """The probability that each step is right, neutral ones included."""
+        assert self.mode == "step", "load_step_scorer refuses a verifier of whole solutions"
+        return [1 - said[0] for said in await self._ask(messages, steps)]
+
+    async def _ask(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+        return await self._together.ask((tuple(messages), tuple(steps)))
+
+    def _run(self, questions: Sequence[Question]) -> list[tuple[tuple[float, ...], ...]]:
+        return [tuple(map(tuple, said_MK.tolist())) for said_MK in self._judge.probabilities(questions)]

@@ -1,0 +1,243 @@
+"""Verifier training: a model learns to tell right steps, or right solutions, from wrong ones. `nmoe verifier CONFIG`
+
+From labelled steps (Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2024, arXiv:2312.08935), either as answers in Harmony or
+by a head that reads the end of every step; graded scores of whole solutions are those of DeepSeekMath-V2 (arXiv:2511.22570).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.run import VerifierConfig
+from nmoe.config.verifier import VerifierSection
+from nmoe.data.prm import LabelledSteps, Reading, normal, read_source
+from nmoe.data.prm.labelled import prefix_keys
+from nmoe.data.stream import ExampleStream
+from nmoe.envs.pools.order import stable_hash
+from nmoe.errors import UserError
+from nmoe.eval.evaluate import Evaluation
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import classification, cross_entropy
+from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
+from nmoe.model.head import Head, load_head
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads
+from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.types import Message
+from nmoe.verifier.form import Form, Group, form_batch
+from nmoe.verifier.judge import Description, Judge
+from nmoe.verifier.quality import calibration, processbench, rate
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A solution to train or evaluate on: `labels` are those of its steps, or the one score of all of them.
+
+    Example: `Judged("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), first_wrong=1)`.
+    """
+
+    problem: str
+    steps: tuple[str, ...]
+    labels: tuple[str | None, ...]
+    first_wrong: int | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        return [Message("user", self.problem)]
+
+
+def verifier(config: VerifierConfig) -> Path:
+    """Runs the configuration to its last step and returns the run directory."""
+    threads = set_threads(config)
+    section = config.verifier
+    tokenizer = load_tokenizer(config.model)
+    described = Description(section.mode, section.head, section.neutral == "own")
+    form = described.form(tokenizer)
+    model = build_model(config.model, tokenizer, config.run.seed)
+    lora = add_adapter(config, model)
+    head = None
+    if section.head == "discriminative":
+        head = _head(config, model.config.hidden_size, len(form.classes))
+    reading, held_out = read_data(section)
+    context = model.config.context_tokens
+    train, train_long = _fitting(judged_solutions(reading.solutions, section, config.run.seed), form, context)
+    probe, probe_long = _fitting(whole_solutions(held_out.solutions, section, config.run.seed), form, context)
+    # The same solutions at every evaluation, and not the first ones of a file that may be sorted.
+    random.Random(config.run.seed).shuffle(probe)
+    probe = probe[: config.eval.problems]
+    if not train:
+        raise UserError(
+            f"{section.prm_source}: no solution is left to train on; {train_long:,} do not fit the model's context"
+        )
+    if config.eval.every_steps and not probe:
+        raise UserError(
+            f"{section.held_out_source or section.prm_source}: no solution is left to evaluate on; raise "
+            "verifier.held_out_share, name another verifier.held_out_source, or set eval.every_steps = 0"
+        )
+    groups = [form.training(one.messages, one.steps, one.labels) for one in train]
+    sizes = [sum(len(shown.inputs) for shown in group) for group in groups]
+    examples = ExampleStream(groups, sizes, config.run.seed)
+    learner = Learner(
+        model,
+        optimizer_settings(config),
+        config.run.steps,
+        config.batch.tokens_per_microbatch,
+        lora=lora,
+        head=head,
+        head_only=head is not None and section.language_weight == 0,
+    )
+    judge = Judge(model, head, form, config.batch.tokens_per_microbatch)
+    epochs = config.run.steps * section.tokens_per_step / sum(sizes)
+    counts = Counter(label for one in train for label in one.labels if label is not None)
+    recipe = Supervised(
+        learner,
+        tokenizer,
+        cross_entropy if head is None else classification,
+        examples,
+        section.prm_source,
+        next_batch=lambda: form_batch(examples.take(section.tokens_per_step), section.language_weight),
+        notes=[
+            *reading.lines(),
+            *(
+                [f"dropped: {train_long + probe_long:,} solutions longer than the context of {context:,} tokens"]
+                if train_long + probe_long
+                else []
+            ),
+            f"training on {len(groups):,} solutions of {sum(sizes):,} tokens, {epochs:.2f} epochs: "
+            + ", ".join(f"{counts[label]:,} labelled {label!r}" for label in form.classes),
+            f"evaluating on {len(probe):,} solutions to other problems",
+        ],
+        evaluate=lambda: evaluate(judge, probe, section.mode, section.held_out_source or section.prm_source),
+        save_more=described.save,
+    )
+    return supervise(config, threads, recipe)
+
+
+def read_data(section: VerifierSection) -> tuple[Reading, Reading]:
+    """What to train and what to evaluate on, which have no problem in common: where both come from one source, a problem's hash
+    decides."""
+    neutral_is = {"positive": "+", "negative": "-", "own": None}[section.neutral]
+    places = section.prm800k, section.math_shepherd
+    reading = read_source(section.prm_source, section.prm_split, *places, neutral_is)
+    if section.held_out_source is not None:
+        held_out = read_source(section.held_out_source, section.held_out_split, *places, neutral_is)
+        problems = {normal(one.problem) for one in held_out.solutions}
+        kept = [one for one in reading.solutions if normal(one.problem) not in problems]
+        dropped = reading.dropped + Counter(
+            {"solutions to problems that are evaluated on": len(reading.solutions) - len(kept)}
+        )
+        return Reading(kept, reading.records, dropped), held_out
+    parts: dict[bool, list[LabelledSteps]] = {True: [], False: []}
+    for one in reading.solutions:
+        drawn = stable_hash("held out", normal(one.problem)) / 2**64
+        parts[drawn < section.held_out_share].append(one)
+    return Reading(parts[False], reading.records, reading.dropped), Reading(parts[True])
+
+
+def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[Judged]:
+    """What is trained on. Steps: a prefix that several solutions share is labelled in the first alone, so that it counts once.
+    Scores: whole solutions, the steps after the first wrong one included, and of every right one a part, which is worth 0.5."""
+    if section.mode == "score":
+        return whole_solutions(solutions, section, seed)
+    found, seen = [], set[tuple[str, ...]]()
+    for one in solutions:
+        keys = prefix_keys(one.problem, one.steps)
+        labels = tuple(None if key in seen else label for key, label in zip(keys, one.labels, strict=True))
+        seen.update(key for key, label in zip(keys, one.labels, strict=True) if label is not None)
+        if any(label is not None for label in labels):
+            found.append(Judged(one.problem, one.steps, labels))
+    return found
+
+
+def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[Judged]:
+    """Solutions whose every step is labelled, those that were not chosen to go on from left out."""
+    found = []
+    for one in solutions:
+        if one.alternative or one.score is None:
+            continue
+        if section.mode == "step":
+            found.append(Judged(one.problem, one.steps, one.labels, one.first_wrong))
+            continue
+        found.append(Judged(one.problem, (*one.steps, *one.rest), (f"{one.score:g}",)))
+        if one.score == 1 and len(one.steps) > 1:
+            shown = random.Random(f"{seed}/{one.problem}").randrange(1, len(one.steps))
+            found.append(Judged(one.problem, one.steps[:shown], ("0.5",)))
+    return found
+
+
+def evaluate(judge: Judge, probe: Sequence[Judged], mode: str, dataset: str) -> Held:
+    """Accuracy, calibration and, of steps, F1; the first result decides which checkpoint is the best."""
+    said = judge.probabilities([(one.messages, one.steps) for one in probe])
+    classes = judge.form.classes
+    hits: list[bool] = []
+    solutions: list[int] = []
+    certainties: list[float] = []
+    outcomes: list[bool] = []
+    for number, (one, said_MK) in enumerate(zip(probe, said, strict=True)):
+        for label, said_K in zip(one.labels, said_MK, strict=True):
+            if label is None:
+                continue
+            best = int(said_K.argmax())
+            hits.append(classes[best] == label)
+            solutions.append(number)
+            # Of two classes, whether a step is right; of scores, whether the score that is given is.
+            certainties.append(float(1 - said_K[0]) if mode == "step" else float(said_K[best]))
+            outcomes.append(label != classes[0] if mode == "step" else classes[best] == label)
+    accuracy, accuracy_interval = rate(hits, solutions)
+    calibrated = calibration(certainties, outcomes)
+    unit = "step" if mode == "step" else "score"
+
+    def result(name: str, value: float, low: float, high: float, count: int) -> dict[str, Any]:
+        return Evaluation(name, dataset, count, value, low, high).record()
+
+    results = [result(f"{unit}_accuracy", accuracy, accuracy_interval.low, accuracy_interval.high, len(probe))]
+    metrics = {
+        "verifier_accuracy": accuracy,
+        "verifier_ece": calibrated.ece,
+        "verifier_brier": calibrated.brier,
+    }
+    note = f"accuracy {accuracy:.1%}, ECE {calibrated.ece:.3f}, Brier {calibrated.brier:.3f}"
+    kinds = {one.first_wrong is None for one in probe}
+    if mode == "step" and len(kinds) == 2:
+        found = processbench([(1 - said_MK[:, 0]).tolist() for said_MK in said], [one.first_wrong for one in probe])
+        located, located_interval = found.rate_of_located
+        clean, clean_interval = found.rate_of_all_correct
+        results = [
+            result("processbench_f1", found.f1, found.interval.low, found.interval.high, found.wrong + found.right),
+            result("error_located", located, located_interval.low, located_interval.high, found.wrong),
+            result("all_correct", clean, clean_interval.low, clean_interval.high, found.right),
+            *results,
+        ]
+        metrics |= {"verifier_f1": found.f1, "verifier_error_located": located, "verifier_all_correct": clean}
+        note = f"F1 {found.f1:.1%} (error located {located:.1%}, all correct {clean:.1%}), {note}"
+    curve = [
+        {"count": count, "probability": probability, "rate": share} for count, probability, share in calibrated.curve
+    ]
+    return Held(
+        metrics, f"held-out {note}", results, {"calibration": curve, "ece": calibrated.ece, "brier": calibrated.brier}
+    )
+
+
+def _fitting(solutions: Sequence[Judged], form: Form, context_tokens: int) -> tuple[list[Judged], int]:
+    """Those that fit the model's context, and how many do not."""
+
+    def fits(group: Group) -> bool:
+        return all(len(shown.inputs) <= context_tokens for shown in group)
+
+    fitting = [one for one in solutions if fits(form.training(one.messages, one.steps, one.labels))]
+    return fitting, len(solutions) - len(fitting)
+
+
+def _head(config: VerifierConfig, hidden_size: int, outputs: int) -> Head:
+    """A new head or, where training goes on from a verifier, its own."""
+    mode = config.verifier.mode
+    if config.model.path is not None:
+        directory = resolve_checkpoint(Path(config.model.path))
+        if (directory / HEAD_DESCRIPTION).exists():
+            return load_head(directory, hidden_size, mode)
+    return Head(hidden_size, outputs, mode)

@@ -1,0 +1,107 @@
+"""The format of an environment: the tokenizer's own where nothing is said, each with a system message that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_templates import qwen, save
+
+from nmoe.config.environment import load_environment
+from nmoe.envs.environment import Environment
+from nmoe.envs.formats import in_format
+from nmoe.errors import UserError
+from nmoe.text.tokenizer import Tokenizer
+
+SHIPPED = Path(__file__).parents[2] / "environments"
+SETTINGS = """
+env_id = "demo"
+system = "Sort."
+[task_pool]
+type = "generated"
+task_type = "sort"
+[system_by_format]
+chat = "Sort, and say no more."
+"""
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Tokenizer:
+    return Tokenizer.train(["a"], 300)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "environment.toml"
+    path.write_text(SETTINGS)
+    return path
+
+
+def test_the_tokenizer_decides_where_nothing_is_said(file: Path, harmony: Tokenizer, chat: Tokenizer) -> None:
+    prompts = {}
+    for tokenizer in (harmony, chat):
+        environment = Environment.from_toml(file, tokenizer)
+        problem = environment.pool.order.at(0)
+        prompts[environment.settings.format] = tokenizer.decode(environment.prompt_ids(problem)).replace(
+            problem.question, "QUESTION"
+        )
+    assert prompts == {
+        "harmony": "<|start|>system<|message|>Sort.<|end|><|start|>user<|message|>QUESTION<|end|><|start|>assistant",
+        "chat": "<|im_start|>system\nSort, and say no more.<|im_end|>\n<|im_start|>user\nQUESTION<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    }
+
+
+def test_what_is_chosen_stays_chosen(file: Path, chat: Tokenizer) -> None:
+    """What an environment records, for replays and checkpoints, no longer asks the tokenizer."""
+    environment = Environment.from_toml(file, chat)
+    assert environment.settings == in_format(environment.settings, chat)
+    assert environment.held_out().settings.system == "Sort, and say no more."
+
+
+def test_a_tokenizer_for_no_conversation(file: Path, tmp_path: Path) -> None:
+    plain = Tokenizer.load(save(tmp_path / "plain", None, ("<|endoftext|>",)))
+    with pytest.raises(
+        UserError, match="neither Harmony's control tokens nor a chat template; use another one, or write"
+    ):
+        Environment.from_toml(file, plain)
+    file.write_text('format = "boxed"\n' + SETTINGS)
+    assert Environment.from_toml(file, plain).settings.system == "Sort."
+
+
+def test_harmony_asked_of_a_chat_model_names_the_other_format(file: Path, chat: Tokenizer) -> None:
+    file.write_text('format = "harmony"\n' + SETTINGS)
+    with pytest.raises(UserError, match='it has a chat template: write format = "chat", or leave `format` out'):
+        Environment.from_toml(file, chat)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_packaged_system_messages_fit_their_format(path: Path, harmony: Tokenizer, chat: Tokenizer) -> None:
+    """Harmony's has no box (REQUIREMENTS, C1), and a chat model has never heard of channels."""
+    settings = load_environment(path)
+    if settings.format == "auto":
+        assert "boxed" not in in_format(settings, harmony).system
+        assert "final channel" in in_format(settings, harmony).system
+        system = in_format(settings, chat).system
+        assert system.startswith("Reason step by step")
+        assert "channel" not in system
+    else:
+        assert settings.system == ""
+    if settings.format == "harmony":
+        assert settings.env_id in ("skills", "skills_longer", "sort", "tools")
+
+
+def test_the_best_answer_in_harmony_is_the_answer_alone(harmony: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"problem": "Halve 1.", "answer": "\\\\frac{1}{2}"}\n')
+    (tmp_path / "environment.toml").write_text(
+        'env_id = "halves"\n[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "math"\n'
+    )
+    environment = Environment.from_toml(tmp_path / "environment.toml", harmony)
+    problem = environment.pool.order.at(0)
+    said = harmony.decode(environment.answer_ids(problem, problem.gold))
+    assert said.endswith("<|channel|>final<|message|>\\frac{1}{2}<|return|>")

@@ -1,0 +1,74 @@
+"""Golds as real datasets have them (cases.txt): the share of right answers accepted in every class, and no near miss.
+
+pytest tests/grading/test_cases.py -s        # prints the shares and every case that is missed
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nmoe.grading.math.answers import grade_answers
+from nmoe.grading.regrade import Extract, answer_of
+
+LEAST_OF_A_CLASS, LEAST_OF_ALL = 0.8, 0.9
+EXTRACT: dict[str, Extract] = {"boxes": "boxed", "prose": "prose"}
+
+
+class Case(NamedTuple):
+    of: str
+    gold: str
+    right: str
+    wrong: str
+
+
+def _read() -> list[Case]:
+    text = (Path(__file__).parent / "cases.txt").read_text()
+    text = re.sub(r"<U\+([0-9A-F]{4})>", lambda match: chr(int(match[1], 16)), text)
+    cases = []
+    for part in text.split("\n## ")[1:]:
+        title, *lines = part.strip().split("\n")
+        for line in lines:
+            gold, _, rest = line.partition(" ⇒ ")
+            right, _, wrong = rest.replace("⏎", "\n").partition(" ✗ ")
+            assert all((gold, right, wrong)), line
+            cases.append(Case(title.partition(":")[0], gold, right, wrong))
+    return cases
+
+
+CASES = _read()
+CLASSES = sorted({case.of for case in CASES})
+
+
+@pytest.fixture(scope="module")
+def accepted() -> dict[tuple[str, str, str], bool]:
+    asked = [(case.of, case.gold, text) for case in CASES for text in (case.right, case.wrong)]
+    answers = [answer_of(text, EXTRACT.get(of, "whole")) or "" for of, _, text in asked]
+    verdicts = grade_answers((gold, answer) for (_, gold, _), answer in zip(asked, answers, strict=True))
+    return {one: verdict.outcome == "correct" for one, verdict in zip(asked, verdicts, strict=True)}
+
+
+def test_every_class_has_its_cases() -> None:
+    assert len(CLASSES) == 18
+    for of in CLASSES:
+        assert len({case[1:] for case in CASES if case.of == of}) >= 15, of
+
+
+def test_right_answers_are_understood(accepted: dict[tuple[str, str, str], bool]) -> None:
+    shares = {}
+    for of in CLASSES:
+        cases = [case for case in CASES if case.of == of]
+        missed = [case for case in cases if not accepted[of, case.gold, case.right]]
+        shares[of] = 1 - len(missed) / len(cases)
+        print(f"\n{of:>10} {shares[of]:6.1%} of {len(cases)}", *(f"\n    {one.gold} ⇒ {one.right}" for one in missed))
+    right = sum(accepted[case.of, case.gold, case.right] for case in CASES)
+    print(f"\n{'all':>10} {right / len(CASES):6.1%} of {len(CASES)}")
+    assert {of: share for of, share in shares.items() if share < LEAST_OF_A_CLASS} == {}
+    assert right / len(CASES) >= LEAST_OF_ALL
+
+
+def test_no_near_miss_is_accepted(accepted: dict[tuple[str, str, str], bool]) -> None:
+    assert [case for case in CASES if accepted[case.of, case.gold, case.wrong]] == []

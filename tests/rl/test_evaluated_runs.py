@@ -1,0 +1,98 @@
+"""Evaluating a run and killing it leave its training as it is, to the bit, where prompts share a beginning that a cache could keep.
+
+Where the kernels are compiled, a prefix that is found has the bits of one that is computed: the tokens found are compared, too.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.rl.records import StepRecords
+from nmoe.rl.rollouts import Rollouts, RolloutSampler
+from nmoe.runs.ledger import read_metrics
+from nmoe.runs.resolve import resolve_checkpoint
+
+Reinforce = Callable[..., Path]
+
+# Two blocks of the cache and more, which all prompts begin with.
+SYSTEM = " ".join(["back same"] * 7)
+SMALL = (
+    *("--run.steps=4", "--batch.prompts_per_step=4", "--batch.group_size=3", "--batch.max_refills=0"),
+    *("--checkpoint.every_steps=9", f'--environment.system="{SYSTEM}"', "--sampling.max_new_tokens=12"),
+)
+EVALUATED = ("--eval.every_steps=1", "--eval.problems=10")
+CASES = {
+    "updates": (),
+    # No group is both uneven and all right.
+    "skipped steps": ("--batch.solve_rate=[1.0, 1.0]",),
+    "warm-up": ("--algorithm.advantage=gae", "--critic.learning_rate=1e-3", "--critic.warmup_steps=3"),
+}
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
+    """By run and step the prompt tokens that the engine found in its cache while it sampled what is trained on."""
+    tokens: dict[str, dict[int, int]] = {}
+    sample = RolloutSampler.sample
+
+    def counted(self: RolloutSampler, step: int) -> Rollouts:
+        engine = self._collector._engine
+        assert isinstance(engine, NativeEngine)
+        before = engine.stats().prefix_hit_tokens
+        rollouts = sample(self, step)
+        tokens.setdefault(self._run.path.name, {})[step] = engine.stats().prefix_hit_tokens - before
+        return rollouts
+
+    monkeypatch.setattr(RolloutSampler, "sample", counted)
+    return tokens
+
+
+def left_by(run: Path) -> tuple[list[dict[str, Any]], dict[str, bytes], dict[str, bytes]]:
+    """Metrics but for times, samples with their log-probabilities, and the files of the last checkpoint."""
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(("time_", "tokens_per_second"))} for row in read_metrics(run)
+    ]
+    samples = {path.name: path.read_bytes() for path in (run / "samples").iterdir()}
+    directory = resolve_checkpoint(run)
+    files = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return rows, samples, files
+
+
+@pytest.mark.parametrize("keys", CASES.values(), ids=CASES)
+def test_evaluated_or_not_killed_or_not(
+    reinforce: Reinforce,
+    found: dict[str, dict[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: tuple[str, ...],
+) -> None:
+    record = StepRecords.step
+
+    def stop_after_two(self: StepRecords, step: int, *rest: Any) -> None:
+        record(self, step, *rest)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    def killed(name: str, *more: str) -> Path:
+        with monkeypatch.context() as patched:
+            patched.setattr(StepRecords, "step", stop_after_two)
+            with pytest.raises(KeyboardInterrupt):
+                reinforce(*SMALL, *keys, *more, f"--run.name={name}")
+        return reinforce(*SMALL, *keys, *more, f"--run.name={name}", "--run.resume=true")
+
+    plain = left_by(reinforce(*SMALL, *keys, "--run.name=plain"))
+    assert len(plain[0]) == len(plain[1]) == 4
+    assert left_by(killed("killed")) == plain
+    evaluated = reinforce(*SMALL, *keys, *EVALUATED, "--run.name=evaluated")
+    assert left_by(evaluated) == plain
+    resumed = killed("both", *EVALUATED)
+    assert left_by(resumed) == plain
+    results = [{path.name: path.read_bytes() for path in (run / "eval").iterdir()} for run in (evaluated, resumed)]
+    assert results[0] == results[1]
+    assert len(results[0]) == 5
+    assert found == dict.fromkeys(("plain", "killed", "evaluated", "both"), dict.fromkeys(range(1, 5), 0))

@@ -1,0 +1,111 @@
+"""The training batch of two small trajectories, column by column, worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nmoe.rl.batch import policy_batch
+from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
+
+PROBLEM = Problem("demo/0", "reverse", "Reverse: 12", "21", "demo")
+GRADE = Grade(1.0, {}, "ok", {}, "21")
+ADVANTAGES_B = torch.tensor([0.75, -0.5])
+
+
+def trajectory(prompt_ids: tuple[int, ...], sample: Sample) -> Trajectory:
+    return Trajectory(PROBLEM, 0, prompt_ids, (Turn((), sample),), GRADE, Sampling(4))
+
+
+def two(**of_first: object) -> list[Trajectory]:
+    """A prompt [5, 6] answered by [7, 2], of which 2 is the stop token, and a prompt [9] answered by [8], cut off."""
+    first = Sample([7, 2], [-0.5, -0.25], [0, 0], "stop", **of_first)  # type: ignore[arg-type]
+    return [trajectory((5, 6), first), trajectory((9,), Sample([8], [-1.0], [0], "length"))]
+
+
+def test_tokens_mask_and_columns() -> None:
+    batch = policy_batch(two(), ADVANTAGES_B, "token", 4)
+    assert batch.lengths == (3, 1)
+    assert batch.inputs_T.tolist() == [5, 6, 7, 9]
+    assert batch.targets_T.tolist() == [6, 7, 2, 8]
+    # The prompt's own 6 is predicted but was not sampled; the stop token 2 was.
+    assert batch.scored_T.tolist() == [False, True, True, True]
+    assert batch.behaviour_logprobs_T is not None
+    assert batch.behaviour_logprobs_T.tolist() == [0.0, -0.5, -0.25, -1.0]
+    assert batch.advantages_T is not None
+    assert batch.advantages_T.tolist() == [0.75, 0.75, 0.75, -0.5]
+    assert batch.inputs_T.dtype == batch.targets_T.dtype == torch.int64
+    assert batch.behaviour_logprobs_T.dtype == batch.weights_T.dtype == torch.float32
+    assert (batch.kept_TM, batch.routes_TYK, batch.reference_logprobs_T) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token", [0, 1 / 3, 1 / 3, 1 / 3]),  # three sampled tokens
+        ("sequence", [0, 1 / 4, 1 / 4, 1 / 2]),  # two sequences, each the mean of its own
+        ("constant", [0, 1 / 8, 1 / 8, 1 / 8]),  # two sequences of a nominal 4 tokens
+    ],
+)
+def test_weights(aggregation: str, weights: list[float]) -> None:
+    batch = policy_batch(two(), ADVANTAGES_B, aggregation, 4)  # type: ignore[arg-type]
+    torch.testing.assert_close(batch.weights_T, torch.tensor(weights))
+
+
+def test_kept_sets_stand_where_their_token_is_predicted() -> None:
+    batch = policy_batch(two(kept_ids=[[7, 0, 3], [2]]), ADVANTAGES_B, "token", 4)
+    assert batch.kept_TM is not None
+    assert batch.kept_TM.tolist() == [[-1, -1, -1], [7, 0, 3], [2, -1, -1], [-1, -1, -1]]
+
+
+def test_routes_stand_where_their_token_is_read() -> None:
+    routes = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    trajectories = two(routes=routes)
+    trajectories[1].turns[0].sample.routes = np.full((1, 2, 2), 77, dtype=np.int16)
+    batch = policy_batch(trajectories, ADVANTAGES_B, "token", 4)
+    assert batch.routes_TYK is not None
+    assert batch.routes_TYK.tolist() == [*routes.tolist(), [[77, 77], [77, 77]]]
+    trajectories[1].turns[0].sample.routes = None  # a part can not be replayed
+    assert policy_batch(trajectories, ADVANTAGES_B, "token", 4).routes_TYK is None
+
+
+def test_samples_of_one_prompt_share_it() -> None:
+    prompts = [(5, 6), (9,), (5, 6), (5, 6), (9,)]
+    tokens = [[7, 2], [8], [], [4], [3]]
+    trajectories = [
+        trajectory(prompt, Sample(ids, [-1.0] * len(ids), [0] * len(ids), "length"))
+        for prompt, ids in zip(prompts, tokens, strict=True)
+    ]
+    batch = policy_batch(trajectories, torch.zeros(5), "token", 4)
+    assert batch.prefixes == ((0, 2), (1, 1), (2, 0), (0, 2), (1, 1))
+    rows, place = batch.shared_rows() or (None, None)
+    assert rows is not None
+    assert place is not None
+    assert batch.inputs_T[rows][place].tolist() == batch.inputs_T.tolist()
+    assert len(rows) == batch.tokens - 3
+
+
+def test_what_tools_answered_is_read_and_not_learned() -> None:
+    """A prompt [5, 6] and the turns [7, 2] and [8, 3], with the tool's [4, 4, 9] between them."""
+    routes = np.arange(8, dtype=np.int16).reshape(8, 1, 1)
+    recomputed = routes + 100  # the second turn's prefill saw the first turn's positions once more
+    turns = (
+        Turn((), Sample([7, 2], [-0.5, -0.25], [3, 3], "stop", kept_ids=[[7, 0], [2]], routes=routes[:3])),
+        Turn((4, 4, 9), Sample([8, 3], [-2.0, -3.0], [3, 4], "stop", kept_ids=[[8], [3, 1]], routes=recomputed)),
+    )
+    of_turns = Trajectory(PROBLEM, 0, (5, 6), turns, GRADE, Sampling(4))
+    batch = policy_batch([of_turns], torch.tensor([0.5]), "sequence", 4)
+    assert batch.inputs_T.tolist() == [5, 6, 7, 2, 4, 4, 9, 8]
+    assert batch.targets_T.tolist() == [6, 7, 2, 4, 4, 9, 8, 3]
+    assert batch.scored_T.tolist() == [False, True, True, False, False, False, True, True]
+    assert batch.weights_T.tolist() == [0, 0.25, 0.25, 0, 0, 0, 0.25, 0.25]
+    assert batch.behaviour_logprobs_T is not None
+    assert batch.behaviour_logprobs_T.tolist() == [0, -0.5, -0.25, 0, 0, 0, -2.0, -3.0]
+    assert batch.routes_TYK is not None
+    assert batch.routes_TYK.flatten().tolist() == [0, 1, 2, 103, 104, 105, 106, 107]
+    assert batch.kept_TM is not None
+    assert batch.kept_TM.tolist() == [[-1, -1], [7, 0], [2, -1], *[[-1, -1]] * 3, [8, -1], [3, 1]]
+    assert (of_turns.mask, of_turns.versions) == ([1, 1, 0, 0, 0, 1, 1], [3, 3, -1, -1, -1, 3, 4])
+    assert of_turns.spans == (("sampled", 0, 0, 2), ("tool", 1, 2, 5), ("sampled", 1, 5, 7))
+    assert of_turns.sampled_tokens == 4

@@ -1,0 +1,90 @@
+"""What samples are rewarded with, worked out by hand, and which groups teach something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from policy_cases import LIMIT, answer, group, settings
+
+from nmoe.rl.rewards import differs, group_ids, sample_rewards, solve_rate
+from nmoe.types import Trajectory
+
+PLAIN = settings().algorithm
+
+
+def lost(trajectory: Trajectory) -> Trajectory:
+    """The same, lost to the infrastructure."""
+    return replace(trajectory, grade=replace(trajectory.grade, failure="engine_error"))
+
+
+def test_the_score_alone() -> None:
+    groups = [group(answer(1.0), lost(answer(0.0)), answer(0.25)), group(answer(0.5))]
+    rewards_BR, weights_R = sample_rewards(groups, PLAIN, LIMIT)
+    assert rewards_BR.tolist() == [[1.0], [0.25], [0.5]]
+    assert weights_R.tolist() == [1.0]
+    assert group_ids(groups).tolist() == [0, 0, 1]
+
+
+def test_length_is_added_to_the_score() -> None:
+    # A limit of 8 with a buffer of 4: nothing up to 4 tokens, -0.5 at 6, -1 at 8. Of the group's lengths 2, 6 and 8 the shares are
+    # 0.5, -1/6 and -0.5; a wrong answer gets none above 0.
+    algorithm = settings(algorithm={"overlong_buffer": 4, "length_penalty": 0.1}).algorithm
+    groups = [group(answer(1.0, [1] * 6), answer(0.0, [1] * 2), answer(1.0, [1] * 8))]
+    rewards_BR, _ = sample_rewards(groups, algorithm, LIMIT)
+    assert rewards_BR[:, 0].tolist() == pytest.approx([1 - 0.5 - 0.1 / 6, 0.0, 1 - 1 - 0.05])
+
+
+def test_gdpo_keeps_rewards_apart_and_knows_which_are_absent() -> None:
+    algorithm = settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo", "overlong_buffer": 4}).algorithm
+    weights = {"format": 0.5, "correctness": 1.0, "reasoning": 0.0, "judge": 2.0}
+    one = answer(
+        1.0, [1] * 6, components={"format": 1.0, "correctness": 0.0, "reasoning": 1.0, "judge": 0.75}, weights=weights
+    )
+    two = answer(1.0, [1] * 2, components={"format": 0.0, "correctness": 1.0, "reasoning": 1.0}, weights=weights)
+    rewards_BR, weights_R = sample_rewards([group(one, two)], algorithm, LIMIT)
+    assert weights_R.tolist() == [1.0, 0.5, 2.0, 1.0]  # correctness, format, judge, length
+    assert rewards_BR[0].tolist() == [0.0, 1.0, 0.75, -0.5]
+    assert rewards_BR[1].nan_to_num(-9).tolist() == [1.0, 0.0, -9, 0.0]
+
+
+def test_a_group_teaches_where_judged_rewards_differ() -> None:
+    assert differs(group(answer(1.0), answer(0.0)), PLAIN, LIMIT)
+    assert not differs(group(answer(1.0), answer(1.0)), PLAIN, LIMIT)
+    assert not differs(group(answer(1.0)), PLAIN, LIMIT)
+    # A lost sample has a score of 0 that is no verdict: it makes no difference.
+    assert not differs(group(answer(1.0), lost(answer(0.0)), answer(1.0)), PLAIN, LIMIT)
+    assert not differs(group(answer(1.0), lost(answer(0.0))), PLAIN, LIMIT)
+
+
+def test_a_group_teaches_by_length_by_steps_and_by_single_rewards() -> None:
+    short, long = answer(1.0, [1]), answer(1.0, [1] * 5)
+    assert not differs(group(short, long), PLAIN, LIMIT)
+    assert differs(group(short, long), settings(algorithm={"length_penalty": 0.1}).algorithm, LIMIT)
+    steps = group(answer(1.0, steps=((0, 0.5), (1, 1.0))), answer(1.0))
+    assert differs(steps, PLAIN, LIMIT)
+    assert not differs(steps, settings(algorithm={"step_reward_coef": 0.0}).algorithm, LIMIT)
+    weights = {"format": 1.0, "correctness": 1.0}
+    same_sum = group(
+        answer(1.0, components={"format": 1.0, "correctness": 0.0}, weights=weights),
+        answer(1.0, components={"format": 0.0, "correctness": 1.0}, weights=weights),
+    )
+    assert not differs(same_sum, PLAIN, LIMIT)
+    assert differs(same_sum, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm, LIMIT)
+    absent = group(*(answer(1.0, components={}, weights=weights) for _ in range(2)))
+    assert not differs(absent, settings(algorithm={"advantage": "grpo", "multi_reward": "gdpo"}).algorithm, LIMIT)
+
+
+def test_a_divergence_in_the_reward_makes_every_group_teach() -> None:
+    divergence = settings(algorithm={"kl_coef": 0.1, "kl_in": "reward"}).algorithm
+    assert differs(group(answer(1.0), answer(1.0)), divergence, LIMIT)
+    assert not differs(group(answer(1.0)), divergence, LIMIT)
+    in_the_loss = settings(algorithm={"kl_coef": 0.1}).algorithm
+    assert not differs(group(answer(1.0), answer(1.0)), in_the_loss, LIMIT)
+
+
+def test_solve_rate_is_of_what_was_judged() -> None:
+    assert solve_rate(group(answer(1.0), answer(0.0), lost(answer(0.0)))) == 0.5
+    assert solve_rate(group(lost(answer(1.0)))) == 0
+    assert torch.tensor(solve_rate(group(answer(0.2, correct=0.25)))) == 0.25

@@ -1,0 +1,745 @@
+"""Verification of code: right solutions pass whatever form their tests have, and no attack on the tests scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl.sandbox.conftest import sandboxes_of
+
+from nmoe.config.environment import JsonlPool
+from nmoe.envs.check import check_environment
+from nmoe.envs.pools import Shard, build_pool
+from nmoe.envs.tasks import CODE_TASKS, Attempt
+from nmoe.errors import UserError
+from nmoe.grading.code import verify, wire
+from nmoe.grading.code.extract import code_of, definitions
+from nmoe.sandbox.api import Sandbox, SandboxSetupError
+from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.types import Problem, Verdict
+
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": (
+        "from typing import List\n\n\ndef double(x: int) -> int:\n    return 2 * x\n\n\n"
+        'def total(numbers: List[int]) -> int:\n    """Twice the sum.\n    >>> total([1, 2])\n    6\n    """\n'
+    ),
+    "canonical_solution": "    return double(sum(numbers))\n",
+    "entry_point": "total",
+    "test": (
+        "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == 6\n    assert candidate([]) == 0\n"
+        "    assert candidate([5]) == double(5)\n"
+    ),
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to remove the first and the last occurrence of a character.",
+    "code": "def remove_Occ(s, ch):\n    s = s.replace(ch, '', 1)\n    return s[::-1].replace(ch, '', 1)[::-1]",
+    "test_list": [
+        'assert remove_Occ("hello","l") == "heo"',
+        'assert remove_Occ("abcda","a") == "bcd"',
+        'assert remove_Occ("PHP","P") == "H"',
+    ],
+    "test_setup_code": "",
+}
+PAIRS = {
+    "text": "Find the longest chain.",
+    "code": (
+        "class Pair:\n    def __init__(self, a, b):\n        self.a = a\n        self.b = b\n"
+        "def longest(pairs):\n    return max(pair.b - pair.a for pair in pairs)\n"
+    ),
+    "test_list": ["assert longest([Pair(1, 4), Pair(2, 9)]) == 7"],
+}
+EDIT = {
+    "problem": "Make `mean` in stats.py work for an empty list (0.0), and add `median`.",
+    "files": {
+        "stats.py": "def mean(values):\n    return sum(values) / len(values)\n",
+        "test_stats.py": "from stats import mean\n\ndef test_mean():\n    assert mean([1, 3]) == 2\n",
+        "data/limits.json": '{"most": 5}',
+        "tools/limits.py": "import json\n\ndef most():\n    return json.load(open('/workspace/data/limits.json'))['most']\n",
+    },
+    "tests": {
+        "test_hidden.py": (
+            "import unittest\nimport stats\nfrom stats import mean, median\nfrom tools.limits import most\n\n"
+            "def test_mean():\n    assert mean([]) == 0.0\n    assert mean([1, 3]) == 2\n\n"
+            "class Median(unittest.TestCase):\n"
+            "    def test_odd(self):\n        self.assertEqual(median([3, 1, 2]), 2)\n"
+            "    def test_even(self):\n        self.assertEqual(stats.median([4, 1, 2, 3]), 2.5)\n"
+            "    def test_none(self):\n        with self.assertRaises(ValueError):\n            median([])\n\n"
+            "def test_most():\n    assert most() == 5\n"
+        )
+    },
+    "solution": {
+        "stats.py": (
+            "def mean(values):\n    return sum(values) / len(values) if values else 0.0\n\n"
+            "def median(values):\n    if not values:\n        raise ValueError('no values')\n"
+            "    ordered = sorted(values)\n    middle = len(ordered) // 2\n"
+            "    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2\n"
+        )
+    },
+    "protected": ["test_stats.py", "data/limits.json"],
+}
+SEARCH = {
+    "question": "Which port does the server listen on?",
+    "answer": "8421",
+    "files": {"etc/server.toml": "port = 8421\n"},
+}
+RECORDS = {"humaneval": HUMANEVAL, "mbpp": MBPP, "code_edit": EDIT, "file_search": SEARCH}
+
+
+Judge = Callable[..., Verdict]
+
+
+def problem_of(task_type: str, record: dict[str, object]) -> Problem:
+    task = CODE_TASKS[task_type]
+    read = task.read_record(record)
+    assert read is not None
+    question, gold, metadata = read
+    problem = Problem("demo/0", task_type, question, gold, "demo", metadata)
+    task.check_gold(problem)
+    return problem
+
+
+@pytest.fixture(scope="session")
+def graders() -> Iterator[Sandboxes]:
+    """Of one level: what the levels hold is tested elsewhere."""
+    opened = sandboxes_of("bubblewrap" if shutil.which("bwrap") else "landlock", warm=2)
+    yield opened
+    asyncio.run(opened.close())
+
+
+@pytest.fixture
+def judge(graders: Sandboxes, loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> Judge:
+    """The verdict on an answer, with a second for what does not end, and longer where others have the CPUs."""
+    monkeypatch.setattr(verify, "LIMITS", verify.LIMITS.__class__(wall_s=1.5, cpu_s=1.5, starved_s=15.0))
+
+    def judged(task_type: str, answer: str, record: dict[str, object] | None = None) -> Verdict:
+        problem = problem_of(task_type, record or RECORDS[task_type])
+        attempt = Attempt(answer, None, (), graders)
+        return loop.run(CODE_TASKS[task_type].verify(problem, attempt))
+
+    return judged
+
+
+@pytest.mark.parametrize("task_type", RECORDS)
+def test_the_gold_answer_is_right_and_the_other_wrong(judge: Judge, task_type: str) -> None:
+    right, wrong = CODE_TASKS[task_type].example_answers(problem_of(task_type, RECORDS[task_type]))
+    verdict = judge(task_type, right)
+    assert (verdict.outcome, verdict.score) == ("correct", 1.0), verdict
+    verdict = judge(task_type, wrong)
+    assert (verdict.outcome, verdict.score) == ("incorrect", 0.0), verdict
+
+
+RIGHT = "def total(numbers):\n    return 2 * sum(numbers)\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        RIGHT,
+        f"```python\n{RIGHT}```",
+        f"First I thought:\n```python\ndef total(numbers): pass\n```\nbut it is:\n```python\n{RIGHT}```\nDone.",
+        "    return double(sum(numbers))",
+        "def total(numbers: List[int]) -> int:\n    print('x' * 10**6)\n    return double(sum(numbers))",
+        "def helper(n):\n    return 2 * n\ntotal = lambda numbers: helper(sum(numbers))\ndef total(n, t=total): return t(n)",
+    ],
+)
+def test_forms_of_a_right_solution(judge: Judge, answer: str) -> None:
+    verdict = judge("humaneval", answer)
+    assert verdict.outcome == "correct", verdict
+
+
+# Each begins where a solution would; `total` of HumanEval/0 is asked for.
+ATTACKS = {
+    "nothing": "",
+    "no-op": "def total(numbers):\n    pass",
+    "prose": "The answer is 6.",
+    "syntax": "def total(numbers:",
+    "null bytes": "def total(numbers):\n    return '\0'",
+    "os._exit": "import os\nos._exit(0)",
+    "os._exit when called": "def total(numbers):\n    import os\n    os._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "sys.exit when called": "def total(numbers):\n    raise SystemExit(0)",
+    "always equal": "class Same:\n    def __eq__(self, other): return True\ndef total(numbers): return Same()",
+    "equal int": "class Same(int):\n    def __eq__(self, other): return True\ndef total(numbers): return Same(7)",
+    "equal str": "class Same(str):\n    def __eq__(self, other): return True\ndef total(numbers): return Same('6')",
+    "equal list": "class Same(list):\n    def __eq__(self, other): return True\ndef total(numbers): return Same([6])",
+    "true object": "class Yes:\n    def __getattr__(self, name): return lambda *a: True\n    def __bool__(self): return True\n"
+    "def total(numbers): return Yes()",
+    "patched builtins": "import builtins\nbuiltins.AssertionError = Exception\nbuiltins.sum = lambda *a: 0\nbuiltins.exec = print\n"
+    "def total(numbers): return None",
+    "patched json": "import json\njson.dumps = lambda *a, **k: '{\"value\": null}'\ndef total(numbers): return None",
+    "patched pickle and inspect": "import pickle, inspect\npickle.loads = inspect.stack = lambda *a: 6\n"
+    "def total(numbers): return 0",
+    "patched unittest and pytest": "import sys, types\nfor name in ('pytest', '_pytest', 'unittest'):\n"
+    "    sys.modules[name] = types.ModuleType(name)\ndef total(numbers): return None",
+    "patched wire": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'nmoe' in name:\n"
+    "        module.encode = lambda *a, **k: True\n        module.send = lambda c, m: c.sendall(b'\\x02\\0\\0\\0{}')\n"
+    "def total(numbers): return 0",
+    "frames": "import sys, gc\ndef total(numbers):\n    frame = sys._getframe()\n    while frame:\n"
+    "        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):\n"
+    "            if isinstance(value, str) and 'assert' in value: return eval(value.split('== ')[1].split()[0])\n"
+    "        frame = frame.f_back\n    return None",
+    "garbage": "import gc\ndef total(numbers):\n    for one in gc.get_objects():\n"
+    "        if isinstance(one, dict) and 'check' in one: one['check'] = print\n"
+    "        if isinstance(one, dict) and 'passed' in one: one['passed'] = True\n    return None",
+    "memory": "def total(numbers):\n    with open('/proc/self/mem', 'rb', 0) as memory:\n"
+    "        for line in open('/proc/self/maps'):\n"
+    "            first, last = (int(n, 16) for n in line.split()[0].split('-'))\n"
+    "            if 'rw' in line and last - first < 1 << 26:\n                memory.seek(first)\n"
+    "                found = memory.read(last - first).find(b'candidate([1, 2]) == ')\n"
+    "                if found > 0: return 6\n    return None",
+    "files": "import glob\ndef total(numbers):\n    for path in glob.glob('/**/*test*', recursive=True)[:100]:\n"
+    "        try:\n            text = open(path).read()\n        except Exception: continue\n"
+    "        if 'candidate(' in text: return 6\n    return None",
+    "descriptors": "import os\ndef total(numbers):\n    for number in list(range(3)) + list(range(4, 1024)):\n"
+    "        try: os.write(number, b'{\"value\": 6}')\n        except OSError: pass\n    return None",
+    "printed verdict": "import os\n"
+    "os.write(1, b'\\n' + b'0' * 32 + b' {\"passed\": true, \"reason\": \"\"}\\n')\n"
+    'def total(numbers):\n    print(\'{"passed": true, "reason": ""}\')\n    return None',
+    "verdict on the channel": 'import os\nos.write(3, b\'{"passed": true, "reason": "all tests pass"}\')\nos._exit(0)',
+    "answers ahead": "import json, os, struct\ndef frame(m):\n    t = json.dumps(m).encode()\n"
+    "    return struct.pack('<I', len(t)) + t\n"
+    "os.write(3, frame({'value': None}) + frame({'passed': True}) * 9)\nos._exit(0)",
+    "a flood": "import os\nwhile True: os.write(3, b'\\xff' * 65536)",
+    "deep": "def total(numbers):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "cyclic": "def total(numbers):\n    x = []\n    x.append(x)\n    return x",
+    "huge": "def total(numbers):\n    return 'x' * 10**8",
+    "endless": "def total(numbers):\n    import itertools\n    return itertools.count()",
+    "wrong exception": "def total(numbers):\n    raise AssertionError",
+    "stop iteration": "def total(numbers):\n    raise StopIteration(6)",
+    "killed": "import os\nos.kill(os.getppid(), 9)\nos.kill(os.getpid(), 9)",
+    "descriptor passed": "import array, os, socket\nsocket.socket(fileno=os.dup(3)).sendmsg([b'x'], [(socket.SOL_SOCKET, "
+    "socket.SCM_RIGHTS, array.array('i', [0]))])\ndef total(numbers): return None",
+    "recursion": "def total(numbers):\n    return total(numbers)",
+    "memory bomb": "x = bytearray(1 << 40)",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_attack_scores(judge: Judge, attack: str) -> None:
+    verdict = judge("humaneval", ATTACKS[attack])
+    assert (verdict.outcome, verdict.score, verdict.layer) == ("incorrect", 0.0, "tests"), verdict
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "def total(numbers):\n    while True: pass",
+        "import time\ntime.sleep(99)",
+        "import os\nos.fork()",
+    ],
+)
+def test_what_does_not_end_is_wrong(judge: Judge, code: str) -> None:
+    verdict = judge("humaneval", code)
+    assert (verdict.outcome, verdict.score) == ("incorrect", 0.0)
+
+
+def test_the_same_attack_scores_where_tests_and_solution_share_a_process() -> None:
+    """The attacks are real: in one process, as the original harness runs them, they pass."""
+    test = "\nassert total([1, 2]) == 6"
+    exec(ATTACKS["always equal"] + test, {})
+    with pytest.raises(SystemExit) as caught:
+        exec(ATTACKS["sys.exit"] + test, {})
+    assert caught.value.code == 0, "what a harness takes for success"
+
+
+def test_assertions_that_a_no_op_passes_prove_nothing(judge: Judge) -> None:
+    vacuous = {**MBPP, "test_list": ["remove_Occ('a', 'b')", "assert not remove_Occ('', '')"]}
+    verdict = judge("mbpp", "def remove_Occ(s, ch):\n    return ''", vacuous)
+    assert verdict.outcome == "incorrect"
+    assert "prove nothing" in verdict.reason
+
+
+def test_assertions_that_never_call_the_solution(judge: Judge) -> None:
+    idle = {**MBPP, "test_list": ["assert remove_Occ is not None"]}
+    assert judge("mbpp", MBPP["code"], idle).outcome == "incorrect"
+
+
+def test_one_failing_assertion_is_enough(judge: Judge) -> None:
+    code = "def remove_Occ(s, ch):\n    return {'hello': 'heo', 'abcda': 'bcd'}.get(s)"
+    verdict = judge("mbpp", code)
+    assert verdict.outcome == "incorrect"
+    assert "test 3 of 3" in verdict.reason
+
+
+def test_objects_of_the_solutions_own_can_be_given_back(judge: Judge) -> None:
+    assert judge("mbpp", PAIRS["code"], PAIRS).outcome == "correct"
+    assert judge("mbpp", PAIRS["code"].replace("pair.b - pair.a", "pair.b"), PAIRS).outcome == "incorrect"
+
+
+def test_a_function_named_like_a_builtin(judge: Judge) -> None:
+    record = {"text": "Add.", "code": "def sum(a, b):\n    return a + b", "test_list": ["assert sum(10, 15) == 25"]}
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    assert judge("mbpp", "def total(a, b): return a + b", record).outcome == "incorrect", (
+        "the builtin does not stand in"
+    )
+
+
+def test_results_keep_their_types(judge: Judge) -> None:
+    values = (
+        "[(1, 2), {3, 4}, frozenset({5}), {1: 'a', (2, 3): b'b'}, 1.5, 10**400, None, True, 2j, float('inf'), range(3)]"
+    )
+    record = {
+        "prompt": "Values.",
+        "code": f"def values():\n    return {values}",
+        "test_list": [
+            f"assert values() == {values}",
+            "assert [type(v).__name__ for v in values()][:3] == ['tuple', 'set', 'frozenset']",
+        ],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    listed = "def values():\n    return [[1, 2], [3, 4], [5]] + " + values + "[3:]"
+    assert judge("mbpp", listed, record).outcome == "incorrect", "a list is no tuple"
+
+
+def test_subclasses_of_plain_data_are_what_they_extend(judge: Judge) -> None:
+    record = {
+        "text": "Count.",
+        "code": "from collections import Counter\ndef count(s):\n    return Counter(s)",
+        "test_list": ["assert count('aab') == {'a': 2, 'b': 1}"],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+
+
+def test_numbers_of_numpy_are_numbers(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package may have to come from the disk first.
+    monkeypatch.setattr(verify, "LIMITS", verify.LIMITS.__class__(wall_s=10.0, cpu_s=5.0, starved_s=30.0))
+    record = {
+        "text": "Double.",
+        "code": "def double(x):\n    return 2 * x\ndef big(x):\n    return x > 2",
+        "test_list": ["assert double(3) == 6", "assert big(3) is True", "assert {double(1): 0} == {2: 0}"],
+    }
+    numpy = "import numpy\ndef double(x):\n    return numpy.int64(x) * 2\ndef big(x):\n    return numpy.float32(x) > 2"
+    verdict = judge("mbpp", numpy, record)
+    assert verdict.outcome == "correct", verdict
+    assert judge("mbpp", numpy.replace("* 2", "* 3"), record).outcome == "incorrect"
+
+
+def test_objects_within_objects_and_what_classes_hold(judge: Judge) -> None:
+    code = (
+        "class Node:\n    limit = 9\n    def __init__(self, value, rest=None):\n        self.value, self.rest = value, rest\n"
+        "    @staticmethod\n    def two():\n        return 2\n"
+        "def build():\n    return Node(1, Node(5))"
+    )
+    tests = [
+        "assert build().rest.value == 5",
+        "assert build().rest.rest is None",
+        "assert Node.limit == 9 and Node.two() == 2",
+    ]
+    record = {"text": "Build.", "code": code, "test_list": tests}
+    assert judge("mbpp", code, record).outcome == "correct"
+    assert judge("mbpp", code.replace("Node(5)", "Node(4)"), record).outcome == "incorrect"
+
+
+@pytest.mark.parametrize("test", ["assert Box(3).size", "assert Box(3).size != 4", "assert not Box(3).size == 4"])
+def test_an_object_in_an_attribute_is_neither_true_nor_unequal(judge: Judge, test: str) -> None:
+    code = "class Box:\n    def __init__(self, size):\n        self.size = size"
+    record = {"text": "A box.", "code": code, "test_list": [test]}
+    assert judge("mbpp", code, record).outcome == "correct"
+    assert judge("mbpp", code.replace("= size", "= object()"), record).outcome == "incorrect"
+    module = {
+        **EDIT,
+        "tests": {"test_a.py": f"from stats import Box\ndef test_box():\n    {test.replace('(3).size', '')}\n"},
+    }
+    answer = "```stats.py\nBox = object()\n```"
+    assert judge("code_edit", answer, module).outcome == "incorrect"
+
+
+def test_exceptions_are_those_the_tests_expect(judge: Judge) -> None:
+    record = {
+        "text": "Refuse.",
+        "code": "class Refused(ValueError):\n    pass\ndef refuse(x):\n    if x:\n        raise Refused('no')\n    return 1",
+        "test_list": [
+            "try:\n    refuse(1)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no'",
+            "assert refuse(0) == 1",
+        ],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    assert judge("mbpp", "def refuse(x):\n    if x: raise KeyError('no')\n    return 1", record).outcome == "incorrect"
+
+
+# code edit
+
+
+def edit(
+    graders: Sandboxes, loop: asyncio.Runner, script: str, record: dict[str, object] = EDIT, *, answer: str = "done"
+) -> Verdict:
+    """The verdict on a workspace after a policy's script has changed it."""
+    problem = problem_of("code_edit", record)
+    task = CODE_TASKS["code_edit"]
+
+    async def worked() -> Verdict:
+        async with await graders.open() as sandbox:
+            for path, content in task.files(problem).items():
+                await sandbox.write(path, content)
+            result = await sandbox.bash(script)
+            assert result.failure == "ok", result
+            return await task.verify(problem, Attempt(answer, sandbox, (), graders))
+
+    return loop.run(worked())
+
+
+WRITE_SOLUTION = "cat > stats.py << 'END'\n" + EDIT["solution"]["stats.py"] + "END\n"
+
+
+def test_an_edited_workspace(graders: Sandboxes, loop: asyncio.Runner) -> None:
+    assert edit(graders, loop, WRITE_SOLUTION).outcome == "correct"
+    assert edit(graders, loop, "true").outcome == "incorrect", "nothing was done"
+    assert edit(graders, loop, WRITE_SOLUTION + "sed -i 's/0.0/1.0/' stats.py").outcome == "incorrect"
+    assert (
+        edit(graders, loop, "cd data; " + WRITE_SOLUTION.replace("stats.py <<", "../stats.py <<")).outcome == "correct"
+    )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'raise SystemExit(0)' > stats.py",
+        "echo 'import os; os._exit(0)' > stats.py",
+        "rm -rf *",
+        "rm test_stats.py; mkdir test_stats.py",
+        "printf 'class A:\\n def __eq__(s, o): return True\\ndef mean(v): return A()\\nmedian = mean\\n' > stats.py",
+        "printf 'import unittest\\nunittest.TestCase.assertEqual = print\\ndef mean(v): return 0\\nmedian = mean\\n' > stats.py",
+        "for n in json socket struct unittest; do echo 'raise SystemExit' > $n.py; done",
+        "mkdir -p unittest; echo 'class TestCase: pass' > unittest/__init__.py; touch conftest.py sitecustomize.py",
+        "ln -sf /proc/1/mem stats.py",
+        "mkfifo x; rm stats.py; mkfifo stats.py",
+    ],
+)
+def test_no_edit_but_the_right_one_scores(graders: Sandboxes, loop: asyncio.Runner, script: str) -> None:
+    verdict = edit(graders, loop, script)
+    assert (verdict.outcome, verdict.score) == ("incorrect", 0.0), verdict
+
+
+def test_protected_files_are_restored(graders: Sandboxes, loop: asyncio.Runner) -> None:
+    """The hidden tests need data/limits.json as it was."""
+    for spoil in (
+        "rm -r data",
+        "echo '{}' > data/limits.json",
+        "rm data/limits.json; ln -s /etc/passwd data/limits.json",
+    ):
+        assert edit(graders, loop, f"{WRITE_SOLUTION}{spoil}").outcome == "correct", spoil
+    unprotected = {**EDIT, "protected": []}
+    assert edit(graders, loop, f"{WRITE_SOLUTION}rm -r data", unprotected).outcome == "incorrect"
+
+
+def test_tests_that_pass_untouched_prove_nothing(graders: Sandboxes, loop: asyncio.Runner) -> None:
+    vacuous = {
+        **EDIT,
+        "tests": {"test_old.py": "from stats import mean\ndef test_mean():\n    assert mean([1, 3]) == 2\n"},
+    }
+    verdict = edit(graders, loop, WRITE_SOLUTION, vacuous)
+    assert verdict.outcome == "incorrect"
+    assert "prove nothing" in verdict.reason
+
+
+def test_hidden_tests_are_nowhere_the_policy_looks(graders: Sandboxes, loop: asyncio.Runner) -> None:
+    """While its own module is being tested, the solution looks for the tests' words in every file and process it can read."""
+    spy = (
+        "import glob, os\n"
+        "def mean(values):\n"
+        "    found = []\n"
+        "    for path in glob.glob('/workspace/**', recursive=True) + glob.glob('/tmp/**', recursive=True) "
+        "+ glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/proc/[0-9]*/environ'):\n"
+        "        try:\n"
+        "            with open(path, 'rb') as file: found.append(b'assert' b'Raises' in file.read(1 << 20))\n"
+        "        except OSError: pass\n"
+        "    if any(found): return 0.0 if not values else 2\n"
+        "    raise RuntimeError('nothing found')\n"
+        "median = mean\n"
+    )
+    verdict = edit(graders, loop, f"cat > stats.py << 'END'\n{spy}END\n")
+    assert verdict.outcome == "incorrect"
+    assert "nothing found" in verdict.reason
+
+
+def test_an_answer_can_hold_whole_files(judge: Judge) -> None:
+    solution = EDIT["solution"]["stats.py"]
+    assert judge("code_edit", f"I changed it.\n```python stats.py\n{solution}```\n").outcome == "correct"
+    assert judge("code_edit", f"```../stats.py\n{solution}```").outcome == "incorrect"
+    assert judge("code_edit", solution).outcome == "incorrect", "no block says which file"
+
+
+# what can not be graded
+
+
+def test_a_workspace_that_is_lost_is_no_verdict(graders: Sandboxes, loop: asyncio.Runner) -> None:
+    """Before its protected files are restored; the answer is right."""
+    problem = problem_of("code_edit", EDIT)
+
+    async def verified() -> Verdict:
+        async with await graders.open() as sandbox:
+            await sandbox.close()
+            return await CODE_TASKS["code_edit"].verify(problem, Attempt("done", sandbox, (), graders))
+
+    verdict = loop.run(verified())
+    assert (verdict.outcome, verdict.score) == ("error", 0.0), verdict
+
+
+class Cannot:
+    async def open(self, workspace: Path | None = None) -> Sandbox:
+        raise SandboxSetupError("no more processes")
+
+
+@pytest.mark.parametrize("task_type", ["humaneval", "mbpp", "code_edit"])
+def test_a_sandbox_that_does_not_open_is_no_verdict(task_type: str) -> None:
+    problem = problem_of(task_type, RECORDS[task_type])
+    right, _ = CODE_TASKS[task_type].example_answers(problem)
+    verdict = asyncio.run(CODE_TASKS[task_type].verify(problem, Attempt(right, None, (), Cannot())))
+    assert (verdict.outcome, verdict.score) == ("error", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("task_type", "change", "message"),
+    [
+        ("humaneval", {"test": "def chek(candidate): pass"}, "does not define check"),
+        ("humaneval", {"entry_point": "sum_all"}, "does not define sum_all"),
+        ("humaneval", {"test": 3}, "field 'test' holds int"),
+        ("mbpp", {"test_list": ["assert other(1)"]}, "nothing that 'code' defines"),
+        ("mbpp", {"test_list": ["assert ("]}, "no Python"),
+        ("mbpp", {"test_list": "assert remove_Occ"}, "not a list of texts"),
+        ("mbpp", {"code": None}, "no field 'code'"),
+        ("code_edit", {"files": {"../x.py": ""}}, "no path within a workspace"),
+        ("code_edit", {"files": {"x.txt": ""}, "protected": []}, "protected"),
+        ("code_edit", {"protected": ["nowhere.py"]}, "nowhere.py"),
+        ("code_edit", {"solution": {}}, "changes nothing"),
+        ("file_search", {"answer": " `` "}, "nothing is left"),
+        ("file_search", {"files": {"x": 3}}, "'x' holds int"),
+    ],
+)
+def test_records_that_are_wrong_are_named(
+    tmp_path: Path, task_type: str, change: dict[str, object], message: str
+) -> None:
+    if change == {"files": {"x.txt": ""}, "protected": []}:
+        change, message = {**change, "solution": {"x.txt": "y"}}, "no Python module"
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in (RECORDS[task_type], {**RECORDS[task_type], **change})))
+    with pytest.raises(UserError, match=message) as caught:
+        build_pool("demo", JsonlPool(type="jsonl", path=str(path), task_type=task_type), Shard())  # type: ignore[arg-type]
+    assert f"{path}:2: " in str(caught.value)
+
+
+@pytest.mark.parametrize("task_type", RECORDS)
+def test_a_pool_of_records(tmp_path: Path, task_type: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(RECORDS[task_type]))
+    pool = build_pool("demo", JsonlPool(type="jsonl", path=str(path), task_type=task_type), Shard())  # type: ignore[arg-type]
+    (problem,) = pool.take(1)
+    assert problem.metadata == {"record": 0, **problem_of(task_type, RECORDS[task_type]).metadata}
+    hidden = [text for text in ("== 6", "heo", "assertRaises", "8421") if text in problem.question]
+    assert not hidden, "the question does not tell"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed (apt-get install bubblewrap)")
+@pytest.mark.parametrize("task_type", RECORDS)
+def test_an_environment_of_records_checks_out(tmp_path: Path, task_type: str) -> None:
+    """`nmoe env check`: the gold solution is run and right, the wrong one is run and wrong."""
+    (tmp_path / "data.jsonl").write_text(json.dumps(RECORDS[task_type]))
+    (tmp_path / "environment.toml").write_text(
+        f'env_id = "code"\n[task_pool]\ntype = "jsonl"\npath = "data.jsonl"\ntask_type = "{task_type}"\n'
+    )
+    lines = list(check_environment(tmp_path, None))
+    assert lines[-1] == "ok"
+    assert any(line.startswith("  right answer") and "correct (" in line for line in lines)
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed (apt-get install bubblewrap)")
+@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+def test_packaged_environments_name_these_tasks(name: str) -> None:
+    """Without their data, a problem of the same form stands in for them, and is run."""
+    lines = list(check_environment(Path(name), None))
+    assert any(line.startswith("  right answer") and "correct (tests: all tests pass)" in line for line in lines)
+    assert lines[-1] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("8421", True), (" `8421`\n", True), ("8421.", True), ("port 8421", False), ("842", False), ("", False)],
+)
+def test_file_search(answer: str, right: bool) -> None:
+    verdict = asyncio.run(CODE_TASKS["file_search"].verify(problem_of("file_search", SEARCH), Attempt(answer)))
+    assert (verdict.outcome == "correct") is right
+
+
+PLAIN = (
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.binary()
+        | st.complex_numbers(allow_nan=False),
+        lambda inner: (
+            st.lists(inner)
+            | st.lists(inner).map(tuple)
+            | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        ),
+        max_leaves=20,
+    )
+    | st.sets(st.integers() | st.text())
+    | st.frozensets(st.text())
+)
+
+
+def refuse(value: object) -> int:
+    raise AssertionError(value)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_was(value: object) -> None:
+    back = wire.decode(json.loads(json.dumps(wire.encode(value, refuse))), refuse)
+    assert back == value
+    assert type(back) is type(value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+        max_leaves=12,
+    )
+)
+def test_decoding_is_total(message: object) -> None:
+    """Any JSON becomes exact builtin types, or a WireError."""
+    try:
+        value = wire.decode(message, lambda number: None)
+    except wire.WireError:
+        return
+    assert type(value).__module__ == "builtins"
+
+
+@given(st.text())
+def test_extraction_is_total(answer: str) -> None:
+    assert isinstance(code_of(answer), str)
+    assert isinstance(definitions(answer), tuple)
+
+
+KINDS = {
+    "OSError's family": {
+        "code": "def load(name):\n    raise FileNotFoundError(name)",
+        "test_list": [
+            "try:\n    load('a')\nexcept OSError as error:\n    assert type(error) is FileNotFoundError\nelse:\n    assert False",
+        ],
+        "wrong": "def load(name):\n    raise ValueError(name)",
+    },
+    "EOFError": {
+        "code": "def parse(text):\n    if not text:\n        raise EOFError('nothing')\n    return text",
+        "test_list": [
+            "try:\n    parse('')\nexcept EOFError:\n    pass\nelse:\n    assert False",
+            "assert parse('a') == 'a'",
+        ],
+        "wrong": "def parse(text):\n    return text",
+    },
+    "an OSError that ends no channel": {
+        "code": "def load(name):\n    if name == 'a':\n        raise ConnectionResetError(name)\n    return name",
+        "test_list": [
+            "try:\n    load('a')\nexcept ConnectionError:\n    pass\nelse:\n    assert False",
+            "assert load('b') == 'b'",
+        ],
+        "wrong": "def load(name):\n    raise ConnectionResetError(name)",
+    },
+    "a set-up with the solution's classes": {
+        "code": (
+            "class Node:\n    def __init__(self, data):\n        self.data, self.left, self.right = data, None, None\n"
+            "def height(node):\n    return 0 if node is None else 1 + max(height(node.left), height(node.right))"
+        ),
+        "test_setup_code": "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)",
+        "test_list": ["assert height(root) == 3", "assert height(root.left) == 2"],
+        "wrong": "class Node:\n    def __init__(self, data):\n        self.data = data\ndef height(node):\n    return 3",
+    },
+    "builtin types as arguments": {
+        "code": "def without(values, kind):\n    return [value for value in values if type(value) is not kind]",
+        "test_list": ["assert without((4, 5.5, 7), int) == [5.5]", "assert without([1, 'a'], str) == [1]"],
+        "wrong": "def without(values, kind):\n    return list(values)",
+    },
+    "an exception of the solution's own": {
+        "code": (
+            "class Empty(Exception):\n    pass\nclass Short(Empty, ValueError):\n    pass\n"
+            "def first(values):\n    if not values:\n        raise Short('none')\n    return values[0]"
+        ),
+        "test_list": [
+            "try:\n    first([])\nexcept Empty as error:\n    assert str(error) == 'none'\nelse:\n    assert False",
+            "try:\n    first([])\nexcept Short:\n    pass",
+            "assert first([3]) == 3",
+        ],
+        "wrong": (
+            "class Empty(Exception):\n    pass\nclass Short(Exception):\n    pass\n"
+            "def first(values):\n    return values[0] if values else 0"
+        ),
+    },
+    "operators of the solution's objects": {
+        "code": (
+            "class Point:\n    def __init__(self, x):\n        self.x = x\n"
+            "    def __add__(self, other):\n        return Point(self.x + other.x)\n"
+            "    def __rmul__(self, k):\n        return Point(k * self.x)\n"
+            "    def __neg__(self):\n        return Point(-self.x)"
+        ),
+        "test_list": [
+            "assert (Point(1) + Point(2)).x == 3",
+            "assert (3 * Point(2)).x == 6",
+            "assert (-Point(2)).x == -2",
+        ],
+        "wrong": "class Point:\n    x = 3\n    def __init__(self, x): pass\n    def __add__(self, other): return self",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_tests(judge: Judge, kind: str) -> None:
+    record = {"text": "Do it.", **{key: value for key, value in KINDS[kind].items() if key != "wrong"}}
+    verdict = judge("mbpp", KINDS[kind]["code"], record)
+    assert verdict.outcome == "correct", verdict
+    verdict = judge("mbpp", KINDS[kind]["wrong"], record)
+    assert verdict.outcome == "incorrect", verdict
+
+
+@pytest.mark.parametrize("name", ["AssertionError", "Exception"])
+def test_an_exception_that_would_catch_the_tests_own_failures(judge: Judge, name: str) -> None:
+    """The tests' `assert False` is none of what the solution raises, whatever class it gives for its own."""
+    record = {
+        "text": "Refuse an empty cart.",
+        "code": "class EmptyCart(Exception):\n    pass\ndef checkout(items):\n    if not items: raise EmptyCart\n    return 1",
+        "test_list": [
+            "try:\n    checkout([])\n    assert False\nexcept EmptyCart:\n    pass",
+            "assert checkout([1]) == 1",
+        ],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    bought = f"EmptyCart = {name}\ndef checkout(items):\n    return 1"
+    verdict = judge("mbpp", bought, record)
+    assert verdict.outcome == "incorrect", verdict
+    # One that does raise it is as right as any other.
+    raising = f"EmptyCart = {name}\ndef checkout(items):\n    if not items: raise EmptyCart\n    return 1"
+    assert judge("mbpp", raising, record).outcome == "correct"
+
+
+def test_a_function_as_an_argument_is_refused_by_its_name(judge: Judge) -> None:
+    """What the judge cannot hand over fails the gold, too, so that the record is refused when the pool loads."""
+    record = {
+        "text": "Apply.",
+        "code": "def twice(f, x):\n    return f(f(x))",
+        "test_list": ["assert twice(lambda n: n + 1, 3) == 5"],
+    }
+    verdict = judge("mbpp", record["code"], record)
+    assert verdict.reason.startswith("TypeError: a function can not be given to the solution"), verdict
+
+
+def test_an_object_that_equals_everything_under_an_operator(judge: Judge) -> None:
+    """Sums of the solution's objects stay its objects: they equal nothing here."""
+    record = {
+        "text": "Add.",
+        "code": "def make(n):\n    return n",
+        "test_list": ["assert make(1) + make(2) == 3"],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    same = "class Same:\n    __eq__ = lambda *_: True\n    __add__ = lambda self, _: self\ndef make(n): return Same()"
+    assert judge("mbpp", same, record).outcome == "incorrect"
