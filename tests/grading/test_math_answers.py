@@ -14,7 +14,7 @@ from nmoe.grading.math.answers import grade_answers
 from nmoe.grading.math.normalization import normalize
 from nmoe.grading.regrade import answer_of
 
-DATA = Path(__file__).parents[4] / "shared" / "eval_data" / "math.jsonl"
+DATA = Path(__file__).parents[3] / "shared" / "eval_data" / "math.jsonl"
 # What an answer may leave out or add: a name, a unit.
 _LEFT_OUT = re.compile(r"^[a-z] *=|\\text\{[^{}]*\}|\^\{?\\circ\}?|\\%| ")
 

@@ -9,7 +9,7 @@ import pytest
 
 from nmoe.grading.math.answers import grade_answers
 
-PAGE = Path(__file__).parents[3] / "docs" / "grading.md"
+PAGE = Path(__file__).parents[2] / "docs" / "grading.md"
 ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| (correct|incorrect) \|", re.MULTILINE)
 ROWS = ROW.findall(PAGE.read_text())
 

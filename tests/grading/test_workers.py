@@ -143,7 +143,7 @@ def test_no_worker_outlives_a_killed_parent() -> None:
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         text=True,
     )
     assert parent.stdout is not None

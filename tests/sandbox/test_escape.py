@@ -650,7 +650,7 @@ async def main():
     await asyncio.gather(*(one.bash("setsid sleep {SLEEP} & sleep {SLEEP}") for one in opened))
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as host:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as host:
         assert host.stdout is not None
         assert host.stdout.readline() == b"open\n"
         deadline = time.monotonic() + 5

@@ -35,7 +35,7 @@ from typing import Any, Literal
 DEADLINE_S = 3.0
 MEMORY_MB = 2048
 
-_PACKAGE_ROOT = str(Path(__file__).parents[2])
+_PACKAGE_ROOT = str(Path(__file__).parents[3])
 # Signals by which a process brings itself down.
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _BATCH = 16
