@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from nmoe import cli
-from nmoe.verifier.scorers import load_scorer
 from nmoe.config.run import PretrainConfig, RLConfig
 from nmoe.errors import StorageError, UserError
+from nmoe.verifier.scorers import load_scorer
 
 RL = """
 [run]
