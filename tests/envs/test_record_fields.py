@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_replay import trajectory_of
+from rollout.test_replay import trajectory_of
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools import Pool

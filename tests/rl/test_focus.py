@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
-from recipes.policy_cases import answer, settings
+from rl.policy_cases import answer, settings
 
 from nmoe.envs.pools.pool import Drawn
 from nmoe.rl.focus import DECAY, LEAST, Focus

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rl.sandbox.attempts import ATTEMPTS, PRELUDE, Attempt
-from rl.sandbox.conftest import LIMITS, Box
+from attempts import ATTEMPTS, PRELUDE, Attempt
+from boxes import LIMITS, Box
 
 from nmoe.sandbox.api import Result
 from nmoe.sandbox.inside import seccomp

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rl.sandbox.conftest import LIMITS
+from boxes import LIMITS
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.sandbox import interpreter, sandboxes

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from rl.sandbox.conftest import LIMITS, Box, sandboxes_of
+from boxes import LIMITS, Box, sandboxes_of
 
 from nmoe.grading.code import verify
 from nmoe.sandbox.api import Limits, Result

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from rl.sandbox.conftest import sandboxes_of
+from boxes import sandboxes_of
 
 from nmoe.envs.tasks import CODE_TASKS, Attempt
 from nmoe.sandbox.sandboxes import Sandboxes

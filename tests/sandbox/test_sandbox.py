@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rl.sandbox.conftest import LIMITS, Box
+from boxes import LIMITS, Box
 
 from nmoe.config.sandbox import SandboxSettings
 from nmoe.errors import UserError

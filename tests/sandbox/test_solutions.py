@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from boxes import sandboxes_of
 from hypothesis import given
 from hypothesis import strategies as st
-from rl.sandbox.conftest import sandboxes_of
 
 from nmoe.config.environment import JsonlPool
 from nmoe.envs.check import check_environment

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from chat_templates import qwen
-from test_chat_episode import CALL, SETTINGS
-from test_chat_episode import play as play_chat
-from test_chat_episode import turns as chat_turns
-from test_episode import POOL, TOOLS, call, final, in_turn, play
+from rollout.test_chat_episode import CALL, SETTINGS
+from rollout.test_chat_episode import play as play_chat
+from rollout.test_chat_episode import turns as chat_turns
+from rollout.test_episode import POOL, TOOLS, call, final, in_turn, play
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.conversation import completion_of, samples_of

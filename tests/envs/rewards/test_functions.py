@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from reward_cases import PROBLEM, SORT, reward
+from rollout.test_replay import trajectory_of
 from scripted_engine import ScriptedEngine
-from test_replay import trajectory_of
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
