@@ -27,7 +27,7 @@ from typing import Any
 from calibration import calibration_s
 from machine import machine, versions
 
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 import torch
 from machine import machine, versions
 
-from nmoe.config.environment import BudgetSettings, EnvironmentSettings, GeneratedPool, ToolsSettings
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.pools import GeneratedPool
+from nmoe.config.tables.tools import BudgetSettings, ToolsSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from nmoe.config.run import SFTConfig, load_run
-from nmoe.config.selfplay import SelfplayConfig
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands.supervised import SFTConfig
 from nmoe.data.prm import split_steps
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment

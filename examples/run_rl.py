@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.run import RLConfig
 from nmoe.rl.train import train
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nmoe.config.dataset import DatasetSettings
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
 from nmoe.data.rendering import make_renderer

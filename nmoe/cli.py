@@ -19,7 +19,7 @@ import typer.core
 from nmoe.errors import UserError
 
 if TYPE_CHECKING:
-    from nmoe.config.run import RunConfig
+    from nmoe.config.commands.base import RunConfig
 
     C = TypeVar("C", bound=RunConfig)
 
@@ -139,7 +139,7 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe pretrain configs/tools_base.toml --run.steps=200 --optimizer.learning_rate=3e-4
     """
-    from nmoe.config.run import PretrainConfig
+    from nmoe.config.commands.supervised import PretrainConfig
 
     config = _configuration(arguments, PretrainConfig)
     from nmoe.recipes.pretrain import pretrain
@@ -155,7 +155,7 @@ def sft(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe sft configs/sft.toml --records.path=train.jsonl --records.epochs=3
     """
-    from nmoe.config.run import SFTConfig
+    from nmoe.config.commands.supervised import SFTConfig
 
     config = _configuration(arguments, SFTConfig)
     from nmoe.recipes.sft import sft
@@ -171,7 +171,7 @@ def dpo(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe dpo configs/dpo.toml --preference.loss=ipo
     """
-    from nmoe.config.run import DPOConfig
+    from nmoe.config.commands.supervised import DPOConfig
 
     config = _configuration(arguments, DPOConfig)
     from nmoe.recipes.dpo import dpo
@@ -187,7 +187,7 @@ def reward(arguments: ConfigAndOverrides) -> None:
     Example:
       nmoe reward configs/reward.toml --records.path=pairs.jsonl
     """
-    from nmoe.config.run import RewardConfig
+    from nmoe.config.commands.supervised import RewardConfig
 
     config = _configuration(arguments, RewardConfig)
     from nmoe.recipes.reward_model import train_reward_model
@@ -205,7 +205,7 @@ def train(arguments: ConfigAndOverrides) -> None:
     Going on after an interruption:
       nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16 --run.resume=true
     """
-    from nmoe.config.run import RLConfig
+    from nmoe.config.commands.rl import RLConfig
 
     config = _configuration(arguments, RLConfig)
     from nmoe.rl.train import train
@@ -252,7 +252,7 @@ def selfplay(
     Example, two rounds of generation and training:
       nmoe selfplay configs/selfplay.toml --train --selfplay.rounds=2
     """
-    from nmoe.config.selfplay import SelfplayConfig
+    from nmoe.config.commands.selfplay import SelfplayConfig
 
     given = {
         "selfplay.problem_source": problem_source,
@@ -338,7 +338,7 @@ def verifier(
     Example, scores of whole solutions, from a file:
       nmoe verifier configs/verifier.toml --prm_source=labelled.jsonl --mode=score
     """
-    from nmoe.config.run import VerifierConfig
+    from nmoe.config.commands.supervised import VerifierConfig
 
     named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
     overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
@@ -675,8 +675,8 @@ def speedrun(
 
 def _configuration(arguments: list[str], schema: "type[C]") -> "C":
     """Loads the CONFIG among the arguments of a training verb; all others are overrides, wherever they stand."""
+    from nmoe.config.commands.base import load_run
     from nmoe.config.overrides import joined
-    from nmoe.config.run import load_run
 
     _show_start(arguments)
     arguments = joined(arguments)

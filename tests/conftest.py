@@ -21,8 +21,10 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nmoe.config import Locator, Place, Section, parse
-from nmoe.config.environment import TaskPool
-from nmoe.config.run import PretrainConfig, RLConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.tables.pools import TaskPool
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools import Pool, Shard, build_pool
 from nmoe.envs.pools.generated import split_of

@@ -2,7 +2,9 @@
 
 import math
 
-from nmoe.config.run import PretrainConfig, RecordsConfig, RLConfig, RunConfig, SupervisedConfig, VerifierConfig
+from nmoe.config.commands.base import RunConfig, SupervisedConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
 
 
 def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """What every settings table is made of: a frozen, strict section whose combination checks name the key at fault."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
@@ -8,6 +8,8 @@ from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Strict, model_validator
 
 T = TypeVar("T")
+
+MAX_SEED = 2**63 - 1
 
 Array = Annotated[tuple[T, ...], Strict(False)]
 """A TOML array as an immutable tuple. TOML readers give lists, which a strict tuple would refuse; the items stay strict."""
@@ -83,3 +85,11 @@ class Section(BaseModel):
             value = getattr(self, name)
             if isinstance(value, str) and "\0" in value and any(isinstance(mark, DataPath) for mark in field.metadata):
                 yield Conflict(name, "is a path, and has a null character")
+
+
+def duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            yield Conflict(f"{key}.{index}.name", "is used before; names must be unique")
+        seen.add(name)

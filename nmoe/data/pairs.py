@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nmoe.config.dataset import DatasetSettings
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Messages, Preference, read_records

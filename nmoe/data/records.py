@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, get_args
 
-from nmoe.config.dataset import DatasetSettings, Kind
+from nmoe.config.tables.records import DatasetSettings, Kind
 from nmoe.data.layouts import plain_columns
 from nmoe.data.messages import ChatMessage, listed, read_messages, read_tools, shown, text_of, text_or_messages
 from nmoe.data.rows import Row, read_rows

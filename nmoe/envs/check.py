@@ -13,22 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import (
-    BudgetSettings,
-    EnvironmentSettings,
+from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.packaged import Packaged, find_environment, packaged_environments
+from nmoe.config.slices import split_path
+from nmoe.config.tables.curriculum import Rubric
+from nmoe.config.tables.pools import (
     GeneratedPool,
     HubPool,
     MixturePool,
     PrmPool,
     ReasoningGymPool,
-    Rubric,
     SelfplayPool,
     TaskPool,
-    WorkspaceSettings,
-    load_environment,
 )
-from nmoe.config.packaged import Packaged, find_environment, packaged_environments
-from nmoe.config.rewards import (
+from nmoe.config.tables.rewards import (
     FunctionReward,
     HttpReward,
     JudgeReward,
@@ -36,8 +34,8 @@ from nmoe.config.rewards import (
     RewardSettings,
     VerifierReward,
 )
-from nmoe.config.sandbox import SandboxSettings
-from nmoe.config.slices import split_path
+from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.tools import BudgetSettings, WorkspaceSettings
 from nmoe.data.rows import local_copy
 from nmoe.envs.environment import Environment
 from nmoe.envs.formats import in_format

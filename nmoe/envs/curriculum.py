@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from nmoe.config.environment import CurriculumSettings, GateSettings
+from nmoe.config.tables.curriculum import CurriculumSettings, GateSettings
 from nmoe.errors import UserError
 
 

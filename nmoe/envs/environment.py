@@ -11,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nmoe.config.environment import EnvironmentSettings, Rubric, held_out, load_environment, task_types
+from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
+from nmoe.config.tables.curriculum import Rubric
+from nmoe.config.tables.pools import task_types
 from nmoe.envs.curriculum import Curriculum
 from nmoe.envs.formats import FORMATS, Format, in_format
 from nmoe.envs.grade import grade_reading

@@ -22,7 +22,7 @@ from pathlib import Path
 import nmoe.envs.tasks
 import nmoe.grading
 import nmoe.sandbox
-from nmoe.config.environment import DatasetKeys, MixturePool
+from nmoe.config.tables.pools import DatasetKeys, MixturePool
 from nmoe.envs.environment import Environment
 from nmoe.envs.gather import all_or_none
 from nmoe.envs.pools.mixture import Mixture

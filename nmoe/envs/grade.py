@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nmoe.config.rewards import RUBRIC_COMPONENTS
+from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
 from nmoe.envs.tasks import Attempt, Task
 from nmoe.grading.extraction import Extraction
 from nmoe.types import Failure, Grade, Problem, ToolEvent, Turn

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from nmoe.config import Locator, Place, parse
-from nmoe.config.dataset import DatasetSettings
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.messages import ChatMessage
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

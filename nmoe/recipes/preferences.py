@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nmoe.config.run import PreferenceConfig
+from nmoe.config.commands.supervised import PreferenceConfig
 from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
 from nmoe.data.rendering import make_renderer

@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from nmoe.config.run import AdaptableConfig, ModelSection, RecordsConfig, RunConfig
+from nmoe.config.commands.base import AdaptableConfig, RunConfig
+from nmoe.config.commands.supervised import RecordsConfig
+from nmoe.config.tables.model import ModelSection
 from nmoe.errors import UserError
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nmoe.config.run import SFTConfig
+from nmoe.config.commands.supervised import SFTConfig
 from nmoe.data.examples import Example, Examples, read_examples
 from nmoe.data.packing import PackedStream
 from nmoe.data.rendering import IGNORED, make_renderer

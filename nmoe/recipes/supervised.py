@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from nmoe.config import to_toml
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.dataset import RecordsSection
-from nmoe.config.run import SupervisedConfig
+from nmoe.config.commands.base import SupervisedConfig
+from nmoe.config.tables.records import RecordsSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nmoe.config.run import AlgorithmSection, RLConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.advantages import ADVANTAGES, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.token_advantages import (

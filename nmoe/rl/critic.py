@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.config.run import CriticSection, RLConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.critic import CriticSection
 from nmoe.errors import UserError
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch

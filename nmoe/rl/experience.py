@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nmoe.config.run import AlgorithmSection, RLConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.batch import Batch
 from nmoe.learner.correction import correction_weights
 from nmoe.learner.learner import Learner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nmoe.config.run import RLConfig
+from nmoe.config.commands.rl import RLConfig
 from nmoe.learner.learner import Learner
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora

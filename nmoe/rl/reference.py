@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmoe.config.run import RLConfig
+from nmoe.config.commands.rl import RLConfig
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from nmoe.config import Locator, Place, parse
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs

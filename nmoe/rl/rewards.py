@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nmoe.config.run import AlgorithmSection
+from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.length_reward import length_penalty, overlong_penalty
 from nmoe.types import Group, Trajectory
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from nmoe.config.run import RLConfig
+from nmoe.config.commands.rl import RLConfig
 from nmoe.envs.environment import Environment
 from nmoe.errors import InfrastructureError
 from nmoe.rl.focus import Focus

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nmoe.config.run import DistillationSection, RLConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.critic import DistillationSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch

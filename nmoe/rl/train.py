@@ -15,8 +15,8 @@ from pathlib import Path
 
 from nmoe.config import to_toml
 from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import reseeded
-from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from nmoe.config.run import AlgorithmSection, RLConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner

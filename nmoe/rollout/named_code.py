@@ -6,7 +6,7 @@ A bundle is data that may come from anyone, and its digests are no signature: na
 from __future__ import annotations
 
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.rewards import FunctionReward
+from nmoe.config.tables.rewards import FunctionReward
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError
 from nmoe.rollout.bundle import Bundle

@@ -12,8 +12,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from nmoe.config.environment import EnvironmentSettings, GeneratedPool, Rubric
-from nmoe.config.rewards import FunctionReward
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.curriculum import Rubric
+from nmoe.config.tables.pools import GeneratedPool
+from nmoe.config.tables.rewards import FunctionReward
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.rewards.conversation import samples_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.api import SandboxSetupError
 
 _TREE = ("bin", "lib", "lib64", "pyvenv.cfg")

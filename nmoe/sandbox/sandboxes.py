@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
 from nmoe.sandbox.interpreter import interpreter_of
 from nmoe.sandbox.process import ProcessSandbox, Starter

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nmoe.config import to_toml
-from nmoe.config.environment import EnvironmentSettings, Rubric, SelfplayPool, reseeded
-from nmoe.config.selfplay import SelfplayConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.environment import EnvironmentSettings, reseeded
+from nmoe.config.tables.curriculum import Rubric
+from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.run import AlgorithmSection, BatchSection, RLConfig
-from nmoe.config.selfplay import SelfplayConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.config.tables.batch import BatchSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.learner import Learner
 from nmoe.learner.metrics import optimizer_metrics

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import reseeded
-from nmoe.config.run import RLConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import Evaluation, sample_problems, summarise

@@ -11,8 +11,11 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from nmoe.config.run import DataSection, PretrainConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig, load_run
-from nmoe.config.selfplay import SelfplayConfig
+from nmoe.config.commands.base import RunConfig, load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig
+from nmoe.config.tables.documents import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.errors import ShortfallError, UserError
 from nmoe.recipes.pretrain import pretrain

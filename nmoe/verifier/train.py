@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.run import VerifierConfig
-from nmoe.config.verifier import VerifierSection
+from nmoe.config.commands.supervised import VerifierConfig
+from nmoe.config.tables.verifier import VerifierSection
 from nmoe.data.prm import LabelledSteps, Reading, normal, read_source
 from nmoe.data.prm.labelled import prefix_keys
 from nmoe.data.stream import ExampleStream

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import Result
 
-from nmoe.config.run import RLConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.rl import RLConfig
 from nmoe.rl.train import train
 
 Nmoe = Callable[..., Result]

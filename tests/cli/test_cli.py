@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from nmoe import cli
-from nmoe.config.run import PretrainConfig, RLConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.errors import StorageError, UserError
 from nmoe.verifier.scorers import load_scorer
 

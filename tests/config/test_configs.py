@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from nmoe.config.commands import COMMANDS
-from nmoe.config.run import PretrainConfig, RunConfig, SFTConfig, load_run
+from nmoe.config.commands.base import RunConfig, load_run
+from nmoe.config.commands.supervised import PretrainConfig, SFTConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # What no command of its own runs.

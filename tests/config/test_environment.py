@@ -6,17 +6,9 @@ from typing import Any
 import pytest
 
 from nmoe.config import ConfigError, Locator, Place, parse, to_toml
-from nmoe.config.environment import (
-    EnvironmentSettings,
-    GeneratedPool,
-    GeneratedSource,
-    HubSource,
-    MixturePool,
-    Rubric,
-    Weights,
-    held_out,
-    reseeded,
-)
+from nmoe.config.environment import EnvironmentSettings, held_out, reseeded
+from nmoe.config.tables.curriculum import Rubric, Weights
+from nmoe.config.tables.pools import GeneratedPool, GeneratedSource, HubSource, MixturePool
 
 DOCUMENTED_MIXTURE = """
 env_id = "math"

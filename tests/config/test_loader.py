@@ -8,9 +8,9 @@ import pytest
 from pydantic import Field
 
 from nmoe.config import Array, ConfigError, Conflict, FromFile, Locator, Place, Section, load, parse
-from nmoe.config.environment import CsvPool, GeneratedPool
+from nmoe.config.commands.rl import RLConfig
 from nmoe.config.packaged import find_environment
-from nmoe.config.run import RLConfig
+from nmoe.config.tables.pools import CsvPool, GeneratedPool
 from nmoe.errors import UserError
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from nmoe.config import ConfigError, load
-from nmoe.config.environment import EnvironmentSettings, MixturePool, load_environment
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import EnvironmentSettings, load_environment
 from nmoe.config.packaged import SHIPPED, Packaged, find_environment, packaged_environments
-from nmoe.config.run import RLConfig, load_run
+from nmoe.config.tables.pools import MixturePool
 from nmoe.errors import UserError
 
 Install = Callable[..., Path]

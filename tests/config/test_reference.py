@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from nmoe.config.commands import COMMANDS
-from nmoe.config.environment import EnvironmentSettings, HubSource
+from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.reference import reference
-from nmoe.config.run import ModelShape
+from nmoe.config.tables.model import ModelShape
+from nmoe.config.tables.pools import HubSource
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
 

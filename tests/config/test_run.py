@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from nmoe.config import ConfigError, Locator, Place, load, parse, to_toml
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import COMMANDS
-from nmoe.config.environment import GeneratedPool
-from nmoe.config.run import DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig, load_run
+from nmoe.config.commands.base import RunConfig, load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig
 from nmoe.config.schema import paths_of
+from nmoe.config.tables.pools import GeneratedPool
 from nmoe.config.toml import toml_value
 
 SHAPE = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.dataset import DatasetSettings
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.messages import ChatMessage, ToolCall
 from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
 from nmoe.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.dataset import DatasetSettings
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.pairs import Pairs, answer_pair, completion_pair, read_pairs
 from nmoe.data.rendering import make_renderer
 from nmoe.errors import UserError

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine
 
-from nmoe.config.run import RLConfig, load_run
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nmoe.config.environment import DatasetTask, GeneratedTask
+from nmoe.config.tables.pools import DatasetTask, GeneratedTask
 from nmoe.envs.tasks import CODE_TASKS, DATASET_TASKS, GENERATED_TASKS, TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.types import Message, Problem

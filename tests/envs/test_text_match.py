@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.environment import CsvPool, JsonlPool
+from nmoe.config.tables.pools import CsvPool, JsonlPool
 from nmoe.envs.pools import Shard, build_pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.config.run import RunConfig
+from nmoe.config.commands.base import RunConfig
 from nmoe.model import exactness
 from nmoe.model.exactness import inexact_parts, numerics_here
 from nmoe.recipes.setup import describe, provenance_of

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from nmoe.config.run import DPOConfig, RewardConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.supervised import DPOConfig, RewardConfig
 from nmoe.data.pairs import completion_pair
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs

@@ -12,7 +12,8 @@ import pytest
 import torch
 from interrupted_runs import figures, interrupted_at
 
-from nmoe.config.run import PretrainConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.data.documents import Document, read_documents
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs

@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nmoe.config import ConfigError
-from nmoe.config.dataset import DatasetSettings
-from nmoe.config.run import SFTConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
 from nmoe.data.rendering import IGNORED, make_renderer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nmoe.config.run import RLConfig
+from nmoe.config.commands.rl import RLConfig
 from nmoe.types import Grade, Group, Problem, Sample, Sampling, Trajectory, Turn
 
 LIMIT = 8

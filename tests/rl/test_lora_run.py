@@ -13,7 +13,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nmoe.config.run import PretrainConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError

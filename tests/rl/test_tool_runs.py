@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.run import RLConfig, load_run
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.rl import RLConfig
 from nmoe.errors import InfrastructureError
 from nmoe.rl.train import train
 from nmoe.runs.ledger import read_lines, read_metrics

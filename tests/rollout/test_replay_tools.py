@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 from wheels import write_wheel
 
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.builtin import sandbox_limits

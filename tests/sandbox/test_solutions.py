@@ -13,7 +13,7 @@ from boxes import sandboxes_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.config.environment import JsonlPool
+from nmoe.config.tables.pools import JsonlPool
 from nmoe.envs.check import check_environment
 from nmoe.envs.pools import Shard, build_pool
 from nmoe.envs.tasks import CODE_TASKS, Attempt

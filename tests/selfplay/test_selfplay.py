@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 
 from nmoe.config import Locator, Place, parse
-from nmoe.config.environment import EnvironmentSettings, SelfplayPool
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import open_problems

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.run import VerifierConfig, load_run
-from nmoe.config.verifier import VerifierSection
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.supervised import VerifierConfig
+from nmoe.config.tables.verifier import VerifierSection
 from nmoe.data.prm import LabelledSteps
 from nmoe.errors import UserError
 from nmoe.runs.ledger import read_metrics

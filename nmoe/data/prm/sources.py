@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from nmoe.config.dataset import DatasetSettings
 from nmoe.config.slices import split_name
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.prm.labelled import LabelledSteps, Reading, settle
 from nmoe.data.prm.math_shepherd import is_math_shepherd, read_math_shepherd
 from nmoe.data.prm.prm800k import is_prm800k, read_prm800k

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nmoe.config.environment import (
+from nmoe.config.tables.pools import (
     CsvPool,
     GeneratedPool,
     HubPool,

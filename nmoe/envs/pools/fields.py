@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from nmoe.config.environment import DatasetKeys
+from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.messages import ChatMessage, read_messages, text_or_messages
 from nmoe.errors import UserError
 from nmoe.types import Message

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from nmoe.config.environment import GeneratedPool
+from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.envs.tasks import GENERATED_TASKS
 from nmoe.errors import UserError

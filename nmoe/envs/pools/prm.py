@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from nmoe.config.environment import PrmPool
+from nmoe.config.tables.pools import PrmPool
 from nmoe.data.prm import LabelledSteps, read_source
 from nmoe.data.prm.labelled import prefix_keys
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cache
 
-from nmoe.config.environment import ReasoningGymPool
+from nmoe.config.tables.pools import ReasoningGymPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
 from nmoe.errors import UserError
 from nmoe.grading import gym

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from nmoe.config.environment import DatasetKeys
+from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.rows import Row
 from nmoe.envs.pools.fields import Fields, fields_of, gold_of, question_of
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of

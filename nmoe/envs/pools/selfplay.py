@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nmoe.config.environment import SelfplayPool
+from nmoe.config.tables.pools import SelfplayPool
 from nmoe.data.prm import read_labelled
 from nmoe.data.rows import Row, read_rows
 from nmoe.envs.pools.order import Shuffled, fingerprint_of

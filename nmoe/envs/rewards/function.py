@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
-from nmoe.config.rewards import FunctionReward
+from nmoe.config.tables.rewards import FunctionReward
 from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.values import checked_values
 from nmoe.envs.user_code import in_thread, load_function

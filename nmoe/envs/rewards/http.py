@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from nmoe.config.rewards import HttpReward
+from nmoe.config.tables.rewards import HttpReward
 from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.service import Service
 from nmoe.envs.rewards.values import checked_values

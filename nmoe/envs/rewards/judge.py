@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.rewards import PLACEHOLDER, JudgeReward, names_in
+from nmoe.config.tables.rewards import PLACEHOLDER, JudgeReward, names_in
 from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.cache import Cache
 from nmoe.envs.rewards.reward import Completion, Prompt, Rating, RewardError, Samples, UnavailableError

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from nmoe.config.rewards import (
+from nmoe.config.tables.rewards import (
     FunctionReward,
     HttpReward,
     JudgeReward,

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.rewards import RewardModelReward, VerifierReward
+from nmoe.config.tables.rewards import RewardModelReward, VerifierReward
 from nmoe.data.prm import split_steps
 from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.reward import Rating, Reward, Samples

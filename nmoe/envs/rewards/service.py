@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from nmoe.config.rewards import ServiceKeys
+from nmoe.config.tables.rewards import ServiceKeys
 from nmoe.envs.rewards.reward import RewardError, UnavailableError
 from nmoe.errors import UserError
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nmoe.config.environment import BudgetSettings
+from nmoe.config.tables.tools import BudgetSettings
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
 from nmoe.envs.user_code import in_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nmoe.config.environment import BudgetSettings
+from nmoe.config.tables.tools import BudgetSettings
 from nmoe.envs.tools.builtin import builtin_tools
 from nmoe.envs.tools.tool import Tool
 from nmoe.envs.user_code import load_function

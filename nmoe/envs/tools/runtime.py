@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import check_golds, to_stderr
 from nmoe.envs.tools.builtin import sandbox_limits

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import WorkspaceSettings
+from nmoe.config.tables.tools import WorkspaceSettings
 
 PACKAGES = ".packages"
 _OUTPUT_KEPT = 4000  # characters of the output: its end says what went wrong

@@ -1,87 +1,22 @@
-"""The settings of self-play: how many judge a proof, how many have to agree, and what is trained on what they agree on."""
+"""The configuration of `nmoe selfplay`."""
 
 from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, FromFile, Section
-from nmoe.config.environment import EnvironmentSettings, SelfplayPool
+from nmoe.config.base import Conflict, FromFile
+from nmoe.config.commands.base import RunConfig
+from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.packaged import find_environment
-from nmoe.config.run import (
-    EngineSection,
-    GroupBatchSection,
-    PolicyLossSection,
-    RunConfig,
-    RunSection,
-    SampleRateSection,
-    SamplingSection,
-)
-from nmoe.config.sandbox import SandboxSettings
-
-
-class SelfplayRunSection(RunSection):
-    """[run] of self-play."""
-
-    steps: int = Field(
-        default=1,
-        gt=0,
-        description="optimizer steps of the verifier over all rounds; without training, none",
-    )
-
-
-class SelfplaySection(Section):
-    """[selfplay]: how many judge a proof, and what is trained on their judgement."""
-
-    problem_source: str | None = Field(
-        default=None,
-        min_length=1,
-        description="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH; "
-        "default: that of [environment]",
-    )
-    problem_field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
-    )
-    max_problems: int = Field(default=1000, gt=0, description="the most problems of one round")
-    verifications: int = Field(default=8, gt=0, description="verifications of each proof (n)")
-    meta_verifications: int = Field(default=3, gt=0, description="checks of each verification that claims a defect (m)")
-    confirmations: int = Field(
-        default=2, gt=0, description="confirmed verifications that the lowest score needs to stand (k)"
-    )
-    verifier: str | None = Field(
-        default=None,
-        min_length=1,
-        description="checkpoint of verifier and meta-verifier; default: model.path, which is the generator",
-    )
-    train: bool = Field(default=False, description="train verifier and generator at the end of each round")
-    rounds: int = Field(default=1, gt=0, description="rounds of generation, each with its training")
-    generator_steps: int = Field(
-        default=2,
-        gt=0,
-        description="optimizer steps of a round that the generator takes, each on its part of the problems, beside the verifier's "
-        "first ones",
-    )
-    verifier_epochs: int = Field(default=1, gt=0, description="passes over a round's accepted verifications")
-
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        if self.confirmations > self.verifications:
-            yield Conflict(
-                "confirmations", f"are more than the verifications = {self.verifications}: nothing could stand"
-            )
-        if self.rounds > 1 and not self.train:
-            yield Conflict("rounds", "differ by what is trained between them; set train, or raise max_problems")
-
-
-class SelfplayEvalSection(Section):
-    """[eval] of self-play, which evaluates before the first round and after each that trains."""
-
-    problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
-    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None, description="what the verifier is asked, or its `path`; without it nothing is evaluated"
-    )
+from nmoe.config.tables.algorithm import PolicyLossSection
+from nmoe.config.tables.batch import GroupBatchSection
+from nmoe.config.tables.evaluation import SelfplayEvalSection
+from nmoe.config.tables.pools import SelfplayPool
+from nmoe.config.tables.rollout import EngineSection, SampleRateSection, SamplingSection
+from nmoe.config.tables.run import SelfplayRunSection
+from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.config.tables.selfplay import SelfplaySection
 
 
 class SelfplayConfig(RunConfig):

@@ -1,7 +1,9 @@
 """Which schema each command's configuration has."""
 
-from nmoe.config.run import DPOConfig, PretrainConfig, RewardConfig, RLConfig, RunConfig, SFTConfig, VerifierConfig
-from nmoe.config.selfplay import SelfplayConfig
+from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
 
 COMMANDS: dict[str, type[RunConfig]] = {
     "pretrain": PretrainConfig,

@@ -1,0 +1,76 @@
+"""What the configurations of all training commands share, and how one is loaded.
+
+Relative paths start from the directory that the command runs in, except those that name an environment's file, which start
+from the file they stand in, as do the paths in that file.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict, Section
+from nmoe.config.loader import load
+from nmoe.config.tables.batch import MicroBatchSection
+from nmoe.config.tables.evaluation import PeriodSection
+from nmoe.config.tables.model import LoraSection, ModelSection
+from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR, OptimizerSection
+from nmoe.config.tables.run import CheckpointSection, RunSection
+
+
+class RunConfig(Section):
+    """What every run has. Each command has a schema of its own, which adds the tables that it reads: any other is refused."""
+
+    default_learning_rate: ClassVar[float] = 1e-6
+
+    run: RunSection = Field(description="name, length, seed")
+    model: ModelSection = Field(description="checkpoint or shape")
+    batch: MicroBatchSection = Field(default=MicroBatchSection(), description="batch sizes")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
+            yield Conflict(
+                "batch.tokens_per_microbatch",
+                f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit in",
+            )
+
+
+class AdaptableConfig(RunConfig):
+    """A run that trains all weights or an adapter."""
+
+    lora: LoraSection | None = Field(default=None, description="train an adapter; without it, all weights")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.lora is not None and self.model.path is None:
+            yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
+
+
+class SupervisedConfig(AdaptableConfig):
+    """A run that learns from given examples."""
+
+    eval: PeriodSection = Field(default=PeriodSection(), description="evaluation during the run")
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
+    """`load`, with the file's stem as the name of a run that has none, and with the command's learning rate where the run has none.
+    Raises ConfigError with all problems."""
+    config = load(path, schema, overrides)
+    if "learning_rate" not in config.optimizer.model_fields_set:
+        adapts = isinstance(config, AdaptableConfig) and config.lora is not None
+        rate = schema.default_learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
+        optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
+        config = config.model_copy(update={"optimizer": optimizer})
+    if "name" in config.run.model_fields_set:
+        return config
+    name = re.sub(r"^\W|[^\w.+=-]", "_", path.stem)
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

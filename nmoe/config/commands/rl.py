@@ -1,0 +1,91 @@
+"""The configuration of `nmoe rl train`."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict, FromFile
+from nmoe.config.commands.base import AdaptableConfig
+from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.packaged import find_environment
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.config.tables.batch import BatchSection
+from nmoe.config.tables.critic import CriticSection, DistillationSection
+from nmoe.config.tables.evaluation import EvalSection
+from nmoe.config.tables.pools import task_types
+from nmoe.config.tables.rollout import EngineSection, MonitorSection, SamplingSection
+from nmoe.config.tables.sandbox import SandboxSettings
+
+
+class RLConfig(AdaptableConfig):
+    """A run of `nmoe rl train`: [environment] is required."""
+
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
+        description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
+    )
+    sandbox: SandboxSettings = Field(default=SandboxSettings(), description="isolation of tools and tests")
+    engine: EngineSection = Field(default=EngineSection(), description="rollout engine")
+    sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
+    batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
+    algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
+    critic: CriticSection | None = Field(default=None, description="the critic of PPO")
+    distillation: DistillationSection | None = Field(default=None, description="a teacher in the place of rewards")
+    eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
+    monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        if shape is not None and self.sampling.max_new_tokens >= shape.context_tokens:
+            yield Conflict(
+                "sampling.max_new_tokens",
+                f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
+            )
+        yield from self._algorithm_conflicts()
+        if self.batch.favour_unsolved and "open" in task_types(self.environment.task_pool):
+            yield Conflict(
+                "batch.favour_unsolved", "open problems are never solved, and would be drawn in place of all others"
+            )
+        if self.sampling.temperature == 0:
+            yield Conflict("sampling.temperature", "at 0 a group's completions are all alike, and nothing is learned")
+        if self.eval.every_steps > 0 and self.eval.environment is None and held_out(self.environment) is None:
+            yield Conflict(
+                "eval.every_steps", "the training problems have no eval split; name another in eval.environment"
+            )
+
+    def _algorithm_conflicts(self) -> Iterator[Conflict]:
+        algorithm, critic = self.algorithm, self.critic
+        if algorithm.advantage == "gae" and critic is None:
+            yield Conflict("algorithm.advantage", "gae needs the values of a critic: add a [critic] table")
+        if algorithm.advantage != "gae" and critic is not None:
+            yield Conflict(
+                "critic", f'advantage = "{algorithm.advantage}" asks no critic; set algorithm.advantage = "gae"'
+            )
+        if critic is not None and not critic.shared and (critic.path or self.model.path) is None:
+            yield Conflict(
+                "critic", "a critic of its own starts from a checkpoint: name it in critic.path, or set shared"
+            )
+        if critic is not None and critic.warmup_steps >= self.run.steps:
+            yield Conflict("critic.warmup_steps", f"leaves no step to the policy (run.steps = {self.run.steps})")
+        rewarded = self.distillation is None or self.distillation.reward_coef > 0
+        if not rewarded and critic is not None:
+            yield Conflict(
+                "critic", "distillation.reward_coef is 0, so that there are no rewards for a critic to foretell"
+            )
+        if not rewarded and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            yield Conflict("algorithm.kl_in", "distillation.reward_coef is 0, so that rewards do not count")
+        if rewarded and algorithm.in_groups and self.batch.group_size < 2:
+            yield Conflict(
+                "batch.group_size", f'must be at least 2: advantage = "{algorithm.advantage}" compares within a group'
+            )
+        if algorithm.length_penalty and self.batch.group_size < 2:
+            yield Conflict("algorithm.length_penalty", "compares lengths within a group, and batch.group_size is 1")
+        if algorithm.overlong_buffer > self.sampling.max_new_tokens:
+            yield Conflict(
+                "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"
+            )
+        if algorithm.reference_every_steps and self.lora is not None:
+            yield Conflict(
+                "algorithm.reference_every_steps", "with a [lora] the reference stays what the run starts from; set 0"
+            )

@@ -1,0 +1,91 @@
+"""The configurations of the commands that learn from given examples: pretrain, sft, dpo, reward and verifier."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field
+
+from nmoe.config.base import Conflict
+from nmoe.config.commands.base import SupervisedConfig
+from nmoe.config.tables.documents import DataSection
+from nmoe.config.tables.evaluation import CountedEvalSection
+from nmoe.config.tables.preference import PreferenceSection, RewardModelSection
+from nmoe.config.tables.records import RecordsSection, SFTRecordsSection
+from nmoe.config.tables.run import RecordsRunSection
+from nmoe.config.tables.verifier import VerifierSection
+
+
+class PretrainConfig(SupervisedConfig):
+    """A run of `nmoe pretrain`: [data] is required."""
+
+    default_learning_rate: ClassVar[float] = 3e-4
+
+    data: DataSection = Field(description="text to pretrain on")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.eval.every_steps > 0 and self.data.held_out_documents == 0:
+            yield Conflict("eval.every_steps", "nothing to evaluate on; set data.held_out_documents")
+
+
+class RecordsConfig(SupervisedConfig):
+    """A run that learns from [records], for run.steps or for records.epochs."""
+
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
+    records: RecordsSection = Field(description="examples to learn from")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        epochs = self.records.epochs
+        if self.run.steps == 0 and epochs is None:
+            yield Conflict("run.steps", "must be more than 0, or records.epochs be given")
+        if self.run.steps > 0 and epochs is not None:
+            yield Conflict("run.steps", f"and records.epochs = {epochs:g}: give one or the other")
+        if self.eval.every_steps > 0 and not self.records.holds_out:
+            yield Conflict(
+                "eval.every_steps", "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"
+            )
+        if self.records.holds_out and self.eval.every_steps == 0:
+            yield Conflict("eval.every_steps", "records are held out, and never evaluated on; say how often")
+
+
+class SFTConfig(RecordsConfig):
+    """A run of `nmoe sft`."""
+
+    default_learning_rate: ClassVar[float] = 1e-5
+
+    records: SFTRecordsSection = Field(description="examples to learn from")
+
+
+class PreferenceConfig(RecordsConfig):
+    """A run that learns from preference pairs."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.records.kind not in (None, "preference"):
+            yield Conflict("records.kind", "pairs are records of the kind preference")
+
+
+class DPOConfig(PreferenceConfig):
+    """A run of `nmoe dpo`."""
+
+    preference: PreferenceSection = Field(default=PreferenceSection(), description="the loss of preference pairs")
+
+
+class RewardConfig(PreferenceConfig):
+    """A run of `nmoe reward`."""
+
+    default_learning_rate: ClassVar[float] = 1e-5
+
+    reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
+
+
+class VerifierConfig(SupervisedConfig):
+    """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
+
+    default_learning_rate: ClassVar[float] = 1e-5
+
+    verifier: VerifierSection = Field(
+        default=VerifierSection(), description="labelled steps that a verifier learns from"
+    )
+    eval: CountedEvalSection = Field(default=CountedEvalSection(), description="evaluation during the run")

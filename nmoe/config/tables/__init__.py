@@ -1,0 +1,1 @@
+"""The tables of configurations, by topic: every key with its meaning, default and limits."""

@@ -1,0 +1,75 @@
+"""[rubric] and [curriculum] of an environment: what a good answer earns, and in which order it is learned."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from nmoe.config.base import Array, Conflict, Section, duplicates
+
+GateMetric = Literal["format_ok", "structure_ok", "reasoning_ok", "tool_use_ok", "correctness"]
+
+
+class Weights(Section):
+    """What each component of a grade, itself between 0 and 1, contributes to the reward."""
+
+    format: float = Field(default=0.0, ge=0, description="the completion has the form that the environment asks for")
+    structure: float = Field(
+        default=0.0, ge=0, description="share of the form's parts that hold, for a policy that does not have it yet"
+    )
+    reasoning: float = Field(default=0.0, ge=0, description="there is reasoning, well formed and not empty")
+    tool_use: float = Field(default=0.0, ge=0, description="a tool was called and answered, before a well-formed end")
+    correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
+    efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens and calls")
+
+    @property
+    def all_zero(self) -> bool:
+        return not any(self.model_dump().values())
+
+
+class Rubric(Weights):
+    """The weights in force when there is no curriculum: pure correctness unless the file says more."""
+
+    correctness: float = Field(default=1.0, ge=0, description="the answer is the gold answer")
+
+
+class GateSettings(Section):
+    """What opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
+
+    metric: GateMetric = Field(description="the rate that is measured over the curriculum's window")
+    at_least: float = Field(gt=0, le=1, description="the rate at which the next stage opens")
+    close_below: float | None = Field(
+        default=None, gt=0, lt=1, description="the rate below which the stage closes again; without it, never"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.close_below is not None and self.close_below >= self.at_least:
+            yield Conflict("close_below", f"must be below at_least = {self.at_least}, or stages would flicker")
+
+
+class StageSettings(Section):
+    """One stage of a curriculum. The last stage has no gate: nothing comes after it."""
+
+    name: str = Field(min_length=1, description="name of the stage in logs, unique in the curriculum")
+    weights: Weights = Field(description="the weights in force during the stage; those not named are 0")
+    gate: GateSettings | None = Field(default=None, description="what opens the next stage")
+
+
+class CurriculumSettings(Section):
+    """Stages that open one after the other, so that nothing is rewarded before what it rests on has been learned."""
+
+    window_steps: int = Field(default=4, ge=1, description="a gate holds when its mean over so many steps does")
+    stages: Array[StageSettings] = Field(description="the stages in order, as [[curriculum.stages]]")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.stages:
+            yield Conflict("stages", "a curriculum needs at least one [[curriculum.stages]]")
+        yield from duplicates("stages", (stage.name for stage in self.stages))
+        last = len(self.stages) - 1
+        for index, stage in enumerate(self.stages):
+            if index < last and stage.gate is None:
+                yield Conflict(f"stages.{index}.gate", "must be there, or the stages after this one never open")
+            if index == last and stage.gate is not None:
+                yield Conflict(f"stages.{index}.gate", "must not be there: after the last stage it would open nothing")

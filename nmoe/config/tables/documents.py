@@ -1,0 +1,63 @@
+"""[data]: the text that a model is pretrained on."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from nmoe.config.base import Array, Conflict, Section, duplicates
+from nmoe.config.slices import split_path
+from nmoe.config.tables.run import NAME
+
+
+class DocumentSourceSection(Section):
+    """[[data.sources]]: one source of a mixture of documents."""
+
+    path: str = Field(min_length=1, description="as `documents` of [data]")
+    weight: float = Field(default=1.0, gt=0, description="share of the tokens, relative to the other sources' weights")
+    name: str = Field(default="", description="name of the source in metrics, unique; default: the file's name")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not re.fullmatch(NAME, self.label):
+            yield Conflict(
+                "name" if self.name else "path",
+                f"the source's name would be {self.label!r}; give it a `name`, which metrics carry: letters, digits and "
+                ". _ + = -, the first a letter or digit",
+            )
+
+    @property
+    def label(self) -> str:
+        """The name, made of the path's last part where none is given."""
+        return self.name or Path(split_path(self.path)[0]).name.partition(".")[0]
+
+
+class DataSection(Section):
+    """[data]: the text to pretrain on."""
+
+    documents: str | None = Field(
+        default=None,
+        min_length=1,
+        description="dataset with a document's `text` or `token_ids` in each row: a file, a directory or a hub name",
+    )
+    sources: Array[DocumentSourceSection] = Field(
+        default=(), description="several datasets, mixed by weight, as [[data.sources]], in place of `documents`"
+    )
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+    held_out_documents: int = Field(
+        default=0, ge=0, description="documents of each source kept from training, to evaluate on"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.documents is None and not self.sources:
+            yield Conflict("", "needs either documents (one dataset) or [[data.sources]] (several, mixed)")
+        if self.documents is not None and self.sources:
+            yield Conflict("documents", "is one of several sources here: give it a [[data.sources]] of its own")
+        yield from duplicates("sources", (source.label for source in self.sources))
+
+    @property
+    def mixture(self) -> tuple[DocumentSourceSection, ...]:
+        """The sources, of which `documents` is the only one."""
+        return self.sources if self.documents is None else (DocumentSourceSection(path=self.documents),)

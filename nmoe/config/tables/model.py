@@ -1,0 +1,131 @@
+"""[model], [model.shape] and [lora]: the model that a run trains, or the adapter beside it."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from nmoe.config.base import Array, Conflict, Section
+
+
+class ModelShape(Section):
+    """[model.shape]: a new model, dense or mixture-of-experts. The tokenizer gives the vocabulary's size."""
+
+    hidden_size: int = Field(gt=0, description="width of the residual stream")
+    layers: int = Field(gt=0, description="transformer blocks")
+    heads: int = Field(gt=0, description="query heads")
+    kv_heads: int = Field(gt=0, description="key and value heads, each shared by heads / kv_heads query heads")
+    head_dim: int = Field(gt=0, description="width of one head; even, because rotary embeddings turn pairs")
+    context_tokens: int = Field(gt=1, description="longest sequence, prompt and completion together")
+    intermediate_size: int = Field(default=0, ge=0, description="width of the dense FFN; used when experts = 0")
+    experts: int = Field(default=0, ge=0, description="routed experts of each layer; 0: dense")
+    experts_per_token: int = Field(default=0, ge=0, description="experts chosen for each token")
+    expert_width: int = Field(default=0, ge=0, description="width of one expert's FFN")
+    shared_experts: int = Field(default=0, ge=0, description="experts that see every token, beside the routed ones")
+    router_scores: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="how router logits become scores"
+    )
+    renormalize: bool = Field(default=True, description="scale the chosen experts' scores to sum to 1")
+    qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys")
+    tie_embeddings: bool = Field(default=True, description="one matrix for embedding and output head")
+    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the RMS norms")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.heads % self.kv_heads:
+            yield Conflict("kv_heads", f"must divide heads = {self.heads}")
+        if self.head_dim % 2:
+            yield Conflict("head_dim", "must be even")
+        if self.experts == 0 and self.intermediate_size == 0:
+            yield Conflict("intermediate_size", "a dense model (experts = 0) needs the width of its FFN")
+        if self.experts > 0 and not 1 <= self.experts_per_token <= self.experts:
+            yield Conflict("experts_per_token", f"must be between 1 and experts = {self.experts}")
+        if self.experts > 0 and self.expert_width == 0:
+            yield Conflict("expert_width", "a mixture-of-experts model needs the width of an expert")
+
+
+class ModelSection(Section):
+    """[model]: a checkpoint to start from, or the shape of a new model."""
+
+    path: str | None = Field(default=None, min_length=1, description="directory of the checkpoint to start from")
+    shape: ModelShape | None = Field(default=None, description="the shape of a new model")
+    numerics: Literal["fast", "exact"] = Field(
+        default="fast",
+        description="exact: engine and learner compute the same bits (fp32 on CPU), at some cost in speed",
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="of weights and activations; below float32 the optimizer holds float32 masters of the weights",
+    )
+    router_bias_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="step of loss-free load balancing, 0: off; default: as the checkpoint was trained, and off in RL and self-play",
+    )
+    router_aux_loss_coef: float | None = Field(
+        default=None, ge=0, description="weight of the load-balancing loss, 0: off; default: as router_bias_rate"
+    )
+    checkpoint_activations: bool = Field(
+        default=False, description="keep only each block's input for the backward pass, which runs the block again"
+    )
+    compile: bool = Field(
+        default=False, description="compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"
+    )
+    tokenizer: str | None = Field(
+        default=None, min_length=1, description="directory of the tokenizer; default: the one in `path`"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.path is not None and self.shape is not None:
+            yield Conflict("path", "a checkpoint has its own shape; give either path or [model.shape]")
+        if self.path is None and self.shape is None:
+            yield Conflict("", "needs either path (a checkpoint) or [model.shape] (a new model)")
+        if self.path is None and self.shape is not None and self.tokenizer is None:
+            yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
+        if self.numerics == "exact" and self.precision != "float32":
+            yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
+        if self.numerics == "exact" and self.compile:
+            yield Conflict("numerics", "exact fixes how sums are taken, and compile takes them its own way")
+
+
+class LoraSection(Section):
+    """[lora]: train a low-rank adapter beside the frozen base that model.path names, and nothing else."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="run or directory of the adapter to start from, which then gives rank, alpha, rslora and targets",
+    )
+    rank: int = Field(default=32, gt=0, description="rank of each update")
+    alpha: float | None = Field(
+        default=None, gt=0, description="the update is scaled by alpha / rank; default: twice the rank"
+    )
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) instead")
+    targets: Array[
+        Literal[
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "q_a_proj",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_b_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "experts.gate_up_proj",
+            "experts.down_proj",
+        ]
+    ] = Field(
+        default=(), description="projections to adapt; none: those of attention, and in a dense model of the MLP too"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.path is not None:
+            for key in ("rank", "alpha", "rslora", "targets"):
+                if key in self.model_fields_set:
+                    yield Conflict(key, "the adapter in lora.path has its own")

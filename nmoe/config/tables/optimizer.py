@@ -1,0 +1,30 @@
+"""[optimizer]: AdamW and its schedule."""
+
+from pydantic import Field
+
+from nmoe.config.base import Section
+
+# Adapters learn at about ten times the rate of all weights (Thinking Machines, "LoRA Without Regret", 2025).
+LORA_LEARNING_RATE_FACTOR = 10
+
+
+class OptimizerSection(Section):
+    """[optimizer]: AdamW with linear warm-up and cosine decay."""
+
+    learning_rate: float = Field(
+        default=1e-6,
+        gt=0,
+        description="peak learning rate; where it is left out 3e-4 in pretrain, 1e-5 in sft, reward and verifier, 1e-6 in dpo, "
+        "rl and selfplay, and ten times that with a [lora]",
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps of linear warm-up; a run of no more steps than these warms up until its last",
+    )
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate as a share of the peak")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to this")

@@ -1,0 +1,275 @@
+"""[task_pool] of an environment: where its problems come from."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, Section, duplicates
+
+GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum"]
+"""Tasks that make their own problems."""
+
+
+DatasetTask = Literal[
+    "gsm8k",
+    "math",
+    "multiple_choice",
+    "proof_verification",
+    "meta_verification",
+    "prm_step",
+    "prm_solution",
+    "arithmetic",
+    "sum",
+    "sort",
+    "reverse",
+    "add",
+    "humaneval",
+    "mbpp",
+    "code_edit",
+    "file_search",
+    "text_match",
+    "open",
+]
+"""Tasks that can grade the records of a dataset."""
+
+
+GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]
+"""How the gold answer is found in a record's answer field: taken as it is, after `####`, in `\\boxed{}`, last number."""
+
+
+class GeneratedPool(Section):
+    """Problems made by a seeded generator, without end; the splits never share a problem."""
+
+    type: Literal["generated"]
+    task_type: GeneratedTask = Field(description="the task whose problems are generated")
+    difficulty: Annotated[tuple[int, int], Field(strict=False)] = Field(
+        default=(1, 3), description="[least, most], both at least 1 and included; each task says what it counts"
+    )
+    split: Literal["train", "validation", "eval", "all"] = Field(
+        default="train", description="the part of all problems to draw from"
+    )
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+    max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        least, most = self.difficulty
+        if least < 1 or least > most:
+            yield Conflict("difficulty", "must be [least, most] with 1 <= least <= most")
+
+
+class DatasetKeys(Section):
+    """How the records of a dataset become problems; the part that all datasets share."""
+
+    task_type: DatasetTask = Field(description="the task that renders and grades the problems")
+    problem_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the problem's text or messages; by default the one of problem, question, prompt and input "
+        "that the records have",
+    )
+    answer_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the gold answer or solution, `a.b` for field b of object a; by default the one of answer, "
+        "label, reward_spec.ground_truth and reward_model.ground_truth that the records have",
+    )
+    gold_extractor: GoldExtractor = Field(default="none", description="how the gold answer is found in its field")
+    check_gold: Literal["all", "sample", "off"] = Field(
+        default="all",
+        description="which gold answers have to be graded correct before a run starts: all, 64 of them, or none",
+    )
+    answer_order: Literal["any", "as_gold"] = Field(
+        default="any",
+        description="of `math`: whether a list without brackets, `1, 2`, has an order; lists of tuples have none, values with "
+        "names have one, and the question may ask for one",
+    )
+    units: Literal["asked", "as_gold", "any"] = Field(
+        default="asked",
+        description="of `math`: the unit that an answer may add to a gold without one: the only one that the question names, "
+        "none, or any",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        for key, default in (("answer_order", "any"), ("units", "asked")):
+            if getattr(self, key) != default and self.task_type != "math":
+                yield Conflict(key, f'is of task_type = "math", not of {self.task_type!r}')
+
+
+class JsonlPool(DatasetKeys):
+    """A local file with one JSON object per line."""
+
+    type: Literal["jsonl"]
+    path: Annotated[str, DataPath()] = Field(
+        min_length=1, description="the JSONL file; `@[a:b]` behind it takes a part of its records"
+    )
+
+
+class CsvPool(DatasetKeys):
+    """A local CSV file, whose fields are all texts."""
+
+    type: Literal["csv"]
+    path: Annotated[str, DataPath()] = Field(
+        min_length=1, description="the CSV file; `@[a:b]` behind it takes a part of its rows"
+    )
+
+
+class ParquetPool(DatasetKeys):
+    """A local Parquet file."""
+
+    type: Literal["parquet"]
+    path: Annotated[str, DataPath()] = Field(
+        min_length=1, description="the Parquet file; `@[a:b]` behind it takes a part of its rows"
+    )
+
+
+class HubPool(DatasetKeys):
+    """One split of a Hugging Face dataset, from the hub or from a local directory or file."""
+
+    type: Literal["hf"]
+    dataset: Annotated[str, DataPath(may_be_name=True)] = Field(
+        min_length=1, description="name on the hub, or a local directory or file; `@[a:b]` behind it takes a part of it"
+    )
+    data_files: Array[str] = Field(
+        default=(),
+        description="files of `dataset` to read, wildcards allowed; with `json`, `parquet`, `csv`: local ones",
+    )
+    subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
+    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
+
+
+class ReasoningGymPool(Section):
+    """Problems made by a dataset of the package reasoning-gym, without end; the splits never share a question."""
+
+    type: Literal["reasoning_gym"]
+    dataset: str = Field(min_length=1, description="name of the dataset in reasoning-gym, such as `leg_counting`")
+    config: dict[str, Any] = Field(default={}, description="the dataset's own settings, such as `{min_animals = 2}`")
+    split: Literal["train", "validation", "eval", "all"] = Field(
+        default="train", description="the part of all problems to draw from"
+    )
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+    max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        for key in {"seed", "size"} & self.config.keys():
+            yield Conflict("config", f"must not have {key!r}: `seed` and `max_examples` of the task pool decide")
+
+
+class SelfplayPool(Section):
+    """Problems without an answer, for self-play: whoever solves them is judged by verifiers."""
+
+    type: Literal["selfplay"]
+    source: str = Field(
+        min_length=1,
+        description="prm800k[:PATH], math_shepherd[:PATH], hf:NAME[:SUBSET]:SPLIT, deepseek_math_v2_inputs:PATH or jsonl:PATH",
+    )
+    problem_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+
+class PrmPool(Section):
+    """Labelled steps of solutions, to be judged: those of PRM800K, of Math-Shepherd, or of stepwise records."""
+
+    type: Literal["prm"]
+    source: str = Field(
+        default="prm800k",
+        min_length=1,
+        description="`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise ones",
+    )
+    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
+    task_type: Literal["prm_step", "prm_solution"] = Field(
+        default="prm_step", description="prm_step: the label of the last of some steps; prm_solution: the score of all"
+    )
+    prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="openai/prm800k", description="where PRM800K lies: a directory or a Hugging Face name"
+    )
+    math_shepherd: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="peiyi9979/Math-Shepherd",
+        description="where Math-Shepherd lies: a file, directory or Hugging Face name",
+    )
+    max_examples: int | None = Field(default=None, ge=1, description="the most problems")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
+
+
+class SourceKeys(Section):
+    """What a pool gets in addition when it is one source of a mixture."""
+
+    name: str = Field(min_length=1, description="name of the source in logs and metrics, unique in the mixture")
+    weight: float = Field(gt=0, description="share of the problems, relative to the other sources' weights")
+
+
+class GeneratedSource(GeneratedPool, SourceKeys):
+    """A generated pool as a source of a mixture."""
+
+
+class JsonlSource(JsonlPool, SourceKeys):
+    """A JSONL file as a source of a mixture."""
+
+
+class CsvSource(CsvPool, SourceKeys):
+    """A CSV file as a source of a mixture."""
+
+
+class ParquetSource(ParquetPool, SourceKeys):
+    """A Parquet file as a source of a mixture."""
+
+
+class HubSource(HubPool, SourceKeys):
+    """A Hugging Face dataset as a source of a mixture."""
+
+
+class ReasoningGymSource(ReasoningGymPool, SourceKeys):
+    """A reasoning-gym dataset as a source of a mixture."""
+
+
+class PrmSource(PrmPool, SourceKeys):
+    """Labelled steps as a source of a mixture."""
+
+
+Source = Annotated[
+    GeneratedSource | JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | PrmSource,
+    Field(discriminator="type"),
+]
+
+
+class MixturePool(Section):
+    """Several sources; each problem comes from one of them, drawn by weight."""
+
+    type: Literal["mixture"]
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the draws between sources")
+    sources: Array[Source] = Field(description="the sources, as [[task_pool.sources]]")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.sources:
+            yield Conflict("sources", "a mixture needs at least one [[task_pool.sources]]")
+        yield from duplicates("sources", (source.name for source in self.sources))
+
+
+TaskPool = (
+    GeneratedPool
+    | JsonlPool
+    | CsvPool
+    | ParquetPool
+    | HubPool
+    | ReasoningGymPool
+    | PrmPool
+    | SelfplayPool
+    | MixturePool
+)
+
+
+def task_types(pool: TaskPool) -> set[str]:
+    """The types of the problems that a pool may hand out, as far as its settings name them."""
+    sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
+    return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys, PrmPool))}

@@ -1,0 +1,106 @@
+"""[tools], [budget] and [workspace] of an environment: what the policy may call, use and change."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field
+
+from nmoe.config.base import Array, Conflict, DataPath, Section
+
+BuiltinTool = Literal["python", "bash", "read", "write", "edit", "search"]
+"""Tools that come with nmoe; they work in the trajectory's sandbox."""
+
+
+class ToolsSettings(Section):
+    """The tools that the policy may call between its turns."""
+
+    use: Array[str] = Field(
+        description=f"the tools: {', '.join(get_args(BuiltinTool))}, or a function of your own as `package.module:function`"
+    )
+    read: Array[str] | None = Field(
+        default=None,
+        description="paths of the workspace that calls may read, `.` for all of it; what may be written may be read. Default: all",
+    )
+    write: Array[str] | None = Field(
+        default=None, description="paths of the workspace that calls may write. Default: all"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.use:
+            yield Conflict("use", "names no tool; leave [tools] out where there are none")
+        for index, name in enumerate(self.use):
+            if ":" not in name and name not in get_args(BuiltinTool):
+                yield Conflict(
+                    f"use.{index}", f"must be one of {', '.join(get_args(BuiltinTool))} or `package.module:function`"
+                )
+        for key, paths in (("read", self.read), ("write", self.write)):
+            for index, path in enumerate(paths or ()):
+                if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+                    yield Conflict(f"{key}.{index}", "is a path within the workspace, relative to it")
+        seen: set[str] = set()
+        for index, name in enumerate(name.rpartition(":")[2] for name in self.use):
+            if name in seen:
+                yield Conflict(f"use.{index}", f"is the second tool of the name {name!r}; names must be unique")
+            seen.add(name)
+
+
+class BudgetSettings(Section):
+    """Limits on what one trajectory may use."""
+
+    completion_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="the most tokens that the policy may sample, all turns together; without it, the run's max_new_tokens alone",
+    )
+    turns: int = Field(default=16, ge=1, description="the most turns of the policy")
+    tool_calls: int = Field(default=16, ge=1, description="the most calls of tools")
+    wall_s: float = Field(default=600.0, gt=0, description="seconds from the end of the first turn to that of the last")
+    tool_s: float = Field(default=10.0, gt=0, description="seconds of one call of a tool, CPU time likewise")
+    tool_output_chars: int = Field(
+        default=8192, ge=256, description="longest output of a tool that the policy is shown"
+    )
+    memory_mb: int = Field(default=512, ge=16, description="memory of a call's processes together")
+    processes: int = Field(default=64, ge=1, description="processes and threads of a call")
+    disk_mb: int = Field(default=64, ge=1, description="size of the workspace and of all temporary files together")
+
+
+class WorkspaceSettings(Section):
+    """[workspace]: the files that each trajectory starts with, from a directory or a git commit, and what becomes of them."""
+
+    directory: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="directory whose files are copied; or name a repository"
+    )
+    repository: Annotated[str | None, DataPath()] = Field(
+        default=None, min_length=1, description="git clone on this machine that commits are taken from"
+    )
+    base_commit: str | None = Field(
+        default=None, min_length=1, description="commit to start from; default: base_commit of each problem's record"
+    )
+    target_commit: str | None = Field(
+        default=None, min_length=1, description="commit that made the change asked for, for provenance alone"
+    )
+    bootstrap: Literal["none", "pip", "uv", "requirements"] = Field(
+        default="none",
+        description="what is installed into .packages beforehand: nothing; the project, by pip or uv; requirements.txt",
+    )
+    bootstrap_wall_s: float = Field(default=600.0, gt=0, description="seconds that the bootstrap may take")
+    keep: Literal["never", "failed", "always"] = Field(
+        default="never", description="whose files are saved at the end of a trajectory: nobody's, those not solved, all"
+    )
+    max_age_days: float = Field(
+        default=14.0, gt=0, description="days without use after which `nmoe env gc` removes them"
+    )
+    max_disk_mb: int = Field(
+        default=10240,
+        gt=0,
+        description="disk beyond which `nmoe env gc` removes this environment's least recently used",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if (self.directory is None) == (self.repository is None):
+            yield Conflict("", "needs either directory or repository")
+        for key in ("base_commit", "target_commit"):
+            if self.directory is not None and getattr(self, key) is not None:
+                yield Conflict(key, "a directory has no commits; name a repository instead")
