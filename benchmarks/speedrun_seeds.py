@@ -5,8 +5,8 @@
     python benchmarks/speedrun_seeds.py --show              only print what was measured so far
 
 Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has. One machine plays
-several: `avx2` holds torch, oneDNN and MKL to AVX2, as on an older processor, and `plain` runs as where there is no C++
-compiler. Other rounding makes another base of the same seed.
+several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to AVX2, as on an older processor, and `plain` runs as where there
+is no C++ compiler. Other rounding makes another base of the same seed.
 
 Results are kept in benchmarks/results/speedrun_seeds.json, a record for each seed and kernels, with the processor, its
 calibration (benchmarks/calibration.py), threads, wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
@@ -35,17 +35,11 @@ from machine import machine, versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/speedrun_seeds.json"
-# No compiler: the project's kernels are off, and torch's operations run in their place.
-_NO_COMPILER = {"CXX": "/nonexistent/c++"}
 KERNELS: Mapping[str, Mapping[str, str]] = {
     "native": {},
-    "avx2": {
-        **_NO_COMPILER,
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-    "plain": _NO_COMPILER,
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    # No compiler: the C++ kernels are off, and torch's operations run in their place.
+    "plain": {"CXX": "/nonexistent/c++"},
 }
 SKILLS = ("add", "reverse", "sort")
 # Seeds 0 to 19, every fourth of them under AVX2 and every fourth without the project's kernels.

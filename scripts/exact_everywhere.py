@@ -1,8 +1,8 @@
 """Runs the tests of exact numerics as other machines would: python scripts/exact_everywhere.py
 
-torch, oneDNN and MKL are held to the instructions of older processors, our C++ kernels are hidden, and threads are one or two.
-Prints a table and exits with 1 where a test fails. About four minutes of CPU time. MKL may disregard its settings on processors
-that are not Intel's.
+torch, oneDNN, MKL and the C++ kernels are held to the instructions of older processors, or there is no C++ compiler; one or two
+threads. Prints a table and exits with 1 where a test fails. About five minutes of CPU time. MKL may disregard its settings on
+processors that are not Intel's.
 """
 
 import os
@@ -38,7 +38,9 @@ INSTRUCTIONS = {
 SETTINGS = [
     ("this machine's", True, 1),
     ("this machine's", True, 2),
+    ("AVX2", True, 1),
     ("AVX2", True, 2),
+    ("none", True, 1),
     ("AVX-512", False, 1),
     ("AVX-512", False, 2),
     ("AVX2", False, 1),

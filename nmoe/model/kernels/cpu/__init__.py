@@ -1,1 +1,1 @@
-"""Decoding on a CPU: kernels in C++ (AVX-512), compiled at first use, with torch's operations as their reference."""
+"""C++ kernels for decoding and for exact numerics on a CPU, compiled at first use."""

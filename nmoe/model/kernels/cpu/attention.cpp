@@ -12,33 +12,25 @@ namespace nmoe {
 
 constexpr long BLOCK = 16;  // positions
 
-// The sums of sixteen vectors, as one.
-inline v16 sums_of(const v16 (&x)[16]) {
-    v16 pairs[8], fours[4];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
-        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    const v16 low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
-    const v16 high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
-}
-
 // The dot products of a query with a block's sixteen keys.
 template <class T>
 inline v16 scores(const float* q_C, const T* keys_PC, long C) {
-    v16 sums[16];
+    constexpr int AT_ONCE = WIDE ? 16 : 4;  // keys whose sums stay in registers
+    v16 sums[BLOCK];
+    for (int from = 0; from < BLOCK; from += AT_ONCE) {
+        v16 parts[AT_ONCE];
 #pragma GCC unroll 16
-    for (int p = 0; p < 16; ++p) sums[p] = _mm512_setzero_ps();
-    for (long c = 0; c < C; c += 16) {
-        const __mmask16 mask = first(C - c);
-        const v16 q = load(q_C + c, mask);
+        for (int p = 0; p < AT_ONCE; ++p) parts[p] = zero();
+        const auto add = [&](long c, auto... mask) {
+            const v16 q = load(q_C + c, mask...);
 #pragma GCC unroll 16
-        for (int p = 0; p < 16; ++p) sums[p] = _mm512_fmadd_ps(q, load(keys_PC + p * C + c, mask), sums[p]);
+            for (int p = 0; p < AT_ONCE; ++p) parts[p] = fma(q, load(keys_PC + (from + p) * C + c, mask...), parts[p]);
+        };
+        long c = 0;
+        for (; c + 16 <= C; c += 16) add(c);
+        if (c < C) add(c, first(C - c));
+#pragma GCC unroll 16
+        for (int p = 0; p < AT_ONCE; ++p) sums[from + p] = parts[p];
     }
     return sums_of(sums);
 }
@@ -46,34 +38,35 @@ inline v16 scores(const float* q_C, const T* keys_PC, long C) {
 // Asks for numbers that are soon to be read: blocks lie anywhere, and the hardware foresees none of them.
 template <class T>
 inline void fetch(const T* p, long count) {
-    for (long i = 0; i < count; i += 64 / static_cast<long>(sizeof(T))) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+    for (long i = 0; i < count; i += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(p + i);
 }
 
-// Up to four heads' weighted sums of values, 64 columns at a time.
+// Up to four heads' weighted sums of values, as many columns at a time as registers suffice for.
 template <class T, int HEADS>
 inline void values(const float* weights_GL, long L, const T* values_JPU, const int64_t* blocks, long block_stride, long skipped,
                    long length, long U, const float* shares_G, T* out_GU) {
-    for (long u = 0; u < U; u += 64) {
-        __mmask16 masks[4];
-        for (int i = 0; i < 4; ++i) masks[i] = first(std::clamp(U - u - 16 * i, 0L, 16L));
-        v16 sums[HEADS][4];
+    constexpr int AT_ONCE = WIDE ? 4 : 4 / HEADS;  // vectors of columns
+    for (long u = 0; u < U; u += 16 * AT_ONCE) {
+        mask16 masks[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; ++i) masks[i] = first(std::clamp(U - u - 16 * i, 0L, 16L));
+        v16 sums[HEADS][AT_ONCE];
         for (auto& head : sums)
-            for (auto& sum : head) sum = _mm512_setzero_ps();
+            for (auto& sum : head) sum = zero();
         for (long l = skipped; l < length; ++l) {
             const T* v = values_JPU + blocks[l / BLOCK] * block_stride + l % BLOCK * U + u;
-            v16 x[4];
+            v16 x[AT_ONCE];
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) x[i] = load(v + 16 * i, masks[i]);
+            for (int i = 0; i < AT_ONCE; ++i) x[i] = load(v + 16 * i, masks[i]);
 #pragma GCC unroll 4
             for (int g = 0; g < HEADS; ++g) {
                 const v16 weight = all(weights_GL[g * L + l]);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) sums[g][i] = _mm512_fmadd_ps(weight, x[i], sums[g][i]);
+                for (int i = 0; i < AT_ONCE; ++i) sums[g][i] = fma(weight, x[i], sums[g][i]);
             }
         }
         for (int g = 0; g < HEADS; ++g)
-            for (int i = 0; i < 4; ++i)
-                store(out_GU + g * U + u + 16 * i, _mm512_mul_ps(sums[g][i], all(shares_G[g])), masks[i]);
+            for (int i = 0; i < AT_ONCE; ++i)
+                store(out_GU + g * U + u + 16 * i, sums[g][i] * all(shares_G[g]), masks[i]);
     }
 }
 
@@ -101,7 +94,7 @@ void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, con
             const T* q = q_BHC + b * q_stride + j * G * C;
             for (long g = 0; g < G; ++g)
                 for (long c = 0; c < C; c += 16)
-                    store(query.data() + g * C + c, _mm512_mul_ps(load(q + g * C + c, first(C - c)), all(scale)), first(C - c));
+                    store(query.data() + g * C + c, load(q + g * C + c, first(C - c)) * all(scale), first(C - c));
             const long L = (length + BLOCK - 1) / BLOCK * BLOCK;
             if (static_cast<long>(weights.size()) < G * L) weights.resize(G * L);
             for (long i = first_block; i < L / BLOCK; ++i) {
@@ -109,23 +102,24 @@ void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, con
                 if (i + 1 < L / BLOCK) fetch(keys_NJPC + (blocks[i + 1] * J + j) * BLOCK * C, BLOCK * C);
                 fetch(values_NJPU + (blocks[i] * J + j) * BLOCK * U, BLOCK * U);
                 const long start = i * BLOCK;
-                const __mmask16 seen = first(length - start) & ~first(std::max(0L, skipped - start));
-                for (long g = 0; g < G; ++g)
-                    store(weights.data() + g * L + start,
-                          _mm512_mask_mov_ps(all(-INFINITY), seen, scores(query.data() + g * C, keys_PC, C)));
+                for (long g = 0; g < G; ++g) {
+                    v16 seen = select(first(length - start), scores(query.data() + g * C, keys_PC, C), all(-INFINITY));
+                    if (skipped > start) seen = select(first(skipped - start), all(-INFINITY), seen);
+                    store(weights.data() + g * L + start, seen);
+                }
             }
             for (long g = 0; g < G; ++g) {
                 float* row = weights.data() + g * L;
-                v16 highest = all(-INFINITY), total = _mm512_setzero_ps();
-                for (long l = first_block * BLOCK; l < L; l += 16) highest = _mm512_max_ps(highest, load(row + l));
-                float most = _mm512_reduce_max_ps(highest);
+                v16 highest = all(-INFINITY), total = zero();
+                for (long l = first_block * BLOCK; l < L; l += 16) highest = max(highest, load(row + l));
+                float most = largest_of(highest);
                 if (sinks_H) most = std::max(most, sinks_H[j * G + g]);
                 for (long l = first_block * BLOCK; l < L; l += 16) {
-                    const v16 e = exp(_mm512_sub_ps(load(row + l), all(most)));
-                    total = _mm512_add_ps(total, e);
+                    const v16 e = exp(load(row + l) - all(most));
+                    total = total + e;
                     store(row + l, e);
                 }
-                shares[g] = 1 / (_mm512_reduce_add_ps(total) + (sinks_H ? std::exp(sinks_H[j * G + g] - most) : 0.0f));
+                shares[g] = 1 / (sum_of(total) + (sinks_H ? std::exp(sinks_H[j * G + g] - most) : 0.0f));
             }
             const T* base = values_NJPU + j * BLOCK * U;
             T* out = out_BHU + (b * H + j * G) * U;
@@ -143,17 +137,17 @@ void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, con
 // The inverse of a row's root mean square.
 template <class T>
 inline float inverse_rms(const T* x_D, long D, float eps) {
-    v16 squares = _mm512_setzero_ps();
+    v16 squares = zero();
     for (long d = 0; d < D; d += 16) {
         const v16 x = load(x_D + d, first(D - d));
-        squares = _mm512_fmadd_ps(x, x, squares);
+        squares = fma(x, x, squares);
     }
-    return 1 / std::sqrt(_mm512_reduce_add_ps(squares) / D + eps);
+    return 1 / std::sqrt(sum_of(squares) / D + eps);
 }
 
 template <class T>
 inline v16 normed(v16 x, float inverse, v16 weight) {
-    return stored<T>(_mm512_mul_ps(stored<T>(_mm512_mul_ps(x, all(inverse))), weight));
+    return stored<T>(stored<T>(x * all(inverse)) * weight);
 }
 
 template <class T>
@@ -162,7 +156,7 @@ void rms_norm(const T* x_ND, const T* weight_D, float eps, T* out_ND, long N, lo
     for (long n = 0; n < N; ++n) {
         const float inverse = inverse_rms(x_ND + n * D, D, eps);
         for (long d = 0; d < D; d += 16) {
-            const __mmask16 mask = first(D - d);
+            const mask16 mask = first(D - d);
             store(out_ND + n * D + d, normed<T>(load(x_ND + n * D + d, mask), inverse, load(weight_D + d, mask)), mask);
         }
     }
@@ -181,15 +175,15 @@ void norm_and_turn(T* qkv, long stride, const T* q_weight_C, const T* k_weight_C
             const T* weight = n < H ? q_weight_C : k_weight_C;
             const float inverse = weight ? inverse_rms(x, C, eps) : 1;
             for (long c = 0; c < half; c += 16) {
-                const __mmask16 mask = first(half - c);
+                const mask16 mask = first(half - c);
                 v16 a = load(x + c, mask), b = load(x + half + c, mask);
                 if (weight) {
                     a = normed<T>(a, inverse, load(weight + c, mask));
                     b = normed<T>(b, inverse, load(weight + half + c, mask));
                 }
                 const v16 cos = load(cos_Tc + t * half + c, mask), sin = load(sin_Tc + t * half + c, mask);
-                store(x + c, _mm512_fnmadd_ps(b, sin, stored<T>(_mm512_mul_ps(a, cos))), mask);
-                store(x + half + c, _mm512_fmadd_ps(a, sin, stored<T>(_mm512_mul_ps(b, cos))), mask);
+                store(x + c, fnma(b, sin, stored<T>(a * cos)), mask);
+                store(x + half + c, fma(a, sin, stored<T>(b * cos)), mask);
             }
         }
     }

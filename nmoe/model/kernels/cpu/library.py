@@ -1,8 +1,11 @@
 """Compiles the C++ kernels for the CPU at hand, once per machine, and says where they are in use.
 
-They need Linux on a CPU with AVX-512 and its bf16 products (Zen 4, Sapphire Rapids and later) and a C++ compiler, `$CXX` or g++.
-Where something is missing everything runs by torch's operations as before, slower. With fast numerics only the engine takes them
-(`in_use`). With exact ones engine and learner take those that give a row the same bits in any batch, products and attention.
+They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions that torch uses: AVX-512, AVX2, or what every processor
+of the kind has (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
+give the same bits. Without a compiler, torch's operations run instead, slower.
+
+With fast numerics only the engine uses the kernels (`in_use`). With exact numerics the engine and the learner use those that give
+a row the same bits in any batch: products and attention.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,9 +33,11 @@ from torch import Tensor
 _SOURCES = Path(__file__).parent
 _UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "sampling.cpp")
 _HEADERS = ("vector.h", "tile.h")
-# GCC 12 takes its own intrinsics' undefined operands for a mistake of ours.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-maybe-uninitialized")
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+# Only the multiplications and additions that the sources fuse are fused, so that every target gives the same bits.
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=off")
+# By torch's name for the instructions. On x86 a machine can play an older one; elsewhere torch's names say little.
+_TARGETS = {"AVX512": "-march=native", "AVX2": "-march=x86-64-v3"}
+_OTHER_TARGET = "-march=x86-64" if platform.machine() == "x86_64" else "-mcpu=native"
 _COMPILE_S = 300
 _COMPILING = "compiling-"
 _CHECKSUM = 32  # bytes
@@ -40,17 +46,18 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a warning where only the compiler is missing, where there can be none."""
-    features = _cpu_features()
-    if platform.system() != "Linux" or not features >= _NEEDED:
+def library(instructions: str | None = None) -> ctypes.CDLL | None:
+    """The kernels compiled for these instructions (default: those that torch uses), or None where they cannot be compiled. Warns if
+    that is for want of a compiler."""
+    if platform.system() != "Linux":
         return None
     try:
-        return ctypes.CDLL(str(_compiled(shlex.split(os.environ.get("CXX") or "g++"), features)))
+        compiler = shlex.split(os.environ.get("CXX") or "g++")
+        return ctypes.CDLL(str(_compiled(compiler, instructions or torch.backends.cpu.get_cpu_capability())))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0:1]
         warnings.warn(
-            f"decoding goes by torch's operations, which are slower: its kernels could not be compiled ({''.join(detail)}); "
+            f"the C++ kernels could not be compiled ({''.join(detail)}), so torch's slower operations run instead; "
             "install g++, or name a C++ compiler in CXX",
             stacklevel=2,
         )
@@ -62,22 +69,33 @@ def _cpu_features() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+    # "flags" on x86, "Features" on ARM
+    return next(
+        (set(line.split(":", 1)[1].split()) for line in lines if line.lower().startswith(("flags", "feat"))), set()
+    )
 
 
-def _compiled(compiler: Sequence[str], features: set[str]) -> Path:
-    """The library's file, in the user's cache under a name that changes with all that goes into it. It ends with a checksum of what
-    is before: to load a file that lacks its end would kill the process."""
+def _compiled(compiler: Sequence[str], instructions: str) -> Path:
+    """The library's file in the user's cache. Its name has the instructions and a hash of all that goes into it. It ends with a
+    checksum of what comes before, because loading a truncated library would kill the process."""
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    parts = [version, *_FLAGS, *sorted(features), *((_SOURCES / name).read_text() for name in (*_HEADERS, *_UNITS))]
+    flags = (*_FLAGS, _TARGETS.get(instructions, _OTHER_TARGET))
+    parts = [
+        version,
+        *flags,
+        *sorted(_cpu_features()),
+        *((_SOURCES / name).read_text() for name in (*_HEADERS, *_UNITS)),
+    ]
     directory = _cache_directory()
-    library = directory / (hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24] + ".so")
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    name = re.sub(r"\W+", "", instructions.lower())
+    library = directory / f"{name}-{digest[:24]}.so"
     if _is_whole(library):
         return library
     _remove_left_behind(directory)
     with tempfile.TemporaryDirectory(dir=directory, prefix=_COMPILING) as made:
         out = Path(made) / library.name
-        command = [*compiler, *_FLAGS, *(str(_SOURCES / unit) for unit in _UNITS), "-o", str(out)]
+        command = [*compiler, *flags, *(str(_SOURCES / unit) for unit in _UNITS), "-o", str(out)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         with out.open("rb+") as file:
             checksum = hashlib.file_digest(file, "sha256").digest()

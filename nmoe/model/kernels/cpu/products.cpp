@@ -9,7 +9,7 @@
 namespace nmoe {
 
 // Rows that go through a panel together while it is in the first cache.
-constexpr long ROWS_AT_ONCE = 8 * TILE_ROWS;
+constexpr long ROWS_AT_ONCE = 8 * MOST_ROWS;
 
 template <class T>
 void linear(const T* x_ND, const T* packed, const T* bias_F, T* out_NF, long N, long D, long F) {
@@ -18,13 +18,13 @@ void linear(const T* x_ND, const T* packed, const T* bias_F, T* out_NF, long N, 
     for (long panel = 0; panel < panels; ++panel) {
         for (long chunk = 0; chunk < chunks; ++chunk) {
             const long f = panel * PANEL;
-            const __mmask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
-            v16 bias_low = _mm512_setzero_ps(), bias_high = _mm512_setzero_ps();
+            const mask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
+            v16 bias_low = zero(), bias_high = zero();
             if (bias_F) bias_low = load(bias_F + f, low), bias_high = load(bias_F + f + 16, high);
             product(x_ND, D, N * chunk / chunks, N * (chunk + 1) / chunks, packed + panel * D * PANEL,
                     [&](long n, v16 a, v16 b) {
-                        store(out_NF + n * F + f, _mm512_add_ps(a, bias_low), low);
-                        store(out_NF + n * F + f + 16, _mm512_add_ps(b, bias_high), high);
+                        store(out_NF + n * F + f, a + bias_low, low);
+                        store(out_NF + n * F + f + 16, b + bias_high, high);
                     });
         }
     }
@@ -33,12 +33,12 @@ void linear(const T* x_ND, const T* packed, const T* bias_F, T* out_NF, long N, 
 template <class T>
 inline v16 swiglu(v16 gate, v16 up, float limit) {
     if (limit > 0) {
-        gate = _mm512_min_ps(gate, all(limit));
-        up = _mm512_max_ps(all(-limit), _mm512_min_ps(up, all(limit)));
-        const v16 share = stored<T>(sigmoid(stored<T>(_mm512_mul_ps(all(1.702f), gate))));
-        return _mm512_mul_ps(stored<T>(_mm512_mul_ps(gate, share)), stored<T>(_mm512_add_ps(up, all(1.0f))));
+        gate = min(gate, all(limit));
+        up = max(all(-limit), min(up, all(limit)));
+        const v16 share = stored<T>(sigmoid(stored<T>(all(1.702f) * gate)));
+        return stored<T>(gate * share) * stored<T>(up + all(1.0f));
     }
-    return _mm512_mul_ps(stored<T>(_mm512_mul_ps(gate, sigmoid(gate))), up);
+    return stored<T>(gate * sigmoid(gate)) * up;
 }
 
 // Rows sorted by expert, expert e's from `first_E[e]` to `first_E[e + 1]`, each times its expert's weight.
@@ -48,7 +48,7 @@ void linear_by_group(const T* x_RD, const T* packed, const int64_t* first_E, T* 
 #pragma omp parallel for schedule(dynamic, 4)
     for (long task = 0; task < E * panels; ++task) {
         const long e = task / panels, f = task % panels * PANEL;
-        const __mmask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
+        const mask16 low = first(std::min(F - f, 16L)), high = first(std::clamp(F - f - 16, 0L, 16L));
         product(x_RD, D, first_E[e], first_E[e + 1], packed + task * D * PANEL, [&](long r, v16 a, v16 b) {
             store(out_RF + r * F + f, a, low);
             store(out_RF + r * F + f + 16, b, high);
@@ -94,38 +94,38 @@ void experts(const T* x_TD, const int64_t* chosen_TK, const float* weights_TK, c
 #pragma omp for schedule(dynamic, 4)
         for (long task = 0; task < E * panels_F; ++task) {
             const long e = task / panels_F, panel = task % panels_F, f = panel * 16;
-            const __mmask16 mask = first(F - f);
-            v16 bias_gate = _mm512_setzero_ps(), bias_up = _mm512_setzero_ps();
+            const mask16 mask = first(F - f);
+            v16 bias_gate = zero(), bias_up = zero();
             if (gate_up_bias) {
                 bias_gate = load(gate_up_bias + e * 2 * F + f, mask);
                 bias_up = load(gate_up_bias + e * 2 * F + F + f, mask);
             }
             product(rows_RD, D, first_E[e], first_E[e + 1], gate_up + task * D * PANEL, [&](long r, v16 gate, v16 up) {
-                gate = stored<T>(_mm512_add_ps(stored<T>(gate), bias_gate));
-                up = stored<T>(_mm512_add_ps(stored<T>(up), bias_up));
+                gate = stored<T>(stored<T>(gate) + bias_gate);
+                up = stored<T>(stored<T>(up) + bias_up);
                 store(hidden_RF + r * FP + f, swiglu<T>(gate, up, limit));
             });
         }
 #pragma omp for schedule(dynamic, 4)
         for (long task = 0; task < E * panels_D; ++task) {
             const long e = task / panels_D, panel = task % panels_D, d = panel * PANEL;
-            v16 bias_low = _mm512_setzero_ps(), bias_high = _mm512_setzero_ps();
+            v16 bias_low = zero(), bias_high = zero();
             if (down_bias_ED) {
                 bias_low = load(down_bias_ED + e * D + d, first(std::min(D - d, 16L)));
                 bias_high = load(down_bias_ED + e * D + d + 16, first(std::clamp(D - d - 16, 0L, 16L)));
             }
             product(hidden_RF, FP, first_E[e], first_E[e + 1], down + task * FP * PANEL, [&](long r, v16 a, v16 b) {
-                store(outputs_RD + r * DP + d, _mm512_add_ps(stored<T>(a), bias_low));
-                store(outputs_RD + r * DP + d + 16, _mm512_add_ps(stored<T>(b), bias_high));
+                store(outputs_RD + r * DP + d, stored<T>(a) + bias_low);
+                store(outputs_RD + r * DP + d + 16, stored<T>(b) + bias_high);
             });
         }
 #pragma omp for schedule(static)
         for (long t = 0; t < tokens; ++t) {
             for (long d = 0; d < D; d += 16) {
-                v16 sum = _mm512_setzero_ps();
+                v16 sum = zero();
                 for (long k = 0; k < K; ++k) {
                     const v16 weight = stored<T>(all(weights_TK[t * K + k]));
-                    sum = _mm512_fmadd_ps(weight, load(outputs_RD + row_R[t * K + k] * DP + d), sum);
+                    sum = fma(weight, load(outputs_RD + row_R[t * K + k] * DP + d), sum);
                 }
                 store(out_TD + t * D + d, sum, first(D - d));
             }

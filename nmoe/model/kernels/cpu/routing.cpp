@@ -36,14 +36,14 @@ void route(const T* x_TD, const float* packed, const float* bias_E, const float*
                 if (bias_E)
                     for (long e = 0; e < E; ++e) row[e] += bias_E[e];
                 const float most = *std::max_element(row, row + E);
-                v16 sum = _mm512_setzero_ps();
+                v16 sum = zero();
                 for (long e = 0; e < E; e += 16) {
                     const v16 logits = load(row + e);
-                    const v16 score = sigmoids ? sigmoid(logits) : exp(_mm512_sub_ps(logits, all(most)));
+                    const v16 score = sigmoids ? sigmoid(logits) : exp(logits - all(most));
                     store(row + e, score, first(E - e));
-                    sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(first(E - e), score));
+                    sum = sum + select(first(E - e), score, zero());
                 }
-                const float total = sigmoids ? 1 : _mm512_reduce_add_ps(sum);
+                const float total = sigmoids ? 1 : sum_of(sum);
                 for (long e = 0; e < E; ++e) choice[e] = (row[e] /= total) + balance_E[e];
                 float* weights = weights_TK + (from + i) * K;
                 int64_t* chosen = chosen_TK + (from + i) * K;

@@ -30,19 +30,21 @@ extern "C" long nmoe_sample(const float* logits_BV, const float* temperature_B, 
             const float* logits = logits_BV + b * V;
             const float temperature = temperature_B[b] == 0 ? 1 : temperature_B[b];
             v16 highest = all(-INFINITY);
-            for (long v = 0; v < V; v += 16) highest = _mm512_max_ps(highest, _mm512_mask_loadu_ps(highest, first(V - v), logits + v));
-            const float most = _mm512_reduce_max_ps(highest);
+            long v = 0;
+            for (; v + 16 <= V; v += 16) highest = max(highest, load(logits + v));
+            if (v < V) highest = max(highest, select(first(V - v), load(logits + v, first(V - v)), highest));
+            const float most = largest_of(highest);
             double total = 0;
             for (long start = 0; start < V; start += CHUNK) {
-                v16 sum = _mm512_setzero_ps();
+                v16 sum = zero();
                 for (long v = start; v < std::min(V, start + CHUNK); v += 16) {
-                    const __mmask16 mask = first(V - v);
-                    const v16 shifted = _mm512_div_ps(_mm512_sub_ps(load(logits + v, mask), all(most)), all(temperature));
-                    const v16 mass = _mm512_maskz_mov_ps(mask, nmoe::exp(shifted));
+                    const mask16 mask = first(V - v);
+                    const v16 shifted = (load(logits + v, mask) - all(most)) / all(temperature);
+                    const v16 mass = select(mask, nmoe::exp(shifted), zero());
                     store(masses.data() + v, mass, mask);
-                    sum = _mm512_add_ps(sum, mass);
+                    sum = sum + mass;
                 }
-                total += _mm512_reduce_add_ps(sum);
+                total += sum_of(sum);
                 until[start / CHUNK] = total;
             }
             if (!std::isfinite(total) || !std::isfinite(most)) {

@@ -1,4 +1,4 @@
-// Small matrix products: up to 14 rows by 32 columns whose sums stay in registers.
+// Small matrix products: a few rows by 32 columns (16 where registers are narrow) whose sums stay in registers.
 //
 // A weight is packed in panels of 32 columns (the last filled up with zeros): `[panels, K, 32]` in fp32, `[panels, K / 2, 32, 2]` in
 // bf16, so that in both a step reads 32 words of 4 bytes in order. A row's sums run over K in order whatever other rows there are:
@@ -10,7 +10,18 @@
 namespace nmoe {
 
 constexpr long PANEL = 32;
-constexpr long TILE_ROWS = 14;
+constexpr int AT_ONCE = WIDE ? 2 : 1;  // of a panel's two halves of 16 columns
+constexpr long MOST_ROWS = 14;
+
+#ifdef __AVX512BF16__
+constexpr bool BF16_PRODUCTS = true;
+#else
+constexpr bool BF16_PRODUCTS = false;
+#endif
+
+// Rows that registers suffice for. Without an instruction for it, a product of bf16 pairs keeps four vectors more.
+template <class T>
+constexpr long TILE_ROWS = WIDE ? (sizeof(T) == 4 || BF16_PRODUCTS ? MOST_ROWS : 12) : (sizeof(T) == 4 ? 6 : 4);
 
 // Words of 4 bytes that hold k numbers.
 template <class T>
@@ -23,50 +34,67 @@ inline v16 multiply_add(v16 a, v16 b, v16 sum);
 
 template <>
 inline v16 multiply_add<float>(v16 a, v16 b, v16 sum) {
-    return _mm512_fmadd_ps(a, b, sum);
+    return fma(a, b, sum);
 }
 
 template <>
 inline v16 multiply_add<bf16>(v16 a, v16 b, v16 sum) {
+#ifdef __AVX512BF16__
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+    return fma(upper_bf16(a), upper_bf16(b), fma(lower_bf16(a), lower_bf16(b), sum));
+#endif
 }
 
 template <class T, int ROWS, class Finish>
-inline void tile(const float* a, long stride, const float* b, long steps, long row, Finish& finish) {
-    v16 sums[ROWS][2];
+inline void tile(const float* a, long stride, const float* panel, long steps, long row, Finish& finish) {
+    v16 done[ROWS][2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half += AT_ONCE) {
+        v16 sums[ROWS][AT_ONCE];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    // One pointer for three rows: addressing reaches the two after it, and registers suffice.
-    const float* rows[(ROWS + 2) / 3];
+        for (int r = 0; r < ROWS; ++r)
+            for (int h = 0; h < AT_ONCE; ++h) sums[r][h] = zero();
+        // One pointer for three rows: addressing reaches the two after it, and registers suffice.
+        const float* rows[(ROWS + 2) / 3];
 #pragma GCC unroll 8
-    for (int g = 0; g < (ROWS + 2) / 3; ++g) rows[g] = a + 3 * g * stride;
-    for (long step = 0; step < steps; ++step) {
-        const v16 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16);
-        b += PANEL;
+        for (int g = 0; g < (ROWS + 2) / 3; ++g) rows[g] = a + 3 * g * stride;
+        const float* b = panel + 16 * half;
+        for (long step = 0; step < steps; ++step) {
+            v16 columns[AT_ONCE];
+#pragma GCC unroll 2
+            for (int h = 0; h < AT_ONCE; ++h) columns[h] = load(b + 16 * h);
+            b += PANEL;
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            const v16 x = _mm512_set1_ps(rows[r / 3][(r % 3) * stride]);
-            sums[r][0] = multiply_add<T>(x, b0, sums[r][0]);
-            sums[r][1] = multiply_add<T>(x, b1, sums[r][1]);
+            for (int r = 0; r < ROWS; ++r) {
+                const v16 x = all(rows[r / 3][(r % 3) * stride]);
+#pragma GCC unroll 2
+                for (int h = 0; h < AT_ONCE; ++h) sums[r][h] = multiply_add<T>(x, columns[h], sums[r][h]);
+            }
+#pragma GCC unroll 8
+            for (int g = 0; g < (ROWS + 2) / 3; ++g) ++rows[g];
         }
-#pragma GCC unroll 8
-        for (int g = 0; g < (ROWS + 2) / 3; ++g) ++rows[g];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r)
+            for (int h = 0; h < AT_ONCE; ++h) done[r][half + h] = sums[r][h];
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) finish(row + r, sums[r][0], sums[r][1]);
+    for (int r = 0; r < ROWS; ++r) finish(row + r, done[r][0], done[r][1]);
 }
 
 // Rows `from` to `to` of a times one panel; `finish(row, columns 0 to 15, columns 16 to 31)` takes each row's sums.
 template <class T, class Finish>
 inline void product(const T* a, long width, long from, long to, const T* panel, Finish finish) {
-    const long stride = words<T>(width), blocks = (to - from + TILE_ROWS - 1) / TILE_ROWS;
+    const long stride = words<T>(width), blocks = (to - from + TILE_ROWS<T> - 1) / TILE_ROWS<T>;
     const float* b = reinterpret_cast<const float*>(panel);
     for (long i = 0; i < blocks; ++i) {
         const long start = from + (to - from) * i / blocks, stop = from + (to - from) * (i + 1) / blocks;
         const float* x = reinterpret_cast<const float*>(a + start * width);
         switch (stop - start) {
 #define NMOE_ROWS(n) \
-    case n: tile<T, n>(x, stride, b, stride, start, finish); break;
+    case n:                                                                          \
+        if constexpr (n <= TILE_ROWS<T>) tile<T, n>(x, stride, b, stride, start, finish); \
+        break;
             NMOE_ROWS(1) NMOE_ROWS(2) NMOE_ROWS(3) NMOE_ROWS(4) NMOE_ROWS(5) NMOE_ROWS(6) NMOE_ROWS(7)
             NMOE_ROWS(8) NMOE_ROWS(9) NMOE_ROWS(10) NMOE_ROWS(11) NMOE_ROWS(12) NMOE_ROWS(13) NMOE_ROWS(14)
 #undef NMOE_ROWS
