@@ -14,13 +14,13 @@ from pathlib import Path
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
-from nmoe.data.rendering import make_renderer
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.sft import example_batch
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.renderers import make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
 

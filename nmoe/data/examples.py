@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from nmoe.config.tables.records import DatasetSettings, Kind
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
 from nmoe.data.records import read_records
-from nmoe.data.rendering import IGNORED, Rendered, Renderer, render
+from nmoe.data.rendering import render
 from nmoe.errors import UserError
+from nmoe.text.renderers import IGNORED, Rendered, Renderer
 from nmoe.text.tokenizer import Tokenizer
 
 TRAINED_KINDS: tuple[Kind, ...] = ("messages", "prompt_completion", "text")

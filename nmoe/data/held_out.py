@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Conversation, Preference, Prompt, PromptCompletion, Record, Stepwise, Text
 from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage
 
 
 def prompt_of(record: Record) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.harmony_format import CHANNELS, ROLES
-from nmoe.text.tool_definition import ToolDefinition
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 # Calls of tools as ShareGPT's relatives have them, and OpenAI had before `tool_calls`.
@@ -19,40 +18,6 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_CHARS = 80
 _OBJECTS = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*", re.DOTALL)
 _PRINTED_ROLE = re.compile(r"'(?:role|from)': '(?:system|user|human|assistant|gpt)'")
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call: `ToolCall("square", {"x": 2}, "call_1")`. Arguments are an object, or the text that a model wrote for one."""
-
-    name: str
-    arguments: Mapping[str, Any] | str
-    call_id: str | None = None
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """One message of a record.
-
-    ChatMessage("assistant", "", reasoning="Square it.", calls=(ToolCall("square", {"x": 2}, "call_1"),))
-    ChatMessage("tool", "4", name="square", call_id="call_1")
-
-    `channel` is that of Harmony, where the data has it. `trained` is false where the data says `"weight": 0`.
-    """
-
-    role: str
-    content: str
-    reasoning: str | None = None
-    calls: tuple[ToolCall, ...] = ()
-    name: str | None = None
-    call_id: str | None = None
-    channel: str | None = None
-    trained: bool = True
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it says nothing at all: no text, no reasoning, no call."""
-        return not (self.content.strip() or (self.reasoning or "").strip() or self.calls)
 
 
 def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
@@ -173,7 +138,7 @@ def _content(value: object, where: str, *, needed: bool) -> str:
     return _text(value, f"{where}: the content")
 
 
-def _written_calls(content: object, where: str) -> tuple[ToolCall, ...]:
+def _written_calls(content: object, where: str) -> tuple[FunctionCall, ...]:
     """The calls that a message of the role `function_call` writes as JSON, one or a list of them."""
     try:
         written = json.loads(content) if isinstance(content, str) else content
@@ -184,7 +149,7 @@ def _written_calls(content: object, where: str) -> tuple[ToolCall, ...]:
     return tuple(_call(one, where) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
-def _call(value: object, where: str) -> ToolCall:
+def _call(value: object, where: str) -> FunctionCall:
     body = value.get("function", value) if isinstance(value, Mapping) else None
     if not isinstance(body, Mapping) or not isinstance(body.get("name"), str) or not body["name"]:
         raise UserError(
@@ -196,7 +161,7 @@ def _call(value: object, where: str) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, Mapping | str):
         raise UserError(f"{where}: the arguments are {shown(arguments)}, neither an object nor a text")
-    return ToolCall(body["name"], arguments, _optional(value, "id", where))
+    return FunctionCall(body["name"], arguments, _optional(value, "id", where))
 
 
 def _tool(value: object, where: str) -> ToolDefinition:

@@ -15,10 +15,10 @@ import numpy as np
 
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
-from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Messages, Preference, read_records
-from nmoe.data.rendering import Rendered, Renderer, split_reasoning
 from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage, split_reasoning
+from nmoe.text.renderers import Rendered, Renderer
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
 
 def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered:
     """What a reward model reads of an answer to this prompt. Raises UserError for a conversation that the form can not say."""
-    (rendered,) = renderer.conversation((*prompt, ChatMessage("assistant", answer)), (), len(prompt))
+    (rendered,) = renderer.supervise((*prompt, ChatMessage("assistant", answer)), (), len(prompt))
     return rendered
 
 
@@ -81,7 +81,7 @@ def _pair(record: Preference, renderer: Renderer, chosen: Messages, rejected: Me
     sides = []
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         try:
-            sequences = renderer.conversation((*record.prompt, *side), record.tools, len(record.prompt))
+            sequences = renderer.supervise((*record.prompt, *side), record.tools, len(record.prompt))
         except UserError as error:
             raise UserError(f"{record.where}: {name!r}: {error}") from None
         if len(sequences) != 1:

@@ -14,13 +14,13 @@ from nmoe.envs.grade import Reading
 from nmoe.envs.tasks import Task
 from nmoe.errors import UserError
 from nmoe.grading.extraction import from_final, from_response, last_boxed
-from nmoe.text.chat import END_THINK, TAGS, THINK, ChatTemplate, ChatTurn, ToolAnswer, read_turn
+from nmoe.text.chat_template import END_THINK, TAGS, THINK, ChatTemplate, ChatTurn, ToolAnswer, read_turn
+from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony import Harmony, HarmonyTokenizer
 from nmoe.text.harmony_format import END_OF_TEXT
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
-from nmoe.text.natural_format import natural_format
+from nmoe.text.renderers import natural_format
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.text.tool_definition import ToolDefinition
 from nmoe.types import Message, ToolCall, ToolEvent
 
 _REASONING = "The answer follows."

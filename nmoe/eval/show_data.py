@@ -14,10 +14,12 @@ from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.messages import ChatMessage
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
-from nmoe.data.rendering import IGNORED, Rendered, Renderer, RenderFormat, make_renderer, render
+from nmoe.data.rendering import render
 from nmoe.envs.check import token_table
 from nmoe.errors import UserError
 from nmoe.runs.resolve import resolve_tokenizer
+from nmoe.text.conversation import ChatMessage
+from nmoe.text.renderers import IGNORED, Rendered, Renderer, RenderFormat, make_renderer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 _LEARNED, _PLAIN = "\x1b[32m", "\x1b[0m"

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 
 from nmoe.data.pairs import Pair
-from nmoe.data.rendering import IGNORED
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch, alike
+from nmoe.text.renderers import IGNORED
 
 
 def completion_batch(pairs: Sequence[Pair]) -> Batch:

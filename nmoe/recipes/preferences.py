@@ -12,10 +12,10 @@ from torch import Tensor
 from nmoe.config.commands.supervised import PreferenceConfig
 from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
-from nmoe.data.rendering import make_renderer
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.statistics import wilson
 from nmoe.recipes.supervised import Held, held_out_source
+from nmoe.text.renderers import make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
 

@@ -17,7 +17,6 @@ import torch
 from nmoe.config.commands.supervised import SFTConfig
 from nmoe.data.examples import Example, Examples, read_examples
 from nmoe.data.packing import PackedStream
-from nmoe.data.rendering import IGNORED, make_renderer
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -25,6 +24,7 @@ from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.prefixes import common_prefixes
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
 from nmoe.recipes.supervised import Held, Supervised, held_out_source, supervise
+from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
 

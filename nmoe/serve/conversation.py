@@ -7,7 +7,7 @@ from typing import Literal
 
 from nmoe.envs.formats import FORMATS
 from nmoe.errors import UserError
-from nmoe.text.natural_format import natural_format
+from nmoe.text.renderers import natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nmoe.text.tool_definition import ToolDefinition
+from nmoe.text.conversation import ToolDefinition
 from nmoe.types import Message
 
 NAMESPACE = "functions"

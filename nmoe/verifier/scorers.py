@@ -7,10 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmoe.data.messages import ChatMessage
 from nmoe.data.pairs import render_answer
 from nmoe.data.prm import split_steps
-from nmoe.data.rendering import Renderer, make_renderer
 from nmoe.envs.scorer import Scorer, StepScorer
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_head_outputs
@@ -19,6 +17,8 @@ from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.pair_batch import last_token_batch
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.conversation import ChatMessage
+from nmoe.text.renderers import Renderer, make_renderer
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 from nmoe.verifier.batching import Together

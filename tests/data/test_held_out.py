@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.data.held_out import held_out, prompt_of
-from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Conversation, PromptCompletion, Text
+from nmoe.text.conversation import ChatMessage
 
 ASKED, SAID = ChatMessage("user", "6 * 7?"), ChatMessage("assistant", "42")
 

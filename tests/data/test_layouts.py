@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.messages import ChatMessage, ToolCall
+from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
 from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage, FunctionCall
 
 USER, ANSWER, WRONG = ChatMessage("user", "6 * 7?"), ChatMessage("assistant", "42"), ChatMessage("assistant", "13")
 
@@ -40,7 +41,7 @@ def test_sharegpt(tmp_path: Path) -> None:
 
 def test_calls_by_the_roles_that_sharegpt_and_older_chat_formats_have(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    call = ToolCall("square", {"x": 2})
+    call = FunctionCall("square", {"x": 2})
     wanted = (
         ChatMessage("user", "2 squared?"),
         ChatMessage("assistant", "", calls=(call,)),

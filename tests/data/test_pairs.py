@@ -10,8 +10,8 @@ import pytest
 
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.pairs import Pairs, answer_pair, completion_pair, read_pairs
-from nmoe.data.rendering import make_renderer
 from nmoe.errors import UserError
+from nmoe.text.renderers import make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
 

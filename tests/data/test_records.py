@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.messages import ChatMessage, ToolCall
+from nmoe.data.messages import ChatMessage
 from nmoe.data.records import (
     Conversation,
     Preference,
@@ -25,7 +25,7 @@ from nmoe.data.records import (
     read_records,
 )
 from nmoe.errors import UserError
-from nmoe.text.tool_definition import ToolDefinition
+from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 
 USER, ANSWER, WRONG = ChatMessage("user", "6 * 7?"), ChatMessage("assistant", "42"), ChatMessage("assistant", "13")
 ASKED = [{"role": "user", "content": "6 * 7?"}]
@@ -146,7 +146,7 @@ def test_messages_with_tools_reasoning_and_parts(tmp_path: Path) -> None:
         (
             ChatMessage("system", "Be brief."),
             ChatMessage("user", "2 squared?"),
-            ChatMessage("assistant", "", reasoning="Use it.", calls=(ToolCall("square", '{"x": 2}', "c1"),)),
+            ChatMessage("assistant", "", reasoning="Use it.", calls=(FunctionCall("square", '{"x": 2}', "c1"),)),
             ChatMessage("tool", "4", name="square", call_id="c1"),
             ChatMessage("assistant", "4", channel="final", trained=False),
             ChatMessage("assistant", "Four."),

@@ -12,7 +12,6 @@ import torch
 from tiny_models import FAMILIES, peaked_model
 
 from nmoe.data.pairs import Pair
-from nmoe.data.rendering import IGNORED, Rendered
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.learner.objectives.dpo import PreferenceLoss, dpo
@@ -21,6 +20,7 @@ from nmoe.model.checkpoint import export_model, load_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head
 from nmoe.recipes.pair_batch import completion_batch, last_token_batch, reward_batch
+from nmoe.text.renderers import IGNORED, Rendered
 from nmoe.text.tokenizer import Tokenizer
 
 # Completions of several lengths, one the beginning of the other.

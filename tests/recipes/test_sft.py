@@ -23,7 +23,6 @@ from nmoe.config.commands.supervised import SFTConfig
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
-from nmoe.data.rendering import IGNORED, make_renderer
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import export_model, load_model
@@ -31,6 +30,7 @@ from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft
 from nmoe.runs.ledger import read_metrics
 from nmoe.text.harmony import Harmony
+from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 

@@ -19,7 +19,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.serve.chat import chat
 from nmoe.serve.conversation import Conversation
-from nmoe.text.chat import ChatTemplate
+from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message

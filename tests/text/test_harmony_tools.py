@@ -15,8 +15,8 @@ from openai_harmony import (
 )
 from openai_harmony import Message as ReferenceMessage
 
+from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony_tools import render_tools
-from nmoe.text.tool_definition import ToolDefinition
 
 ENCODING = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from openai_harmony import Author, Conversation, RenderConversationConfig, Role, TextContent
 from openai_harmony import Message as ReferenceMessage
 
-from nmoe.data.messages import ChatMessage, ToolCall
-from nmoe.data.rendering import IGNORED, HarmonyRenderer
+from nmoe.text.conversation import ChatMessage, FunctionCall
+from nmoe.text.renderers import IGNORED, HarmonyRenderer
 
 contents = st.text(st.sampled_from("ab é<|>end7"), min_size=1, max_size=8).map(lambda text: f"w{text}w")
 
@@ -42,7 +42,7 @@ def test_sequences_are_those_of_the_reference(reference, asked, first, second, t
     ]
     if calls:
         messages += [
-            ChatMessage("assistant", "", reasoning=thought, calls=(ToolCall("f", '{"x": 1}', "c1"),)),
+            ChatMessage("assistant", "", reasoning=thought, calls=(FunctionCall("f", '{"x": 1}', "c1"),)),
             ChatMessage("tool", answered, call_id="c1"),
         ]
         history += [
@@ -52,7 +52,7 @@ def test_sequences_are_those_of_the_reference(reference, asked, first, second, t
         ]
     messages.append(ChatMessage("assistant", second))
     history.append(spoken(second, "final"))
-    alone, last = HarmonyRenderer(reference).conversation(tuple(messages))
+    alone, last = HarmonyRenderer(reference).supervise(tuple(messages))
     encoding = reference.encoding
     # Asked to train, the reference drops the analysis that stands before the first final message, of one exchange alone too.
     kept = RenderConversationConfig(auto_drop_analysis=False)

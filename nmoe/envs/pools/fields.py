@@ -21,6 +21,7 @@ from typing import Any
 from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.messages import ChatMessage, read_messages, text_or_messages
 from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage
 from nmoe.types import Message
 
 QUESTION_FIELDS = ("problem", "question", "prompt", "input")

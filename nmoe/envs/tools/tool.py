@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Sandbox
-from nmoe.text.tool_definition import ToolDefinition
+from nmoe.text.conversation import ToolDefinition
 from nmoe.types import Failure
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")

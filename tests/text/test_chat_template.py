@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nmoe.errors import UserError
-from nmoe.text.chat import ChatTemplate, ToolAnswer, read_turn
+from nmoe.text.chat_template import ChatTemplate, ToolAnswer, read_turn
+from nmoe.text.conversation import ToolDefinition
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.text.tool_definition import ToolDefinition
 from nmoe.types import Message
 
 ADD = ToolDefinition(

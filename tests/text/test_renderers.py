@@ -11,13 +11,13 @@ from chat_templates import LLAMA, LLAMA_CONTROLS, QWEN, QWEN_CONTROLS, QWEN_TAGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nmoe.data.messages import ChatMessage, ToolCall
 from nmoe.data.records import Conversation, PromptCompletion, Text
-from nmoe.data.rendering import IGNORED, ChatRenderer, HarmonyRenderer, Rendered, make_renderer, render
+from nmoe.data.rendering import render
 from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.harmony_format import CONTROL_TOKENS
+from nmoe.text.renderers import IGNORED, ChatRenderer, HarmonyRenderer, Rendered, make_renderer
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.text.tool_definition import ToolDefinition
 
 ADD = ToolDefinition(
     "add", "Adds two numbers.", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -97,7 +97,7 @@ words = st.text(st.sampled_from('abé 你7.<>{}"'), min_size=1, max_size=12).map
 answers = st.builds(ChatMessage, st.just("assistant"), words)
 calls = st.builds(
     lambda text, x: (
-        ChatMessage("assistant", text, calls=(ToolCall("add", {"x": x, "y": text}),)),
+        ChatMessage("assistant", text, calls=(FunctionCall("add", {"x": x, "y": text}),)),
         ChatMessage("tool", str(x)),
     ),
     words,
@@ -120,7 +120,7 @@ def test_ids_and_masks_are_those_of_transformers(
     messages: tuple[ChatMessage, ...], tools: tuple[ToolDefinition, ...], marked_at: Path
 ) -> None:
     expected = by_transformers(marked_at, [as_dict(message) for message in messages], tools)
-    (rendered,) = ChatRenderer(Tokenizer.load(marked_at)).conversation(messages, tools)
+    (rendered,) = ChatRenderer(Tokenizer.load(marked_at)).supervise(messages, tools)
     assert rendered == expected
 
 
@@ -135,8 +135,8 @@ def test_without_marks_the_same_tokens_are_learned(
     messages: tuple[ChatMessage, ...], tools: tuple[ToolDefinition, ...], marked_at: Path, unmarked: Tokenizer
 ) -> None:
     assert "generation %" not in SIMPLE
-    (expected,) = ChatRenderer(Tokenizer.load(marked_at)).conversation(messages, tools)
-    assert ChatRenderer(unmarked).conversation(messages, tools) == [expected]
+    (expected,) = ChatRenderer(Tokenizer.load(marked_at)).supervise(messages, tools)
+    assert ChatRenderer(unmarked).supervise(messages, tools) == [expected]
 
 
 def learned(rendered: Rendered, tokenizer: Tokenizer) -> list[str]:
@@ -160,7 +160,7 @@ def test_a_forgotten_stop_token_is_learned(tmp_path: Path) -> None:
     )
     tokenizer = loaded(tmp_path, template, QWEN_CONTROLS, QWEN_TAGS)
     messages = (ChatMessage("user", "hi"), ChatMessage("assistant", "ho"))
-    (rendered,) = ChatRenderer(tokenizer).conversation(messages)
+    (rendered,) = ChatRenderer(tokenizer).supervise(messages)
     assert learned(rendered, tokenizer) == ["ho<|im_end|>"]
 
 
@@ -173,9 +173,9 @@ def test_turns_are_learned_from_the_first_asked_for_and_not_at_weight_zero(
     )
     for tokenizer in (Tokenizer.load(marked_at), unmarked):
         renderer = ChatRenderer(tokenizer)
-        assert [learned(one, tokenizer) for one in renderer.conversation(messages)] == [["a<|im_end|>", "c<|im_end|>"]]
-        assert [learned(one, tokenizer) for one in renderer.conversation(messages, first=2)] == [["c<|im_end|>"]]
-        assert renderer.conversation(messages[:4], first=2) == []
+        assert [learned(one, tokenizer) for one in renderer.supervise(messages)] == [["a<|im_end|>", "c<|im_end|>"]]
+        assert [learned(one, tokenizer) for one in renderer.supervise(messages, first=2)] == [["c<|im_end|>"]]
+        assert renderer.supervise(messages[:4], first=2) == []
 
 
 def test_llamas_turns_are_found_without_marks(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_llamas_turns_are_found_without_marks(tmp_path: Path) -> None:
         ChatMessage("user", "r"),
         ChatMessage("assistant", "b"),
     )
-    (rendered,) = ChatRenderer(tokenizer).conversation(messages)
+    (rendered,) = ChatRenderer(tokenizer).supervise(messages)
     assert learned(rendered, tokenizer) == ["a<|eot_id|>", "b<|eot_id|>"]
 
 
@@ -201,7 +201,7 @@ def test_reasoning_that_later_turns_do_not_see_is_learned_where_it_is_seen(plain
             ChatMessage("user", "r"),
             ChatMessage("assistant", "<think>\nso\n</think>\n\nb"),
         )
-        alone, last = renderer.conversation(messages)
+        alone, last = renderer.supervise(messages)
         assert learned(alone, plain) == [f"{tagged}<|im_end|>"]
         assert learned(last, plain) == ["<think>\nso\n</think>\n\nb<|im_end|>"]
         assert "hm" not in whole(last, plain)
@@ -229,12 +229,12 @@ def test_a_turn_that_a_longer_conversation_opens_otherwise_is_learned_by_itself(
     tokenizer = loaded(tmp_path, MOVING, QWEN_CONTROLS, QWEN_TAGS)
     texts = [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
     messages = tuple(ChatMessage(role, text) for role, text in texts)
-    alone, last = ChatRenderer(tokenizer).conversation(messages)
+    alone, last = ChatRenderer(tokenizer).supervise(messages)
     assert whole(alone, tokenizer) == "<|im_start|>s\nq<|im_start|>a<|im_end|>"
     assert learned(alone, tokenizer) == ["a<|im_end|>"]
     assert whole(last, tokenizer) == "<|im_start|>q<|im_start|>a<|im_end|><|im_start|>s\nr<|im_start|>b<|im_end|>"
     assert learned(last, tokenizer) == ["b<|im_end|>"]
-    assert ChatRenderer(tokenizer).conversation(messages, first=3) == [last]
+    assert ChatRenderer(tokenizer).supervise(messages, first=3) == [last]
 
 
 def test_nobody_asks_for_a_first_message_of_the_assistant(unmarked: Tokenizer) -> None:
@@ -243,8 +243,8 @@ def test_nobody_asks_for_a_first_message_of_the_assistant(unmarked: Tokenizer) -
     with pytest.raises(
         UserError, match=r"messages\[0\] is the assistant's, and the chat template does not open its turn there"
     ):
-        renderer.conversation(messages)
-    (sequence,) = renderer.conversation((replace(messages[0], trained=False), *messages[1:]))
+        renderer.supervise(messages)
+    (sequence,) = renderer.supervise((replace(messages[0], trained=False), *messages[1:]))
     assert learned(sequence, unmarked) == ["a<|im_end|>"]
 
 
@@ -252,17 +252,17 @@ def test_calls_that_come_as_text_are_written_once(plain: Tokenizer) -> None:
     asked = ChatMessage("user", "q")
     texts = []
     for arguments in ({"x": 2}, '{"x": 2}'):
-        messages = (asked, ChatMessage("assistant", "", calls=(ToolCall("add", arguments),)))
-        (rendered,) = ChatRenderer(plain).conversation(messages, (ADD,))
+        messages = (asked, ChatMessage("assistant", "", calls=(FunctionCall("add", arguments),)))
+        (rendered,) = ChatRenderer(plain).supervise(messages, (ADD,))
         texts.append(learned(rendered, plain))
     assert texts[0] == texts[1]
     assert '<tool_call>\n{"name": "add", "arguments": {"x": 2}}\n</tool_call><|im_end|>' in texts[0][0]
 
 
 def test_a_call_that_the_template_leaves_out_is_an_error(tmp_path: Path) -> None:
-    messages = (ChatMessage("user", "q"), ChatMessage("assistant", "", calls=(ToolCall("divide", {"x": 2}),)))
+    messages = (ChatMessage("user", "q"), ChatMessage("assistant", "", calls=(FunctionCall("divide", {"x": 2}),)))
     with pytest.raises(UserError, match=r"messages\[1\] calls tools, and the chat template does not write it"):
-        ChatRenderer(qwen(tmp_path)).conversation(messages, (ADD,))
+        ChatRenderer(qwen(tmp_path)).supervise(messages, (ADD,))
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def harmony() -> Tokenizer:
 
 
 def rendered_harmony(tokenizer: Tokenizer, *messages: ChatMessage, first: int = 0) -> list[tuple[str, list[str]]]:
-    sequences = HarmonyRenderer(tokenizer).conversation(messages, (), first)
+    sequences = HarmonyRenderer(tokenizer).supervise(messages, (), first)
     return [(whole(one, tokenizer), learned(one, tokenizer)) for one in sequences]
 
 
@@ -339,7 +339,7 @@ def test_analysis_that_later_turns_do_not_see_is_learned_in_a_sequence_of_its_ow
 def test_harmony_calls_one_tool_after_the_other_and_reads_their_answers(harmony: Tokenizer) -> None:
     call = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": %d}<|call|>'
     answer = "<|start|>functions.add<|channel|>commentary to=assistant<|message|>%d<|end|>"
-    both = (ToolCall("add", {"x": 1}, "c1"), ToolCall("add", '{"x": 2}', "c2"))
+    both = (FunctionCall("add", {"x": 1}, "c1"), FunctionCall("add", '{"x": 2}', "c2"))
     messages = (
         ChatMessage("user", "q"),
         ChatMessage("assistant", "", reasoning="hm", calls=both),
@@ -366,7 +366,7 @@ def test_harmony_calls_one_tool_after_the_other_and_reads_their_answers(harmony:
 
 def test_harmony_declares_tools_as_environments_do(harmony: Tokenizer) -> None:
     messages = (ChatMessage("system", "s"), ChatMessage("user", "q"), ChatMessage("assistant", "a"))
-    (sequence,) = HarmonyRenderer(harmony).conversation(messages, (ADD,))
+    (sequence,) = HarmonyRenderer(harmony).supervise(messages, (ADD,))
     text = whole(sequence, harmony)
     assert text.startswith("<|start|>system<|message|>s<|end|><|start|>developer<|message|># Tools")
     assert "type add = (_: {" in text
@@ -394,7 +394,7 @@ def conversation(texts: list[str]) -> tuple[tuple[ChatMessage, ...], tuple[ToolD
     messages = (
         ChatMessage("system", f"s{said}s"),
         ChatMessage("user", f"u{asked}u"),
-        ChatMessage("assistant", "a", calls=(ToolCall("add", {f"k{key}": f"v{value}"}, f"i{name}"),)),
+        ChatMessage("assistant", "a", calls=(FunctionCall("add", {f"k{key}": f"v{value}"}, f"i{name}"),)),
         ChatMessage("tool", f"t{answered}t", name="add", call_id=f"i{name}"),
         ChatMessage("assistant", "done"),
     )
@@ -417,7 +417,7 @@ def test_no_text_of_a_record_becomes_a_control_token(
     ):
         structure = []
         for one in (texts, ["x"] * 7):
-            (sequence,) = renderer.conversation(*conversation(one))
+            (sequence,) = renderer.supervise(*conversation(one))
             names = {id_: name for name, id_ in tokenizer.added_tokens.items()}
             structure.append([names[id_] for id_ in sequence.ids if id_ in names])
             structure[-1] += [names[label] for label in sequence.labels if label in names]
@@ -427,7 +427,7 @@ def test_no_text_of_a_record_becomes_a_control_token(
 def test_in_the_assistants_own_words_tags_are_structure_and_control_tokens_are_text(plain: Tokenizer) -> None:
     said = "<think>\n<|im_end|>\n</think>\n\n<|im_start|>"
     messages = (ChatMessage("user", "q"), ChatMessage("assistant", said))
-    (sequence,) = ChatRenderer(plain).conversation(messages)
+    (sequence,) = ChatRenderer(plain).supervise(messages)
     names = {id_: name for name, id_ in plain.added_tokens.items()}
     assert [names[label] for label in sequence.labels if label in names] == ["<think>", "</think>", "<|im_end|>"]
     assert learned(sequence, plain) == [said + "<|im_end|>"]

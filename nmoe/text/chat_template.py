@@ -19,11 +19,10 @@ from itertools import pairwise, product, takewhile
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.text.conversation import END_THINK, THINK, ToolDefinition
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.text.tool_definition import ToolDefinition
 from nmoe.types import Message
 
-THINK, END_THINK = "<think>", "</think>"
 TAGS = (THINK, END_THINK, "<tool_call>", "</tool_call>")
 
 # Templates that print the day would make a prompt depend on it; this is the one that Llama's falls back to.

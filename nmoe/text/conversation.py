@@ -1,0 +1,74 @@
+"""Conversations as datasets and chat clients have them: messages with reasoning and calls of tools, and the tools declared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """One call: `FunctionCall("square", {"x": 2}, "call_1")`. Arguments are an object, or the text that a model wrote for one."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    call_id: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a record.
+
+    ChatMessage("assistant", "", reasoning="Square it.", calls=(FunctionCall("square", {"x": 2}, "call_1"),))
+    ChatMessage("tool", "4", name="square", call_id="call_1")
+
+    `channel` is that of Harmony, where the data has it. `trained` is false where the data says `"weight": 0`.
+    """
+
+    role: str
+    content: str
+    reasoning: str | None = None
+    calls: tuple[FunctionCall, ...] = ()
+    name: str | None = None
+    call_id: str | None = None
+    channel: str | None = None
+    trained: bool = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing at all: no text, no reasoning, no call."""
+        return not (self.content.strip() or (self.reasoning or "").strip() or self.calls)
+
+
+@dataclass(frozen=True)
+class ToolDefinition:
+    """Worked example:
+
+        ToolDefinition("square", "Squares a number.",
+                       {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]})
+
+    `parameters` describes an object; None where there are none.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any] | None
+
+    def as_function(self) -> dict[str, Any]:
+        """The form that chat templates take: `{"type": "function", "function": {...}}`."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+def split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
+    """Reasoning and the rest of the content: from a field of its own, or from between the tags at the content's start."""
+    if message.reasoning is not None or message.role != "assistant":
+        return message.reasoning, message.content
+    head, closed, rest = message.content.partition(END_THINK)
+    if not closed or not head.lstrip().startswith(THINK):
+        return None, message.content
+    return head.lstrip().removeprefix(THINK), rest.lstrip("\n")

@@ -1,0 +1,47 @@
+"""Renderers, one for each conversation format: Harmony, a tokenizer's chat template, plain text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nmoe.errors import UserError
+from nmoe.text.renderers.base import IGNORED, Rendered, Renderer, natural_format
+from nmoe.text.renderers.chat import ChatRenderer
+from nmoe.text.renderers.harmony import HarmonyRenderer
+from nmoe.text.renderers.plain import PlainRenderer
+from nmoe.text.tokenizer import Tokenizer
+
+__all__ = [
+    "IGNORED",
+    "RENDERERS",
+    "ChatRenderer",
+    "HarmonyRenderer",
+    "PlainRenderer",
+    "RenderFormat",
+    "Rendered",
+    "Renderer",
+    "make_renderer",
+    "natural_format",
+]
+
+RenderFormat = Literal["auto", "harmony", "chat", "text"]
+
+RENDERERS: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[PlainRenderer]] = {
+    "harmony": HarmonyRenderer,
+    "chat": ChatRenderer,
+    "text": PlainRenderer,
+}
+
+
+def make_renderer(tokenizer: Tokenizer, form: RenderFormat = "auto") -> Renderer:
+    """The form asked for, or the one that the tokenizer is made for: Harmony where it has the control tokens, then its chat
+    template. Raises UserError where it has neither."""
+    if form == "auto":
+        natural = natural_format(tokenizer)
+        if natural is None:
+            raise UserError(
+                'the tokenizer has neither Harmony\'s control tokens nor a chat template; use another one, or format = "text", '
+                "which puts completions behind prompts as they are"
+            )
+        form = natural
+    return RENDERERS[form](tokenizer)

@@ -1,0 +1,181 @@
+"""Harmony as a renderer: what a policy is shown and samples, and what is learned of a dataset's conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage, split_reasoning
+from nmoe.text.harmony import Harmony, HarmonyTokenizer
+from nmoe.text.harmony_format import END, RETURN
+from nmoe.text.harmony_tools import NAMESPACE, declare_tools
+from nmoe.text.renderers.base import Messages, Rendered, Tools
+from nmoe.types import Message
+
+
+class HarmonyRenderer:
+    """Harmony: reasoning on `analysis`, calls on `commentary`, the answer on `final`, unless the data names the channels."""
+
+    name = "harmony"
+
+    def __init__(self, tokenizer: HarmonyTokenizer) -> None:
+        self._harmony = Harmony(tokenizer)
+        self._return, self._end = (tokenizer.special_id(token) for token in (RETURN, END))
+        self._start = len(self._harmony.render_prompt([]))
+
+    def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
+        parts = _turns(_in_sequence(messages), first)
+        sequence, alone = Rendered(), list[Rendered]()
+        for number, part in enumerate(parts):
+            if isinstance(part, _Turn):
+                if number == len(parts) - 1:
+                    self._append(sequence, part)
+                    continue
+                if part.hides_analysis:
+                    if part.learned:
+                        branch = sequence.copy()
+                        self._append(branch, part)
+                        alone.append(branch)
+                    sequence.read(self._harmony.render(part.history()))
+                else:
+                    self._append(sequence, part)
+                    if sequence.ids[-1] == self._return:
+                        sequence.ids[-1] = self._end
+            else:
+                sequence.read(self._harmony.render(declare_tools(part, tools) if number == 0 else part))
+        return [*alone, sequence] if sequence.learned else alone
+
+    def _append(self, sequence: Rendered, turn: _Turn) -> None:
+        """The turn as a policy samples it, between the answers of its tools."""
+        for sampled, answers in turn.rounds:
+            sequence.read(self._harmony.render_prompt([]))
+            said = [message for message, _ in sampled]
+            if not said[-1].is_call and said[-1].channel != "final":
+                raise UserError(
+                    f"the assistant's turn ends on the channel {said[-1].channel!r}, with neither answer nor call"
+                )
+            ids = self._harmony.render_completion(said)
+            if len({learned for _, learned in sampled}) == 1:
+                sequence.learn(ids, sampled[0][1])
+            else:
+                # Where in it each message ends: the first one's start is in the prompt already.
+                ends = [len(self._harmony.render(said[: number + 1])) - self._start for number in range(len(said))]
+                for start, end, (_, learned) in zip([0, *ends[:-1]], ends, sampled, strict=True):
+                    sequence.learn(ids[start:end], learned)
+            sequence.read(self._harmony.render(answers))
+
+
+@dataclass
+class _Turn:
+    """What the assistant says between two messages of others: rounds of messages, each with whether it is learned, and the answers
+    of the tools that they called."""
+
+    rounds: list[tuple[list[tuple[Message, bool]], list[Message]]] = field(default_factory=list)
+
+    @property
+    def _messages(self) -> Iterator[Message]:
+        for sampled, answers in self.rounds:
+            yield from (*(message for message, _ in sampled), *answers)
+
+    @property
+    def learned(self) -> bool:
+        return any(learned for sampled, _ in self.rounds for _, learned in sampled)
+
+    @property
+    def hides_analysis(self) -> bool:
+        channels = {message.channel for message in self._messages}
+        return {"analysis", "final"} <= channels
+
+    def history(self) -> list[Message]:
+        """The turn as later ones see it: without its analysis."""
+        return [message for message in self._messages if message.channel != "analysis"]
+
+
+def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Turn | list[Message]]:
+    """The conversation, its turns and what lies between; a turn is there once the assistant has spoken."""
+    parts: list[_Turn | list[Message]] = [[]]
+    names: dict[str, str] = {}
+    pending: list[str] = []
+    for index, message in messages:
+        last = parts[-1]
+        if message.role == "assistant":
+            if not isinstance(last, _Turn):
+                last = _Turn()
+                parts.append(last)
+            if not last.rounds or last.rounds[-1][1]:
+                last.rounds.append(([], []))
+            for call in message.calls:
+                names[call.call_id or ""] = call.name
+                pending.append(call.name)
+            learned = message.trained and index >= first
+            last.rounds[-1][0].extend((one, learned) for one in _spoken(message))
+        elif message.role == "tool":
+            if not isinstance(last, _Turn) or not last.rounds[-1][0][-1][0].is_call:
+                raise UserError("a tool answers where the assistant has called none")
+            name = message.name or names.get(message.call_id or "") or (pending[-1] if pending else None)
+            if name is None:
+                raise UserError("a tool's answer has neither a `name` nor the `tool_call_id` of a call before it")
+            full = name if "." in name else f"{NAMESPACE}.{name}"
+            last.rounds[-1][1].append(Message("tool", message.content, "commentary", "assistant", full))
+        else:
+            if isinstance(last, _Turn):
+                last = []
+                parts.append(last)
+            last.append(Message(message.role, message.content, name=message.name))
+    if not isinstance(parts[-1], _Turn):
+        parts.pop()  # nobody answers it
+    return parts
+
+
+def _in_sequence(messages: Messages) -> Iterator[tuple[int, ChatMessage]]:
+    """The messages with their indices, where each call is followed by its answer: Harmony calls one tool at a time, and what others
+    call at once it calls one after the other."""
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        if len(message.calls) < 2:
+            yield index, message
+            index += 1
+            continue
+        answers = list(messages[index + 1 : index + 1 + len(message.calls)])
+        if [answer.role for answer in answers] != ["tool"] * len(message.calls):
+            raise UserError(
+                f"messages[{index}] calls {len(message.calls)} tools at once, which Harmony does one after the other, and not "
+                "all of their answers follow"
+            )
+        for number, call in enumerate(message.calls):
+            said = ChatMessage("assistant", "", calls=(call,), trained=message.trained)
+            if number == 0:
+                said = ChatMessage(
+                    "assistant",
+                    message.content,
+                    message.reasoning,
+                    (call,),
+                    channel=message.channel,
+                    trained=message.trained,
+                )
+            yield index, said
+            matching = [answer for answer in answers if answer.call_id is not None and answer.call_id == call.call_id]
+            yield index, (matching or answers)[0]
+            answers.remove((matching or answers)[0])
+        index += 1 + len(message.calls)
+
+
+def _spoken(message: ChatMessage) -> Iterator[Message]:
+    reasoning, content = split_reasoning(message)
+    if message.channel is not None and not message.calls:
+        if message.reasoning and message.reasoning.strip():
+            yield Message("assistant", message.reasoning.strip("\n"), "analysis")
+        yield Message("assistant", message.content, message.channel)
+        return
+    if reasoning is not None and reasoning.strip():
+        yield Message("assistant", reasoning.strip("\n"), "analysis")
+    if content.strip():
+        # What is said before a call is no answer yet.
+        yield Message("assistant", content, "commentary" if message.calls else "final")
+    for call in message.calls:
+        arguments = call.arguments
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        yield Message("assistant", text, "commentary", f"{NAMESPACE}.{call.name}", content_type="json")
