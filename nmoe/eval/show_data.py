@@ -11,7 +11,6 @@ import numpy as np
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.messages import ChatMessage
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
 from nmoe.data.rendering import render

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.messages import ChatMessage
 from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, FunctionCall

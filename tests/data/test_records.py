@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.messages import ChatMessage
 from nmoe.data.records import (
     Conversation,
     Preference,

@@ -19,7 +19,7 @@ from decimal import Decimal
 from typing import Any
 
 from nmoe.config.tables.pools import DatasetKeys
-from nmoe.data.messages import ChatMessage, read_messages, text_or_messages
+from nmoe.data.messages import read_messages, text_or_messages
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage
 from nmoe.types import Message
