@@ -1,4 +1,4 @@
-"""Holds runs of configs/sort_grpo.toml and configs/sort_ppo.toml against what docs/algorithms.md promises, with answers sampled at
+"""Holds runs of configs/sort_grpo.toml and configs/sort_ppo.toml against docs/guides/algorithms.md, with answers sampled at
 temperature 1 to held-out problems: `python .ci/check_sort.py runs/speedrun/base runs/speedrun/sort_grpo runs/speedrun/sort_ppo`"""
 
 import sys

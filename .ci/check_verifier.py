@@ -1,4 +1,4 @@
-"""Holds a verifier against what docs/verifier.md promises, with what `nmoe eval POLICY ENVIRONMENT --best-of VERIFIER` printed:
+"""Holds a verifier against docs/guides/verifier.md, with what `nmoe eval POLICY ENVIRONMENT --best-of VERIFIER` printed:
 
 nmoe eval ... --best-of runs/speedrun/verifier | python .ci/check_verifier.py runs/speedrun/verifier
 """

@@ -2,7 +2,7 @@
 
     python examples/run_sft.py runs/speedrun/base train.jsonl tuned --steps 50
 
-`train.jsonl` holds conversations, or prompts with completions (docs/data.md). What is written can be evaluated,
+`train.jsonl` holds conversations, or prompts with completions (docs/guides/data.md). What is written can be evaluated,
 trained further, and exported (`nmoe export tuned DIRECTORY`).
 """
 

@@ -80,7 +80,7 @@ def documented() -> list[Command]:
     """The commands of all pages. A verb alone, `nmoe sft`, is a name; a placeholder as in `nmoe export RUN DIRECTORY` is read as a
     file."""
     found: dict[str, Command] = {}
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text()
         lines = [line for block in _BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
         lines += [

@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric may differ from run to run: the group Time of docs/metrics.md."""
+    """Whether a metric may differ from run to run: the group Time of docs/reference/metrics.md."""
     return name.startswith("time_") or name.endswith("per_second")
 
 

@@ -51,7 +51,7 @@ class EnvironmentSettings(Section):
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
     workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
     rewards: Array[RewardSettings] = Field(
-        default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/rewards.md"
+        default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/guides/rewards.md"
     )
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -24,7 +24,7 @@ def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
         below = sections_of(known.annotation)
         if below == (EnvironmentSettings,):
             yield f"  --{key}.path"
-            yield from _wrapped(f"{known.description}; its keys: docs/configuration.md, `nmoe env check`")
+            yield from _wrapped(f"{known.description}; its keys: docs/reference/configuration.md, `nmoe env check`")
         elif below:
             for section in below:
                 yield from key_lines(section, key)

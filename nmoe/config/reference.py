@@ -1,4 +1,7 @@
-"""The reference of all settings, as Markdown, from the schema itself: python -m nmoe.config.reference > docs/configuration.md"""
+"""Print the reference of all settings as Markdown, from the schema itself:
+
+python -m nmoe.config.reference > docs/reference/configuration.md
+"""
 
 import json
 import types

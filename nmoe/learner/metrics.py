@@ -1,4 +1,4 @@
-"""Metrics of an optimizer step and of the routers, by the names that `docs/metrics.md` documents."""
+"""Metrics of an optimizer step and of the routers, by the names that `docs/reference/metrics.md` documents."""
 
 # Shapes: E experts.
 

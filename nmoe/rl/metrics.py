@@ -1,4 +1,4 @@
-"""The numbers of a policy-gradient step, by the names that `docs/metrics.md` documents."""
+"""The numbers of a policy-gradient step, by the names that `docs/reference/metrics.md` documents."""
 
 # Shapes: N scored tokens, B samples.
 

@@ -26,7 +26,7 @@ class Ledger:
         self._directory = directory
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends `{"step": 10, "reward_mean": 0.41, ...}` to metrics.jsonl; `docs/metrics.md` lists the names."""
+        """Appends `{"step": 10, "reward_mean": 0.41, ...}` to metrics.jsonl; `docs/reference/metrics.md` lists the names."""
         for name, value in values.items():
             if value is None:
                 raise ValueError(f"metric {name} of step {step} is None; leave out what was not measured")

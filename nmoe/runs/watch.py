@@ -38,7 +38,7 @@ class ExpertWatch:
         self._steps = 0
 
     def observe(self, metrics: Mapping[str, float]) -> str | None:
-        """The message of a new alarm, or that one is over, if this step's metrics (`docs/metrics.md`) say so."""
+        """The message of a new alarm, or that one is over, if this step's metrics (`docs/reference/metrics.md`) say so."""
         raised, over = [], []
         self._steps += any(name.startswith("expert_load_max_violation/") for name in metrics)
         if self._steps <= WARM_UP_STEPS:

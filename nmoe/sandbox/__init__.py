@@ -1,1 +1,1 @@
-"""Sandboxes: where everything that a policy wrote runs (docs/sandbox.md)."""
+"""Sandboxes: where everything that a policy wrote runs (docs/guides/sandbox.md)."""

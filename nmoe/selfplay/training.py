@@ -1,7 +1,7 @@
 """What self-play trains its roles on: the lines that a round left in the streams.
 
 The verifier learns from the accepted verifications that carry a proof's score, by cross-entropy (rejection fine-tuning); the
-generator by the policy gradient of its reward, with the other proofs of a problem as its baseline. docs/selfplay.md has why.
+generator by the policy gradient of its reward, with the other proofs of a problem as its baseline. docs/guides/selfplay.md has why.
 
 Examples are dealt out over a round's optimizer steps by an order that depends on seed and round alone: a resumed run takes the
 same.

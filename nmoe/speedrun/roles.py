@@ -162,7 +162,7 @@ def _sum(rng: random.Random) -> str:
 
 def _checked(step: str) -> str:
     """The step, and its result compared with the right one digit by digit: `13+5=16 11= 68!`. A small model learns soon whether two
-    digits side by side are the same, and hardly ever whether two numbers are (docs/selfplay.md)."""
+    digits side by side are the same, and hardly ever whether two numbers are (docs/guides/selfplay.md)."""
     left, right, result = _numbers(step)
     pairs = zip(f"{result:02d}", f"{left + right:02d}", strict=True)
     return f"{step} " + " ".join(f"{said}{true}{'=' if said == true else '!'}" for said, true in pairs)

@@ -56,7 +56,7 @@ def test_the_reference_prints_the_page() -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "nmoe.config.reference"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert printed.stdout == (ROOT / "docs/configuration.md").read_text()
+    assert printed.stdout == (ROOT / "docs/reference/configuration.md").read_text()
 
 
 # documented: nmoe env gc [--dry-run]

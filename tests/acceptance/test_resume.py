@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
 from nmoe.runs.ledger import read_lines, read_metrics
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 # Everything that a checkpoint has to carry: curriculum, reference, refills, evaluations, and moments of the optimizer.
 REINFORCEMENT = [
@@ -54,7 +54,7 @@ def starter(tmp_path: Path, *verb: str) -> Start:
 
 
 def timings() -> set[str]:
-    """The names that docs/metrics.md allows to differ: its group Time."""
+    """The names that docs/reference/metrics.md allows to differ: its group Time."""
     names = re.split(r"\| \*\*Time\*\* .*", DOCS.read_text())[1].split("\n\n")[0]
     return set(re.findall(r"^\| `(\w+)`", names, re.MULTILINE))
 

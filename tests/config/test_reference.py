@@ -8,11 +8,11 @@ from nmoe.config.reference import reference
 from nmoe.config.tables.model import ModelShape
 from nmoe.config.tables.pools import HubSource
 
-PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/configuration.md"
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    assert PAGE.read_text() == reference(), "run: python -m nmoe.config.reference > docs/configuration.md"
+    assert PAGE.read_text() == reference(), "run: python -m nmoe.config.reference > docs/reference/configuration.md"
 
 
 def test_every_key_of_every_section_is_there() -> None:

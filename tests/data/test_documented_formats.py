@@ -1,4 +1,4 @@
-"""The table of formats in docs/data.md: every example is what the table calls it."""
+"""The table of formats in docs/guides/data.md: every example is what the table calls it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import get_args
 from nmoe.config.tables.records import DatasetSettings, Kind
 from nmoe.data.records import read_records
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/data.md"
 
 
 def test_every_example_is_of_its_kind(tmp_path: Path) -> None:

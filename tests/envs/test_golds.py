@@ -138,7 +138,7 @@ HUMANEVAL = Path(__file__).parents[3] / "shared/eval_data/human_eval.jsonl"
 
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason="the copy of HumanEval beside the repository is not there")
 def test_canonical_solutions_of_humaneval_pass(tokenizer: Tokenizer) -> None:
-    """The first 16 of them; `nmoe env check` goes through all 164 (docs/environments.md)."""
+    """The first 16 of them; `nmoe env check` goes through all 164 (docs/guides/environments.md)."""
     pool = {"type": "jsonl", "path": str(HUMANEVAL), "task_type": "humaneval", "max_examples": 16}
     settings = parse({"env_id": "e", "task_pool": pool}, EnvironmentSettings, Locator(Place("test")))
     demo = Environment.from_settings(settings, tokenizer)

@@ -1,4 +1,4 @@
-"""The policy of docs/grading.md: every row of its tables is graded as it says."""
+"""The policy of docs/guides/grading.md: every row of its tables is graded as it says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from nmoe.grading.math.answers import grade_answers
 
-PAGE = Path(__file__).parents[2] / "docs" / "grading.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/grading.md"
 ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| (correct|incorrect) \|", re.MULTILINE)
 ROWS = ROW.findall(PAGE.read_text())
 

@@ -21,7 +21,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 Reinforce = Callable[..., Path]
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_engine_and_learner_agree_on_every_step(trained: Path) -> None:
 
 
 def undocumented(*runs: Path) -> set[str]:
-    """The names in the metrics of these runs that docs/metrics.md does not have."""
+    """The names in the metrics of these runs that docs/reference/metrics.md does not have."""
     documented = {
         re.sub("[A-Z]+", "*", name)
         for line in DOCS.read_text().splitlines()

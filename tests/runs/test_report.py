@@ -10,7 +10,7 @@ from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.report import PLOTS, markdown_table, write_report
 
-METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+METRICS_PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 
 @pytest.fixture

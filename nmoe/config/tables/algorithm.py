@@ -7,7 +7,7 @@ from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, Section
 
-# What bounds a loss where clip_low and clip_high say nothing: those of its paper (docs/algorithms.md).
+# What bounds a loss where clip_low and clip_high say nothing: those of its paper (docs/guides/algorithms.md).
 CLIP_DEFAULTS = {
     "clip": (0.2, 0.2),
     "dual_clip": (0.2, 0.2),

@@ -8,7 +8,7 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict, DataPath, Section
 
 Kind = Literal["text", "messages", "prompt", "prompt_completion", "preference", "stepwise"]
-"""The formats of a record (docs/data.md)."""
+"""The formats of a record (docs/guides/data.md)."""
 
 Column = Literal["text", "messages", "tools", "prompt", "completion", "chosen", "rejected", "completions", "labels"]
 """The columns that the formats are made of."""

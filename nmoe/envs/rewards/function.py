@@ -4,7 +4,8 @@
 
 It is called once for a group: every argument but `trainer_state` is a list with one entry for each completion, the columns of
 the problem's record among them (`answer=["18", "18", ...]`). All are copies made for this call. A function without `**` gets the
-arguments that it names. An `async def` runs beside everything else; a plain one in a thread, one call at a time. (docs/rewards.md)
+arguments that it names. An `async def` runs beside everything else; a plain one in a thread, one call at a time
+(docs/guides/rewards.md).
 """
 
 from __future__ import annotations

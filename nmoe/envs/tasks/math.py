@@ -21,7 +21,7 @@ _IN_ORDER = re.compile(
 
 
 class MathTask(QuestionTask):
-    r"""Equivalence of answers (docs/grading.md), with what the question adds to it.
+    r"""Equivalence of answers (docs/guides/grading.md), with what the question adds to it.
 
     An expression that the question itself contains is not an answer to it: `\sqrt{180}` is as much as the gold
     `6\sqrt{5}`, but "Simplify $\sqrt{180}$" asks for more. Nor is an expression where the gold answer is a number: to a policy

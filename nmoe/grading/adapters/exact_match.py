@@ -1,4 +1,4 @@
-r"""The exact-match reward on texts: 1 where the answer of a response is the gold answer in any form of docs/grading.md, else 0.
+r"""The exact-match reward on texts: 1 if the response's answer equals the gold answer by docs/guides/grading.md, else 0.
 
 The answer is that of `format = "boxed"`: the last `\boxed{}`, else the last number, control tokens such as <|im_end|> left out.
 A response with Harmony's channels has to be well formed, and its last final message is what counts.

@@ -4,7 +4,7 @@
     for verdict in grade_answers(pairs): ...        # in a command
 
 Both share one pool of workers in this process, which starts with the first answer that needs it. Documented, row by row and each
-row tested, in docs/grading.md.
+row tested, in docs/guides/grading.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""Whether two answers are the same, in layers: the same text, the same number, the same form part by part, and for
 expressions whatever a `Leaves` says, which is math-verify in a worker process.
 
-Decided in favour of "incorrect" wherever the text leaves a doubt: the policy, row by row, is docs/grading.md. One rule is
+Decided in favour of "incorrect" wherever the text leaves a doubt: the policy, row by row, is docs/guides/grading.md. One rule is
 behind most of it: **what the gold says may be left out by the answer, what it does not say may not be added**. "5" is right for
 "5 cm" and for "x = 5"; "5 cm" is wrong for "5". Exceptions are named where they are.
 """
