@@ -1,56 +1,32 @@
-"""Writes settings back as TOML that reloads to an equal object; the standard library reads TOML and does not write it."""
+"""Writes settings as TOML: a whole configuration for a file, a single value for help and messages."""
 
-import json
 import re
 from typing import Any
 
+import tomli_w
+
 from nmoe.config.base import Section
 
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_EXPONENT = re.compile(r"e([+-])0*(\d)")
 
 
 def to_toml(settings: Section) -> str:
-    """The TOML text of `settings`, defaults included. Values that are None are left out, TOML has no word for them."""
-    lines: list[str] = []
-    _write_table(settings.model_dump(exclude_none=True), (), lines)
-    return "\n".join(lines).lstrip("\n") + "\n"
+    """The TOML text of `settings`, defaults included, which reloads to an equal object. TOML has no null: keys that are None are
+    left out."""
+    return tomli_w.dumps(settings.model_dump(exclude_none=True))
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML writes it: `0.1`, `"sort"`, `[1, 8]`, `{name = "format"}`."""
+    """One value in one line, as people write it: `1e-6`, `"sort"`, `[1, 8]`, `{name = "format"}`."""
     match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            # JSON's escapes are TOML's, but for the one control character that JSON leaves as it is.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case float():
+            return _EXPONENT.sub(lambda match: f"e{match[1].strip('+')}{match[2]}", repr(value))
         case list() | tuple():
             return "[" + ", ".join(toml_value(item) for item in value) + "]"
         case dict():
             return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return tomli_w.dumps({"_": value}).removeprefix("_ = ").rstrip("\n")
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else toml_value(key)
-
-
-def _write_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    """Plain values first: in TOML whatever follows a sub-table's header belongs to the sub-table."""
-    name = ".".join(_key(key) for key in path)
-    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    arrays = {key: value for key, value in table.items() if _is_array_of_tables(value)}
-    lines.extend(
-        f"{_key(key)} = {toml_value(value)}" for key, value in table.items() if key not in tables and key not in arrays
-    )
-    for key, value in tables.items():
-        lines.extend(["", f"[{name}.{_key(key)}]" if name else f"[{_key(key)}]"])
-        _write_table(value, (*path, key), lines)
-    for key, items in arrays.items():
-        for item in items:
-            lines.extend(["", f"[[{name}.{_key(key)}]]" if name else f"[[{_key(key)}]]"])
-            _write_table(item, (*path, key), lines)
-
-
-def _is_array_of_tables(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, dict) for item in value)
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")

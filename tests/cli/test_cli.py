@@ -244,9 +244,12 @@ def test_help_holds_an_example(nmoe: Nmoe, capsys: pytest.CaptureFixture[str], v
 @pytest.mark.parametrize(
     ("verb", "keys"),
     [
-        (("rl", "train"), ["--run.steps\n", "--batch.group_size=8\n", "--environment.path\n"]),
+        (
+            ("rl", "train"),
+            ["--run.steps\n", "--batch.group_size=8\n", "--environment.path\n", "--optimizer.learning_rate=1e-6\n"],
+        ),
         (("sft",), ["--records.path\n", '--records.format="auto"\n', "      how records become tokens:"]),
-        (("pretrain",), ["--data.tokens_per_step=16384\n"]),
+        (("pretrain",), ["--data.tokens_per_step=16384\n", "--optimizer.learning_rate=0.0003\n"]),
         (("selfplay",), ["--selfplay.rounds=1\n"]),
     ],
 )
@@ -266,12 +269,12 @@ def test_resuming_what_is_not_there_says_so(
     (tmp_path / "tiny.toml").write_text(RL)
     resumed = ("rl", "train", str(tmp_path / "tiny.toml"), f"--run.directory={tmp_path}", "--run.resume=true")
     assert nmoe(*resumed) == 0
-    note = f"{tmp_path}/tiny: no run to go on with yet, so that it starts from the beginning\n"
+    note = f"{tmp_path}/tiny: no run to resume yet, so it starts from the beginning\n"
     assert capsys.readouterr().out.startswith(note)
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.toml").write_text("")
     assert nmoe(*resumed) == 0
-    assert "no run to go on" not in capsys.readouterr().out
+    assert "no run to resume" not in capsys.readouterr().out
 
 
 def test_the_shell_can_complete(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,9 +294,12 @@ def test_a_terminal_is_not_left_blank(
     assert capsys.readouterr().err == f"nmoe {tmp_path}/tiny.toml: loading\n"
 
 
-def test_help_loads_no_heavy_library() -> None:
-    script = "import sys; sys.argv = ['nmoe', '--help']\ntry:\n    " + MAIN
-    script += "\nfinally:\n    print(sorted({'torch', 'numpy', 'transformers', 'pydantic'} & set(sys.modules)))"
+@pytest.mark.parametrize("arguments", [["--help"], ["rl", "train", "--help"], ["eval", "--help"], ["--version"]])
+def test_help_loads_no_heavy_library(arguments: list[str]) -> None:
+    script = f"import sys; sys.argv = ['nmoe', *{arguments}]\ntry:\n    " + MAIN
+    script += (
+        "\nfinally:\n    print(sorted({'torch', 'numpy', 'scipy', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "[]"
 
@@ -355,6 +361,7 @@ sys.argv = ["nmoe", "report", "x"]
 
 def test_every_configuration_that_help_names_is_there() -> None:
     root = Path(__file__).parents[2]
-    named = set(re.findall(r"(?:configs|environments)/\w+\.toml", (root / "nmoe/cli.py").read_text()))
+    text = "\n".join(path.read_text() for path in (root / "nmoe/cli").glob("*.py"))
+    named = set(re.findall(r"(?:configs|environments)/\w+\.toml", text))
     assert {"configs/sort_grpo.toml", "configs/verifier.toml"} <= named
     assert sorted(name for name in named if not (root / name).is_file()) == []

@@ -29,10 +29,9 @@ class Tree(Section):
 def test_the_text_of_a_small_tree() -> None:
     assert to_toml(Leaf(name="b", note="n")) == 'name = "b"\nweight = 1.0\nnote = "n"\n'
     assert to_toml(Tree(text="t")) == (
-        'text = "t"\nrate = 1e-06\nbig = 1e+22\non = true\npair = [1, 2]\nnone = []\ncount = 3\n'
+        'text = "t"\nrate = 1e-06\nbig = 1e+22\non = true\npair = [\n    1,\n    2,\n]\nnone = []\n'
+        'leaves = [\n    { name = "b", weight = 1.0, note = "n" },\n    { name = "c", weight = 1.0 },\n]\ncount = 3\n'
         '\n[leaf]\nname = "a"\nweight = 1.0\n'
-        '\n[[leaves]]\nname = "b"\nweight = 1.0\nnote = "n"\n'
-        '\n[[leaves]]\nname = "c"\nweight = 1.0\n'
     )
 
 
@@ -50,7 +49,13 @@ def test_a_settings_object_of_tables_alone_starts_without_a_blank_line() -> None
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(True, "true"), ("a\tb", '"a\\tb"'), ([1.5, "x"], '[1.5, "x"]'), ({"a b": 1, "c": []}, '{"a b" = 1, c = []}')],
+    [
+        (True, "true"),
+        ("a\tb", '"a\tb"'),
+        ([1.5, "x"], '[1.5, "x"]'),
+        ({"a b": 1, "c": []}, '{"a b" = 1, c = []}'),
+        *((1e-6, "1e-6"), (2.5e-10, "2.5e-10"), (1e22, "1e22"), (0.0003, "0.0003"), (1_900_000_000, "1900000000")),
+    ],
 )
 def test_values(value: object, text: str) -> None:
     assert toml_value(value) == text

@@ -1,9 +1,11 @@
 """Which schema each command's configuration has."""
 
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.base import RunConfig, load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
+
+__all__ = ["COMMANDS", "RunConfig", "load_run"]
 
 COMMANDS: dict[str, type[RunConfig]] = {
     "pretrain": PretrainConfig,

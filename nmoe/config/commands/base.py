@@ -7,7 +7,7 @@ from the file they stand in, as do the paths in that file.
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -22,8 +22,6 @@ from nmoe.config.tables.run import CheckpointSection, RunSection
 
 class RunConfig(Section):
     """What every run has. Each command has a schema of its own, which adds the tables that it reads: any other is refused."""
-
-    default_learning_rate: ClassVar[float] = 1e-6
 
     run: RunSection = Field(description="name, length, seed")
     model: ModelSection = Field(description="checkpoint or shape")
@@ -62,12 +60,12 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
-    """`load`, with the file's stem as the name of a run that has none, and with the command's learning rate where the run has none.
-    Raises ConfigError with all problems."""
+    """Loads a run's configuration. A run without a name is called after its file; an adapter without a learning rate has ten times
+    the command's default. Raises ConfigError with all problems."""
     config = load(path, schema, overrides)
     if "learning_rate" not in config.optimizer.model_fields_set:
         adapts = isinstance(config, AdaptableConfig) and config.lora is not None
-        rate = schema.default_learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
+        rate = config.optimizer.learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
         optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
         config = config.model_copy(update={"optimizer": optimizer})
     if "name" in config.run.model_fields_set:

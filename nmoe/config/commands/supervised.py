@@ -1,7 +1,6 @@
 """The configurations of the commands that learn from given examples: pretrain, sft, dpo, reward and verifier."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -9,6 +8,7 @@ from nmoe.config.base import Conflict
 from nmoe.config.commands.base import SupervisedConfig
 from nmoe.config.tables.documents import DataSection
 from nmoe.config.tables.evaluation import CountedEvalSection
+from nmoe.config.tables.optimizer import FineTuningOptimizerSection, PretrainingOptimizerSection
 from nmoe.config.tables.preference import PreferenceSection, RewardModelSection
 from nmoe.config.tables.records import RecordsSection, SFTRecordsSection
 from nmoe.config.tables.run import RecordsRunSection
@@ -18,9 +18,10 @@ from nmoe.config.tables.verifier import VerifierSection
 class PretrainConfig(SupervisedConfig):
     """A run of `nmoe pretrain`: [data] is required."""
 
-    default_learning_rate: ClassVar[float] = 3e-4
-
     data: DataSection = Field(description="text to pretrain on")
+    optimizer: PretrainingOptimizerSection = Field(
+        default=PretrainingOptimizerSection(), description="optimizer and schedule"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -52,9 +53,10 @@ class RecordsConfig(SupervisedConfig):
 class SFTConfig(RecordsConfig):
     """A run of `nmoe sft`."""
 
-    default_learning_rate: ClassVar[float] = 1e-5
-
     records: SFTRecordsSection = Field(description="examples to learn from")
+    optimizer: FineTuningOptimizerSection = Field(
+        default=FineTuningOptimizerSection(), description="optimizer and schedule"
+    )
 
 
 class PreferenceConfig(RecordsConfig):
@@ -75,17 +77,19 @@ class DPOConfig(PreferenceConfig):
 class RewardConfig(PreferenceConfig):
     """A run of `nmoe reward`."""
 
-    default_learning_rate: ClassVar[float] = 1e-5
-
     reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
+    optimizer: FineTuningOptimizerSection = Field(
+        default=FineTuningOptimizerSection(), description="optimizer and schedule"
+    )
 
 
 class VerifierConfig(SupervisedConfig):
     """A run of `nmoe verifier`: [verifier] is required, and has defaults for all of its keys."""
 
-    default_learning_rate: ClassVar[float] = 1e-5
-
     verifier: VerifierSection = Field(
         default=VerifierSection(), description="labelled steps that a verifier learns from"
     )
     eval: CountedEvalSection = Field(default=CountedEvalSection(), description="evaluation during the run")
+    optimizer: FineTuningOptimizerSection = Field(
+        default=FineTuningOptimizerSection(), description="optimizer and schedule"
+    )

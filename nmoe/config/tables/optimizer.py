@@ -1,5 +1,7 @@
 """[optimizer]: AdamW and its schedule."""
 
+from typing import Any
+
 from pydantic import Field
 
 from nmoe.config.base import Section
@@ -8,15 +10,14 @@ from nmoe.config.base import Section
 LORA_LEARNING_RATE_FACTOR = 10
 
 
+def _learning_rate(default: float) -> Any:
+    return Field(default=default, gt=0, description="peak learning rate; with a [lora] the default is ten times this")
+
+
 class OptimizerSection(Section):
     """[optimizer]: AdamW with linear warm-up and cosine decay."""
 
-    learning_rate: float = Field(
-        default=1e-6,
-        gt=0,
-        description="peak learning rate; where it is left out 3e-4 in pretrain, 1e-5 in sft, reward and verifier, 1e-6 in dpo, "
-        "rl and selfplay, and ten times that with a [lora]",
-    )
+    learning_rate: float = _learning_rate(1e-6)
     warmup_steps: int = Field(
         default=0,
         ge=0,
@@ -28,3 +29,15 @@ class OptimizerSection(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
     max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to this")
+
+
+class FineTuningOptimizerSection(OptimizerSection):
+    """[optimizer] of fine-tuning on given examples."""
+
+    learning_rate: float = _learning_rate(1e-5)
+
+
+class PretrainingOptimizerSection(OptimizerSection):
+    """[optimizer] of pretraining."""
+
+    learning_rate: float = _learning_rate(3e-4)

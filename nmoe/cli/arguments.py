@@ -1,0 +1,68 @@
+"""The arguments that several verbs share, and how a training verb reads its configuration."""
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from nmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from nmoe.config.commands import RunConfig
+
+    C = TypeVar("C", bound=RunConfig)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+ConfigAndOverrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CONFIG [--section.key=value]",
+        help="The run's TOML file, and values that replace those of the file.",
+        show_default=False,
+    ),
+]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")
+]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
+
+
+def configuration(arguments: list[str], schema: "type[C]") -> "C":
+    """Loads the CONFIG among the arguments of a training verb. All other arguments are overrides, wherever they stand."""
+    from nmoe.config.commands import load_run
+    from nmoe.config.overrides import joined
+
+    if sys.stderr.isatty():  # loading torch takes seconds in which nothing else appears
+        typer.echo(f"nmoe {' '.join(arguments[:1])}: loading", err=True)
+    arguments = joined(arguments)
+    files = [argument for argument in arguments if not argument.startswith("-")]
+    if not files:
+        raise UserError(
+            f"{arguments[0]} without a CONFIG; name the run's TOML file, then --section.key=value overrides"
+        )
+    overrides = list(arguments)
+    overrides.remove(files[0])
+    config = load_run(Path(files[0]), schema, overrides)
+    run = Path(config.run.directory) / config.run.name
+    if config.run.resume and not (run / "config.toml").exists():
+        typer.echo(f"{run}: no run to resume yet, so it starts from the beginning")
+    return config
+
+
+def sum_up(run: Path, verb: str) -> None:
+    """Prints what the run achieved."""
+    from nmoe.runs.summary import run_summary
+
+    for line in run_summary(run, verb):
+        typer.echo(line)

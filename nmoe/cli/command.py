@@ -1,0 +1,166 @@
+"""The `nmoe` command: its verbs in the order of its help, and how the process ends.
+
+Each verb is a function in a file of its own, which reads its arguments and calls the code that does the work. What a verb needs
+is imported inside it, so that `nmoe --help` does not wait for torch.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from nmoe.cli.chat import chat
+from nmoe.cli.data_pairs import pairs
+from nmoe.cli.data_show import show
+from nmoe.cli.dpo import dpo
+from nmoe.cli.env_check import check
+from nmoe.cli.env_gc import gc
+from nmoe.cli.env_list import list_
+from nmoe.cli.eval import evaluate
+from nmoe.cli.export import export
+from nmoe.cli.grade import grade
+from nmoe.cli.pretrain import pretrain
+from nmoe.cli.replay import replay
+from nmoe.cli.report import report
+from nmoe.cli.reward import reward
+from nmoe.cli.rl_train import train
+from nmoe.cli.selfplay import selfplay
+from nmoe.cli.sft import sft
+from nmoe.cli.speedrun import speedrun
+from nmoe.cli.verifier import verifier
+from nmoe.errors import UserError
+
+
+class TrainingVerb(typer.core.TyperCommand):
+    """A verb with a configuration: its help ends with the configuration's keys."""
+
+    def get_help(self, ctx: Any) -> str:
+        from nmoe.config.commands import COMMANDS
+        from nmoe.config.keys import key_lines
+
+        keys = "\n".join(key_lines(COMMANDS["rl train" if self.name == "train" else str(self.name)]))
+        return f"{super().get_help(ctx)}\n\nKeys, in the file's tables or as --table.key=VALUE:\n{keys}"
+
+
+def _group(name: str | None = None) -> typer.Typer:
+    return typer.Typer(
+        name=name,
+        no_args_is_help=True,
+        add_completion=name is not None,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _training_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
+    # The overrides are options that only the configuration's schema knows.
+    group.command(cls=TrainingVerb, context_settings={"ignore_unknown_options": True})(verb)
+
+
+app = _group("nmoe")
+rl, data, env = _group(), _group(), _group()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"nmoe {version('nmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def nmoe(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Post-train language models by reinforcement learning from verifiable rewards.
+
+    \b
+    Example, from nothing to a trained and evaluated small model:
+      nmoe speedrun
+    """
+
+
+@rl.callback()
+def reinforcement_learning() -> None:
+    """Post-train a model on an environment.
+
+    \b
+    Example:
+      nmoe rl train configs/sort_grpo.toml
+    """
+
+
+@data.callback()
+def datasets() -> None:
+    """Look into datasets, and sample preference pairs.
+
+    \b
+    Example:
+      nmoe data show train.jsonl --masks
+    """
+
+
+@env.callback()
+def environments() -> None:
+    """Check and list environments, and remove old workspaces.
+
+    \b
+    Example:
+      nmoe env check environments/skills.toml
+    """
+
+
+for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
+    _training_verb(app, training_verb)
+app.command("eval")(evaluate)
+for plain_verb in (grade, chat, replay, report, export, speedrun):
+    app.command()(plain_verb)
+app.add_typer(rl, name="rl")
+app.add_typer(data, name="data")
+app.add_typer(env, name="env")
+for training_verb in (train, selfplay, verifier):
+    _training_verb(rl, training_verb)
+for data_verb in (show, pairs):
+    data.command()(data_verb)
+env.command()(check)
+env.command("list")(list_)
+env.command()(gc)
+
+
+def run(command: typer.Typer, program: str) -> None:
+    """Runs `command` on the process's arguments and exits with its code.
+
+    0: all went well. 1: the disk is full. 2: bad input. 130: Ctrl-C. A UserError is printed without its traceback; any
+    other exception is a defect and keeps it.
+    """
+    warnings.formatwarning = _one_line
+    try:
+        try:
+            command(prog_name=program)
+        finally:
+            sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of stdout, such as `head`, has closed it. Python flushes once more at exit; send that to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning in one line, without the line of Python that gave it."""
+    return f"warning: {message}\n"
+
+
+def main() -> None:
+    """The entry point of `nmoe`."""
+    run(app, "nmoe")

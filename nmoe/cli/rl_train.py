@@ -1,0 +1,22 @@
+"""`nmoe rl train`."""
+
+from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+
+
+def train(arguments: ConfigAndOverrides) -> None:
+    """Post-train a model on the problems of an environment.
+
+    The default is GRPO; [algorithm] in the configuration chooses among its variants, PPO and distillation.
+
+    \b
+    Example:
+      nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16
+    Example, resuming after an interruption:
+      nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16 --run.resume=true
+    """
+    from nmoe.config.commands.rl import RLConfig
+
+    config = configuration(arguments, RLConfig)
+    from nmoe.rl.train import train
+
+    sum_up(train(config), "rl")

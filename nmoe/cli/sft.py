@@ -1,0 +1,20 @@
+"""`nmoe sft`."""
+
+from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+
+
+def sft(arguments: ConfigAndOverrides) -> None:
+    """Fine-tune a model on conversations or completions.
+
+    In conversations, what the assistant says is trained on; in prompts with completions, the completions.
+
+    \b
+    Example:
+      nmoe sft configs/sft.toml --records.path=train.jsonl --records.epochs=3
+    """
+    from nmoe.config.commands.supervised import SFTConfig
+
+    config = configuration(arguments, SFTConfig)
+    from nmoe.recipes.sft import sft
+
+    sum_up(sft(config), "sft")

@@ -1,0 +1,29 @@
+"""`nmoe speedrun`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nmoe.cli.arguments import Seed
+
+
+def speedrun(
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="The directory to write to.")] = Path("runs/speedrun"),
+    full: Annotated[bool, typer.Option("--full", help="Add mid-training, SFT, a verifier and self-play.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume the one in OUT; finished stages are not repeated.")
+    ] = False,
+) -> None:
+    """Train a small model from scratch: pretraining, GRPO, evaluation.
+
+    Makes a tokenizer, pretrains, post-trains, evaluates and writes a report, without a download.
+
+    \b
+    Example:
+      nmoe speedrun --seed 1 --out runs/speedrun-1
+    """
+    from nmoe.speedrun import speedrun
+
+    speedrun(out, seed, full, resume)

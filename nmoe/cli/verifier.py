@@ -1,0 +1,39 @@
+"""`nmoe verifier`."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+
+
+def verifier(
+    arguments: ConfigAndOverrides,
+    prm_source: Annotated[
+        str | None,
+        typer.Option("--prm_source", help="prm800k, math_shepherd, both, or a file, directory or Hugging Face name."),
+    ] = None,
+    prm_split: Annotated[
+        str | None, typer.Option("--prm_split", help="A split, with an optional slice such as train[:1024].")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option("--mode", help="step: a label for every step; score: 0, 0.5 or 1 for whole solutions.")
+    ] = None,
+) -> None:
+    """Train a verifier on labelled solution steps.
+
+    \b
+    Example:
+      nmoe verifier configs/verifier.toml --prm_source=prm800k --prm_split=train[:1024]
+    Example, scores of whole solutions, from a file:
+      nmoe verifier configs/verifier.toml --prm_source=labelled.jsonl --mode=score
+    """
+    from nmoe.config.commands.supervised import VerifierConfig
+
+    named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
+    overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    config = configuration([*arguments, *overrides], VerifierConfig)
+    from nmoe.verifier.train import verifier
+
+    sum_up(verifier(config), "verifier")
