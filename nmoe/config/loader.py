@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import lay_over, malformed, override_document, read_override
-from nmoe.config.problems import ConfigError, Problem, at, explain
+from nmoe.config.problems import ConfigError, Mistake, at, explain
 from nmoe.config.schema import follow, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
 from nmoe.errors import UserError
@@ -30,7 +30,7 @@ def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
     missing keys, conflicts.
     """
     problems = [
-        Problem(Place(text, is_override=True), "not an override; those are written --section.key=value")
+        Mistake(Place(text, is_override=True), "not an override; those are written --section.key=value")
         for text in malformed(overrides)
     ]
     try:
@@ -52,7 +52,7 @@ def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
     return _check(copy.deepcopy(data), schema, where, [])
 
 
-def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list[Problem]) -> S:
+def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list[Mistake]) -> S:
     unread = _read_sections(data, schema, where, (), problems)
     try:
         settings = schema.model_validate(data)
@@ -75,7 +75,7 @@ def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
 
 
 def _read_sections(
-    data: dict[str, Any], schema: type[Section], where: Locator, table: KeyPath, problems: list[Problem]
+    data: dict[str, Any], schema: type[Section], where: Locator, table: KeyPath, problems: list[Mistake]
 ) -> list[KeyPath]:
     """Puts sections that are given by file in their place, in `data` and in `where`; returns those it could not read."""
     unread = []
@@ -106,7 +106,7 @@ def _read_section(
     try:
         found = mark.find(file, place.directory)
     except UserError as error:
-        raise ConfigError([Problem(place, str(error))]) from None
+        raise ConfigError([Mistake(place, str(error))]) from None
     data, where_file = _read(found, named_at=str(place))
     _start_paths(data, section, found.parent)
     where_file = where_file.below(path)
@@ -153,19 +153,19 @@ def _read(path: Path, named_at: str = "") -> tuple[dict[str, Any], Locator]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError([Problem(place, f"no such file{by}")]) from None
+        raise ConfigError([Mistake(place, f"no such file{by}")]) from None
     except IsADirectoryError:
-        raise ConfigError([Problem(place, f"is a directory, not a TOML file{by}")]) from None
+        raise ConfigError([Mistake(place, f"is a directory, not a TOML file{by}")]) from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError([Problem(Place(str(path), line), f"not UTF-8 text: {error.reason}{by}")]) from None
+        raise ConfigError([Mistake(Place(str(path), line), f"not UTF-8 text: {error.reason}{by}")]) from None
     except (OSError, ValueError) as error:  # a ValueError if the name holds a null character
-        raise ConfigError([Problem(place, f"can not be read: {error}{by}")]) from None
+        raise ConfigError([Mistake(place, f"can not be read: {error}{by}")]) from None
     try:
         return tomllib.loads(text), locate(text, path)
     except RecursionError:
-        raise ConfigError([Problem(place, f"arrays or tables nested too deeply{by}")]) from None
+        raise ConfigError([Mistake(place, f"arrays or tables nested too deeply{by}")]) from None
     except ValueError as error:  # a TOMLDecodeError, or an integer of more digits than Python reads
         match = _SYNTAX_PLACE.fullmatch(str(error))
         message, at_line = (match[1], f":{match[2]}:{match[3]}") if match else (str(error), "")
-        raise ConfigError([Problem(Place(f"{path}{at_line}"), f"TOML syntax: {message}{by}")]) from None
+        raise ConfigError([Mistake(Place(f"{path}{at_line}"), f"TOML syntax: {message}{by}")]) from None

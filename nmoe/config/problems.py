@@ -36,7 +36,7 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class Mistake:
     """One line of a report: `configs/x.toml:12` and `[optimizer] learnng_rate = 0.1: unknown key; ...`."""
 
     place: Place
@@ -49,11 +49,11 @@ class Problem:
 class ConfigError(UserError):
     """A configuration that can not be used. Its text has one line per problem, and all of them."""
 
-    def __init__(self, problems: list[Problem], first: str = "") -> None:
+    def __init__(self, problems: list[Mistake], first: str = "") -> None:
         """Orders the problems: by file, `first` before the others, and by line; overrides come last."""
         sources = list(dict.fromkeys([first, *(problem.place.source for problem in problems)]))
 
-        def order(problem: Problem) -> tuple[bool, int, int]:
+        def order(problem: Mistake) -> tuple[bool, int, int]:
             place = problem.place
             return place.is_override, sources.index(place.source), place.line or 0
 
@@ -62,17 +62,17 @@ class ConfigError(UserError):
         super().__init__(lines[0] if len(lines) == 1 else f"{len(lines)} problems\n" + "\n".join(lines))
 
 
-def at(where: Locator, path: KeyPath, message: str, value: Any = None) -> Problem:
+def at(where: Locator, path: KeyPath, message: str, value: Any = None) -> Mistake:
     """The problem `message` at `path`, with the value that stands there, if any."""
     return _named(where.place(path), path, message, value)
 
 
-def _named(place: Place, path: KeyPath, message: str, value: Any) -> Problem:
+def _named(place: Place, path: KeyPath, message: str, value: Any) -> Mistake:
     """Names `path` as the file of `place` does; an override's own text names its path already."""
     name = key_name(path[place.root :], is_table=isinstance(value, dict))
     if name and value is not None and not isinstance(value, dict):
         name += f" = {_shown(value)}"
-    return Problem(place, f"{name}: {message}" if name else message)
+    return Mistake(place, f"{name}: {message}" if name else message)
 
 
 def key_name(path: KeyPath, is_table: bool = False) -> str:
@@ -84,7 +84,7 @@ def key_name(path: KeyPath, is_table: bool = False) -> str:
     return " ".join(part for part in (f"[{table}]" if table else "", key) if part)
 
 
-def explain(error: ErrorDetails, schema: type[Section], where: Locator) -> Iterator[Problem]:
+def explain(error: ErrorDetails, schema: type[Section], where: Locator) -> Iterator[Mistake]:
     """The problems that one error of pydantic stands for: a section's conflicts come as one error, all else singly."""
     path, annotations = follow(schema, error["loc"])
     value, kind, context = error["input"], error["type"], error.get("ctx", {})
@@ -138,7 +138,7 @@ def _unknown_key(place: Place, path: KeyPath, table: Any, schema: type[Section])
     return f"unknown key; known here: {', '.join(known)}"
 
 
-def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Problem:
+def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Mistake:
     sections = sections_of(annotations[-1])
     if sections:
         required = [{key for key, known in section.model_fields.items() if known.is_required()} for section in sections]

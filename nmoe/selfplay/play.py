@@ -14,7 +14,7 @@ from fractions import Fraction
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.proof import Proof, read_proof
-from nmoe.envs.tasks.score import UNKNOWN, Evaluation, read_evaluation, read_score
+from nmoe.envs.tasks.score import UNKNOWN, WrittenEvaluation, read_evaluation, read_score
 from nmoe.rollout.collector import Collector, RolloutSettings
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
 from nmoe.selfplay.rewards import generator_reward, meta_score, verifier_reward
@@ -22,13 +22,13 @@ from nmoe.types import Problem, Trajectory
 
 
 @dataclass
-class Judged:
+class JudgedEvaluation:
     """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of what it claims. `asked` counts the
     meta-verifications that were asked for: 0 where it claims no defect or is no evaluation, or where the question would not fit the
     context. Those that the infrastructure lost are not among `checks`."""
 
     trajectory: Trajectory
-    evaluation: Evaluation | None
+    evaluation: WrittenEvaluation | None
     checks: list[Trajectory] = field(default_factory=list)
     asked: int = 0
 
@@ -57,8 +57,8 @@ class Attempted:
     trajectory: Trajectory
     proof: Proof | None
     outcome: str = "no_proof"
-    own: Judged | None = None
-    analyses: list[Judged] = field(default_factory=list)
+    own: JudgedEvaluation | None = None
+    analyses: list[JudgedEvaluation] = field(default_factory=list)
     lost: int = 0
     acceptance: Acceptance | None = None
 
@@ -86,7 +86,7 @@ class Attempted:
             return None
         return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
-    def verifier_reward(self, judged: Judged) -> float | None:
+    def verifier_reward(self, judged: JudgedEvaluation) -> float | None:
         """The reward of one of the analyses of an accepted proof; None where the checks of what it claims are lost or cannot be
         read."""
         assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
@@ -145,7 +145,7 @@ class SelfPlay:
         proof = None if trajectory.grade.verdict is None else read_proof(trajectory.grade.answer)
         attempt = Attempted(trajectory, proof)
         if proof is not None:
-            attempt.own = Judged(trajectory, proof.evaluation)
+            attempt.own = JudgedEvaluation(trajectory, proof.evaluation)
         return attempt
 
     def _verify(self, attempts: Sequence[Attempted], key: tuple[str | int, ...]) -> None:
@@ -161,12 +161,14 @@ class SelfPlay:
         settings = replace(self._settings, samples=self._judges.verifications)
         groups = self._verifier.collect([problem for _, problem in asked], settings, (*key, "verifier")).groups
         for (attempt, _), group in zip(asked, groups, strict=True):
-            attempt.analyses = [Judged(one, self._evaluation(one)) for one in group.trajectories if one.trainable]
+            attempt.analyses = [
+                JudgedEvaluation(one, self._evaluation(one)) for one in group.trajectories if one.trainable
+            ]
             attempt.lost = len(group.trajectories) - len(attempt.analyses)
             if not attempt.analyses:
                 attempt.outcome, attempt.own = "lost", None
 
-    def _check(self, judged: Sequence[tuple[Judged, Attempted, str]], key: tuple[str | int, ...]) -> None:
+    def _check(self, judged: Sequence[tuple[JudgedEvaluation, Attempted, str]], key: tuple[str | int, ...]) -> None:
         """Has every claim of a defect checked that leaves room for it."""
         asked = []
         for one, attempt, name in judged:
@@ -209,7 +211,7 @@ class SelfPlay:
     def _fits(self, problem: Problem) -> bool:
         return self._environment.fits(problem, self._context_tokens, self._settings.max_new_tokens)
 
-    def _evaluation(self, trajectory: Trajectory) -> Evaluation | None:
+    def _evaluation(self, trajectory: Trajectory) -> WrittenEvaluation | None:
         """What a verifier's reply says; None where it is not in the form, or was cut."""
         if trajectory.grade.verdict is None:
             return None

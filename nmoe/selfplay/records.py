@@ -14,7 +14,7 @@ from typing import Any
 
 from nmoe.envs.tasks.score import read_score
 from nmoe.rollout.recorder import SAMPLED, ReplayRecorder
-from nmoe.selfplay.play import Attempted, Judged
+from nmoe.selfplay.play import Attempted, JudgedEvaluation
 from nmoe.selfplay.streams import GENERATOR, META_VERIFIER, VERIFIER, Streams
 from nmoe.types import Trajectory
 
@@ -133,7 +133,7 @@ def _id(attempt: Attempted) -> str:
     return f"{attempt.trajectory.problem.id}/{attempt.trajectory.index}"
 
 
-def _evaluation(judged: Judged) -> dict[str, Any]:
+def _evaluation(judged: JudgedEvaluation) -> dict[str, Any]:
     evaluation = judged.evaluation
     return {
         "evaluation": None if evaluation is None else evaluation.text,

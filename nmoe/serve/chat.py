@@ -17,7 +17,7 @@ from nmoe.errors import UserError
 from nmoe.model.policy import load_policy
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.runs.threads import choose_threads
-from nmoe.serve.conversation import ChatFormat, Conversation
+from nmoe.serve.conversation import ChatFormat, History
 from nmoe.text.harmony import Harmony, StreamParser
 from nmoe.text.incremental import IncrementalDecoder
 from nmoe.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def chat(
         environment = in_format(environment, tokenizer)
         form = "text" if environment.format == "boxed" else environment.format
         system = environment.system if system is None else system
-    conversation = Conversation(tokenizer, form, system or "", model.config.context_tokens)
+    conversation = History(tokenizer, form, system or "", model.config.context_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
         print(f"{directory}; {conversation.form}; {_NEW} begins another conversation, Ctrl-D leaves")

@@ -17,7 +17,7 @@ ChatFormat = Literal["auto", "harmony", "chat", "text"]
 _ANSWERS_SHARE = 0.25
 
 
-class Conversation:
+class History:
     """The messages so far. `form` is "harmony", "chat" (the tokenizer's template) or "text"; in the history an answer stands
     without the reasoning before it, as environments show it and templates drop it."""
 

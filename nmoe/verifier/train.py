@@ -15,7 +15,7 @@ from typing import Any
 
 from nmoe.config.commands.supervised import VerifierConfig
 from nmoe.config.tables.verifier import VerifierSection
-from nmoe.data.prm import LabelledSteps, Reading, normal, read_source
+from nmoe.data.prm import LabelledSteps, StepDataset, normal, read_source
 from nmoe.data.prm.labelled import prefix_keys
 from nmoe.data.stream import ExampleStream
 from nmoe.envs.pools.order import stable_hash
@@ -35,10 +35,10 @@ from nmoe.verifier.quality import calibration, processbench, rate
 
 
 @dataclass(frozen=True)
-class Judged:
+class LabelledSolution:
     """A solution to train or evaluate on: `labels` are those of its steps, or the one score of all of them.
 
-    Example: `Judged("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), first_wrong=1)`.
+    Example: `LabelledSolution("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), first_wrong=1)`.
     """
 
     problem: str
@@ -118,7 +118,7 @@ def verifier(config: VerifierConfig) -> Path:
     return supervise(config, threads, recipe)
 
 
-def read_data(section: VerifierSection) -> tuple[Reading, Reading]:
+def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
     """What to train and what to evaluate on, which have no problem in common: where both come from one source, a problem's hash
     decides."""
     neutral_is = {"positive": "+", "negative": "-", "own": None}[section.neutral]
@@ -131,15 +131,15 @@ def read_data(section: VerifierSection) -> tuple[Reading, Reading]:
         dropped = reading.dropped + Counter(
             {"solutions to problems that are evaluated on": len(reading.solutions) - len(kept)}
         )
-        return Reading(kept, reading.records, dropped), held_out
+        return StepDataset(kept, reading.records, dropped), held_out
     parts: dict[bool, list[LabelledSteps]] = {True: [], False: []}
     for one in reading.solutions:
         drawn = stable_hash("held out", normal(one.problem)) / 2**64
         parts[drawn < section.held_out_share].append(one)
-    return Reading(parts[False], reading.records, reading.dropped), Reading(parts[True])
+    return StepDataset(parts[False], reading.records, reading.dropped), StepDataset(parts[True])
 
 
-def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[Judged]:
+def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
     """What is trained on. Steps: a prefix that several solutions share is labelled in the first alone, so that it counts once.
     Scores: whole solutions, the steps after the first wrong one included, and of every right one a part, which is worth 0.5."""
     if section.mode == "score":
@@ -150,27 +150,27 @@ def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSectio
         labels = tuple(None if key in seen else label for key, label in zip(keys, one.labels, strict=True))
         seen.update(key for key, label in zip(keys, one.labels, strict=True) if label is not None)
         if any(label is not None for label in labels):
-            found.append(Judged(one.problem, one.steps, labels))
+            found.append(LabelledSolution(one.problem, one.steps, labels))
     return found
 
 
-def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[Judged]:
+def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
     """Solutions whose every step is labelled, those that were not chosen to go on from left out."""
     found = []
     for one in solutions:
         if one.alternative or one.score is None:
             continue
         if section.mode == "step":
-            found.append(Judged(one.problem, one.steps, one.labels, one.first_wrong))
+            found.append(LabelledSolution(one.problem, one.steps, one.labels, one.first_wrong))
             continue
-        found.append(Judged(one.problem, (*one.steps, *one.rest), (f"{one.score:g}",)))
+        found.append(LabelledSolution(one.problem, (*one.steps, *one.rest), (f"{one.score:g}",)))
         if one.score == 1 and len(one.steps) > 1:
             shown = random.Random(f"{seed}/{one.problem}").randrange(1, len(one.steps))
-            found.append(Judged(one.problem, one.steps[:shown], ("0.5",)))
+            found.append(LabelledSolution(one.problem, one.steps[:shown], ("0.5",)))
     return found
 
 
-def evaluate(judge: Judge, probe: Sequence[Judged], mode: str, dataset: str) -> Held:
+def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset: str) -> Held:
     """Accuracy, calibration and, of steps, F1; the first result decides which checkpoint is the best."""
     said = judge.probabilities([(one.messages, one.steps) for one in probe])
     classes = judge.form.classes
@@ -223,7 +223,9 @@ def evaluate(judge: Judge, probe: Sequence[Judged], mode: str, dataset: str) -> 
     )
 
 
-def _fitting(solutions: Sequence[Judged], form: Form, context_tokens: int) -> tuple[list[Judged], int]:
+def _fitting(
+    solutions: Sequence[LabelledSolution], form: Form, context_tokens: int
+) -> tuple[list[LabelledSolution], int]:
     """Those that fit the model's context, and how many do not."""
 
     def fits(group: Group) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.data.prm import LabelledSteps, Reading, read_source
+from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.errors import UserError
 from nmoe.speedrun import steps as domain
 
@@ -38,13 +38,13 @@ def prm800k(steps: list[Any], reason: str = "solution", **more: Any) -> dict[str
     return record | more
 
 
-def read(tmp_path: Path, *records: Any, split: str = "train", neutral_is: str | None = "+") -> Reading:
+def read(tmp_path: Path, *records: Any, split: str = "train", neutral_is: str | None = "+") -> StepDataset:
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return read_source(str(path), split, "", "", neutral_is)
 
 
-def told(reading: Reading) -> list[tuple[tuple[str, ...], tuple[str | None, ...], bool]]:
+def told(reading: StepDataset) -> list[tuple[tuple[str, ...], tuple[str | None, ...], bool]]:
     return [(one.steps, one.labels, one.finished) for one in reading.solutions]
 
 

@@ -24,7 +24,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import open_problems
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.proof import Proof, read_proof
-from nmoe.envs.tasks.score import CLOSING, OPENING, Evaluation, read_evaluation
+from nmoe.envs.tasks.score import CLOSING, OPENING, WrittenEvaluation, read_evaluation
 from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector, RolloutSettings
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
@@ -137,12 +137,12 @@ def test_rewards() -> None:
 
 def test_an_evaluation_is_read_from_the_reasoning_or_the_answer() -> None:
     written = evaluation("Step 2 is wrong.", "0")
-    said = Evaluation(written, NONE)
+    said = WrittenEvaluation(written, NONE)
     assert read_evaluation(f"Let me see.\n{written}", "0") == said
     assert read_evaluation(None, written) == said
     assert read_evaluation("thoughts", f"Well. {written}") == said
     # The score is the answer's, whatever the reasoning came to.
-    assert read_evaluation(evaluation("It is not finished.", "1"), "0.5") == Evaluation(
+    assert read_evaluation(evaluation("It is not finished.", "1"), "0.5") == WrittenEvaluation(
         evaluation("It is not finished.", "0.5"), HALF
     )
     # The last of several, and the published misspelling.
@@ -162,7 +162,7 @@ def test_an_evaluation_is_read_from_the_reasoning_or_the_answer() -> None:
 
 def test_a_proof_has_two_parts() -> None:
     assert read_proof(proof("4+7=11", "Every step is right.", "1")) == Proof(
-        "4+7=11", Evaluation(evaluation("Every step is right.", "1"), ALL)
+        "4+7=11", WrittenEvaluation(evaluation("Every step is right.", "1"), ALL)
     )
     # A solution that brings its own verdict is judged with it.
     double = proof(proof("4+7=12", "Right.", "1"), "Step 1 is wrong.", "0")
@@ -386,7 +386,7 @@ def test_a_batch(tmp_path: Path, tokenizer: Tokenizer, harmony: Harmony) -> None
     assert len(asked) == 2 + 4 + 8
     assert len(second.trajectories) == 1 + 4 + 9
     # Nobody saw a gold, nor did a judge see what the author thinks of the proof.
-    assert not any('"answer"' in prompt or "Self Evaluation\n" + OPENING in prompt for prompt in asked)
+    assert not any('"answer"' in prompt or "Self WrittenEvaluation\n" + OPENING in prompt for prompt in asked)
     assert all("Adding." not in prompt for prompt in asked)
 
 

@@ -18,7 +18,7 @@ from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.serve.chat import chat
-from nmoe.serve.conversation import Conversation
+from nmoe.serve.conversation import History
 from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
 
 def test_the_history_of_a_chat_template_is_what_was_said_without_the_reasoning(tmp_path: Path) -> None:
     tokenizer = qwen(tmp_path)
-    talk = Conversation(tokenizer, "auto", "Be brief.", 4000)
+    talk = History(tokenizer, "auto", "Be brief.", 4000)
     assert talk.form == "chat"
     assert talk.ask("6 * 7?", 100) == (
         ChatTemplate(tokenizer).prompt_ids([Message("system", "Be brief."), Message("user", "6 * 7?")]),
@@ -48,7 +48,7 @@ def test_the_history_of_a_chat_template_is_what_was_said_without_the_reasoning(t
 def test_harmony_and_plain_text_have_a_history_too() -> None:
     tokenizer = Tokenizer.train(["a"], 300)
     harmony = Harmony(tokenizer)
-    talk = Conversation(tokenizer, "auto", "", 4000)
+    talk = History(tokenizer, "auto", "", 4000)
     talk.ask("1?", 100)
     talk.answered(
         harmony.render_completion(
@@ -59,7 +59,7 @@ def test_harmony_and_plain_text_have_a_history_too() -> None:
         "<|start|>user<|message|>1?<|end|><|start|>assistant<|channel|>final<|message|>2<|end|>"
         "<|start|>user<|message|>3?<|end|><|start|>assistant"
     )
-    plain = Conversation(tokenizer, "text", "Count.", 4000)
+    plain = History(tokenizer, "text", "Count.", 4000)
     plain.ask("1?", 100)
     plain.answered(tokenizer.encode("2"))
     assert tokenizer.decode(plain.ask("3?", 100)[0]) == "Count.\n\n1?\n\n2\n\n3?\n"
@@ -67,7 +67,7 @@ def test_harmony_and_plain_text_have_a_history_too() -> None:
 
 def test_the_oldest_exchanges_are_forgotten_where_the_context_ends() -> None:
     tokenizer = Tokenizer.train(["a"], 300)
-    talk = Conversation(tokenizer, "text", "", 40)
+    talk = History(tokenizer, "text", "", 40)
     for number in range(3):
         talk.ask(f"question {number}", 10)
         talk.answered(tokenizer.encode("ok"))
@@ -80,9 +80,9 @@ def test_the_oldest_exchanges_are_forgotten_where_the_context_ends() -> None:
 
 def test_a_tokenizer_without_a_template_talks_in_plain_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save(tmp_path, None, ("<|endoftext|>",)))
-    assert Conversation(tokenizer, "auto", "", 400).form == "text"
+    assert History(tokenizer, "auto", "", 400).form == "text"
     with pytest.raises(UserError, match='format = "chat": the tokenizer has no chat template'):
-        Conversation(tokenizer, "chat", "", 400)
+        History(tokenizer, "chat", "", 400)
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])

@@ -46,14 +46,14 @@ class LabelledSteps:
 
 
 @dataclass
-class Reading:
+class StepDataset:
     """What was read: the solutions, how many records they came from, and how much was dropped, by reason."""
 
     solutions: list[LabelledSteps] = field(default_factory=list)
     records: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Reading) -> None:
+    def add(self, other: StepDataset) -> None:
         self.solutions += other.solutions
         self.records += other.records
         self.dropped += other.dropped
@@ -78,7 +78,7 @@ def split_steps(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def settle(reading: Reading, neutral_is: str | None) -> Reading:
+def settle(reading: StepDataset, neutral_is: str | None) -> StepDataset:
     """The solutions without labels that contradict one another, and with neutral steps labelled `neutral_is` where that is given.
 
     The same steps of the same problem can be labelled twice, by two sources or two people. Labels of a prefix that differ are all
@@ -100,7 +100,7 @@ def settle(reading: Reading, neutral_is: str | None) -> Reading:
     dropped = reading.dropped + Counter({"labels that contradict another of the same steps": taken})
     if gone := len(reading.solutions) - len(kept):
         dropped["solutions that no label is left of"] += gone
-    return Reading(kept, reading.records, +dropped)
+    return StepDataset(kept, reading.records, +dropped)
 
 
 def _keyed(solution: LabelledSteps, neutral_is: str | None) -> Iterator[tuple[tuple[str, ...], str | None]]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nmoe.data.prm.labelled import LabelledSteps, Reading
+from nmoe.data.prm.labelled import LabelledSteps, StepDataset
 from nmoe.data.rows import Row
 from nmoe.errors import UserError
 
@@ -24,10 +24,10 @@ def is_math_shepherd(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("label"), str) and TAG in str(record.get("input"))
 
 
-def read_math_shepherd(rows: Iterable[Row]) -> Reading:
+def read_math_shepherd(rows: Iterable[Row]) -> StepDataset:
     """Every record as a solution, through its first wrong step. Dropped are empty steps with what follows them, and steps after the
     first wrong one. Raises UserError, with file and line, for a record of another form."""
-    reading = Reading()
+    reading = StepDataset()
     for where, record in rows:
         reading.records += 1
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nmoe.data.prm.labelled import LabelledSteps, Reading
+from nmoe.data.prm.labelled import LabelledSteps, StepDataset
 from nmoe.data.rows import Row
 from nmoe.errors import UserError
 
@@ -25,14 +25,14 @@ def is_prm800k(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get("question"), Mapping) and isinstance(record.get("label"), Mapping)
 
 
-def read_prm800k(rows: Iterable[Row]) -> Reading:
+def read_prm800k(rows: Iterable[Row]) -> StepDataset:
     """Every labelling as a solution, with its alternatives: completions that were rated and not chosen, after the steps before
     them.
 
     Dropped are rows of quality control and screening, bad problems, flagged completions with what follows them, completions without
     a rating that nobody chose, and empty steps. Raises UserError, with file and line, for a record of another form.
     """
-    reading = Reading()
+    reading = StepDataset()
     for where, record in rows:
         reading.records += 1
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nmoe.config.slices import split_name
 from nmoe.config.tables.records import DatasetSettings
-from nmoe.data.prm.labelled import LabelledSteps, Reading, settle
+from nmoe.data.prm.labelled import LabelledSteps, StepDataset, settle
 from nmoe.data.prm.math_shepherd import is_math_shepherd, read_math_shepherd
 from nmoe.data.prm.prm800k import is_prm800k, read_prm800k
 from nmoe.data.records import Stepwise, detect, read_records
@@ -21,14 +21,14 @@ _PLACES = ("", "data", "prm800k/data")
 _PHASES = ("phase1_{split}.jsonl", "phase2_{split}.jsonl")
 
 
-def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutral_is: str | None) -> Reading:
+def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutral_is: str | None) -> StepDataset:
     """The labelled steps of a source, "prm800k", "math_shepherd", "both" or a file, directory or hub name; of those that are
     labelled twice the labels that agree (`settle`).
 
     `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for what can not be read, with file
     and line for a record of another form, and where nothing is left.
     """
-    reading = Reading()
+    reading = StepDataset()
     if source in ("prm800k", "both"):
         reading.add(read_prm800k(_prm800k_rows(prm800k, split)))
     if source in ("math_shepherd", "both"):
@@ -42,7 +42,7 @@ def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutr
     return reading
 
 
-def read_labelled(path: str, split: str) -> Reading:
+def read_labelled(path: str, split: str) -> StepDataset:
     """The labelled steps of a file, directory or hub name, of the form that its first record has."""
     if (local := local_copy(path)) is not None and local.is_dir() and _phase_files(local, split):
         return read_prm800k(_prm800k_rows(path, split))
@@ -63,9 +63,9 @@ def read_labelled(path: str, split: str) -> Reading:
     return _read_stepwise(path, split)
 
 
-def _read_stepwise(path: str, split: str) -> Reading:
+def _read_stepwise(path: str, split: str) -> StepDataset:
     """Stepwise records do not say whether they solve the problem: those without a wrong step count as solutions that do."""
-    reading = Reading()
+    reading = StepDataset()
     for record in read_records(DatasetSettings(path=path, split=split), ("stepwise",)):
         assert isinstance(record, Stepwise), "that kind alone is accepted"
         reading.records += 1

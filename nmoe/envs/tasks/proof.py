@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nmoe.envs.tasks.score import CLOSING, OPENING, RUBRIC, UNKNOWN, Evaluation, read_evaluation
+from nmoe.envs.tasks.score import CLOSING, OPENING, RUBRIC, UNKNOWN, WrittenEvaluation, read_evaluation
 from nmoe.envs.tasks.task import Attempt, QuestionTask
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem, Verdict
@@ -27,7 +27,7 @@ class Proof:
     """What a generator's answer holds: the text of its solution, not empty, and its evaluation of it."""
 
     solution: str
-    evaluation: Evaluation
+    evaluation: WrittenEvaluation
 
 
 def read_proof(answer: str | None) -> Proof | None:

@@ -46,18 +46,18 @@ def read_score(answer: str) -> Fraction | None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class WrittenEvaluation:
     """A written evaluation, from its opening phrase to its score, and that score.
 
-    `Evaluation("Here is my evaluation of the solution:\\nStep 2 is wrong: 12+2=14\\nBased on my evaluation, the final overall "
-    "score should be: 0", Fraction(0))`
+    `WrittenEvaluation("Here is my evaluation of the solution:\\nStep 2 is wrong: 12+2=14\\nBased on my evaluation, the final "
+    "overall score should be: 0", Fraction(0))`
     """
 
     text: str
     score: Fraction
 
 
-def read_evaluation(reasoning: str | None, answer: str | None) -> Evaluation | None:
+def read_evaluation(reasoning: str | None, answer: str | None) -> WrittenEvaluation | None:
     """The evaluation that a reply holds: in its answer where that has the phrases, else in its reasoning, with the score that the
     answer gives. None where a phrase or the score is missing. Total."""
     score = None if answer is None else read_score(answer)
@@ -68,7 +68,7 @@ def read_evaluation(reasoning: str | None, answer: str | None) -> Evaluation | N
         opening = -1 if text is None or not closings else text.rfind(OPENING, 0, closings[-1].start())
         if text is not None and opening >= 0:
             written = text[opening : closings[-1].start()].strip()
-            return Evaluation(f"{written}\n{CLOSING} {float(score):g}", score)
+            return WrittenEvaluation(f"{written}\n{CLOSING} {float(score):g}", score)
     return None
 
 
