@@ -1,8 +1,9 @@
-"""One process writes a run: a lock on a file that the kernel frees when its holder ends, however it ends."""
+"""The lock that keeps a run to one process. The kernel frees it when the holder ends, even by `kill -9`."""
 
-import fcntl
 import os
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from nmoe.errors import UserError
 
@@ -10,43 +11,23 @@ from nmoe.errors import UserError
 class RunLock:
     """An exclusive lock on a file, which holds the number of the process that has it.
 
-    Raises UserError when another process, or another RunLock of this one, holds it.
+    Raises UserError if another process, or another RunLock of this one, holds it. A forked child does not inherit it: a worker that
+    outlives its killed parent leaves the run free.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Not by thread, so that any thread can release it. Without flock there is no lock that a killed holder gives back.
+        self._lock = FileLock(path, mode=0o644, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(self._descriptor, 32).decode(errors="replace").strip()
-            self._close()
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
+            holder = path.read_text(errors="replace").strip()
             raise UserError(
                 f"{path.parent}: this run is being written by process {holder or 'unknown'}; "
                 "wait for it to end, stop it, or choose another name with --run.name=NAME"
             ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, f"{os.getpid()}\n".encode())
-        _held.add(self)
+        path.write_text(f"{os.getpid()}\n")
 
     def release(self) -> None:
         """Gives the run up; a second call does nothing."""
-        _held.discard(self)
-        self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-_held: set[RunLock] = set()
-
-
-def _let_go_in_child() -> None:
-    # A forked worker shares the lock: left open there, a worker that outlives its killed parent would keep the run
-    # locked. Closing the child's descriptor leaves the parent's lock in force.
-    for lock in list(_held):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
+        self._lock.release()
