@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -134,13 +135,19 @@ class Problem:
         return [f"{key}={self.metadata[key]}" for key in GROUPS if key in self.metadata]
 
 
+Given = Literal["tool", "user", "prompt"]
+
+
 @dataclass(frozen=True)
 class Turn:
-    """`given_ids` follow what was sampled before and lead up to this turn's sample: a tool's answer and the words that open the
-    next turn. The first turn has none, for its prompt is the trajectory's."""
+    """`given_ids` lead up to this turn's sample, and `given` says what they are. Those of a tool ("tool") or of the user ("user")
+    follow what was sampled before: the answer and the words that open the next turn. Those of a "prompt" begin a new branch:
+    the whole conversation as it is shown from here on, in place of everything before. The first turn has none, for its prompt is
+    the trajectory's."""
 
     given_ids: tuple[int, ...]
     sample: Sample
+    given: Given = "tool"
 
 
 def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") -> tuple[Turn, ...]:
@@ -182,6 +189,20 @@ class ToolEvent:
     def record(self) -> dict[str, Any]:
         """JSON-able, all fields flat."""
         return {**vars(self.call), **{name: value for name, value in vars(self).items() if name != "call"}}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a task that converses made of an answer: `Exchange(turn=0, state={"left": 2}, user="higher", reward=0.0)`.
+
+    `turn` is the place of the policy's turn that answered, `state` the task's after it, as JSON; `user` what the user said then,
+    None where the conversation was over.
+    """
+
+    turn: int
+    state: Mapping[str, Any]
+    user: str | None
+    reward: float
 
 
 Outcome = Literal["correct", "incorrect", "error"]
@@ -254,67 +275,24 @@ NOT_SAMPLED_LOGPROB, NOT_SAMPLED_VERSION = 0.0, -1
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) after the prompt, and how they came there: `Span("tool", turn=1, start=12, end=20)`."""
+    """Tokens [start, end) after the prompt, and how they came there: `Span("tool", turn=1, start=12, end=20)`. One of kind
+    "prompt" begins a new branch: the policy sees it, and nothing before it."""
 
-    kind: Literal["sampled", "tool"]
+    kind: Literal["sampled", "tool", "user", "prompt"]
     turn: int
     start: int
     end: int
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """One sample of one prompt, with all its turns. Tokens are the record; text is only ever decoded from them.
+class Columns:
+    """The tokens of some turns, and what stands beside each of them."""
 
-    A turn's tokens follow those of the turn before it verbatim: `prompt_ids + token_ids` is what the engine saw last, with what
-    it then sampled. What a tool answered to the last call that no turn followed is in `tool_events` alone.
-
-    `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content; `workspace` where
-    the files came from and were kept, or under "failed" why there were none; `trainer_state` what `[[rewards]]` were told of
-    the run, None where they were not asked.
-    """
-
-    problem: Problem
-    index: int
-    prompt_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
-    grade: Grade
-    sampling: Sampling
-    tool_events: tuple[ToolEvent, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    model: Mapping[str, str] = field(default_factory=dict)
-    workspace: Mapping[str, Any] | None = None
-    trainer_state: TrainerState | None = None
-
-    @property
-    def trainable(self) -> bool:
-        """Whether what the policy wrote was judged at all: a failure of the infrastructure is no verdict on it."""
-        return self.grade.failure not in INFRASTRUCTURE
-
-    @property
-    def seed(self) -> int:
-        return self.sampling.seed
-
-    @property
-    def truncated(self) -> bool:
-        """Whether tokens ran out before it was done: in a turn, or when the answers to its calls had left none for another."""
-        return self.finish_reasons[-1] == "length" or self.grade.failure == "truncated"
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """Everything after the prompt: what was sampled, the stop tokens included, and what tools answered."""
+        """Everything after the prompt: what was sampled, the stop tokens included, and what was given between."""
         return [token_id for turn in self.turns for token_id in (*turn.given_ids, *turn.sample.token_ids)]
-
-    @cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """Who wrote which tokens; together they cover all of them, in order."""
-        spans: list[Span] = []
-        end = 0
-        for place, turn in enumerate(self.turns):
-            if turn.given_ids:
-                spans.append(Span("tool", place, end, end := end + len(turn.given_ids)))
-            spans.append(Span("sampled", place, end, end := end + len(turn.sample.token_ids)))
-        return tuple(spans)
 
     @property
     def sampled_tokens(self) -> int:
@@ -343,6 +321,22 @@ class Trajectory:
             return None
         return self._per_token(lambda turn: turn.sample.kept_ids or [[]] * len(turn.sample.token_ids), [])
 
+    def _per_token(self, sampled: Any, given: Any) -> list[Any]:
+        values: list[Any] = []
+        for turn in self.turns:
+            values += [given] * len(turn.given_ids)
+            values += sampled(turn)
+        return values
+
+
+@dataclass(frozen=True)
+class Branch(Columns):
+    """Part of a trajectory whose tokens follow one another verbatim: `prompt_ids + token_ids` is what the engine saw last and then
+    sampled. The first turn has nothing given."""
+
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
     @property
     def routes(self) -> Any | None:
         """Every router pick, int16 `[prompt + tokens - 1, Y, K]`, each position as the turn computed it that first saw it; None
@@ -353,6 +347,78 @@ class Trajectory:
                 return None
             parts.append(turn.sample.routes[seen:])
             seen = len(turn.sample.routes)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Trajectory(Columns):
+    """One sample of one prompt, with all its turns. Tokens are the record; text is only ever decoded from them.
+
+    It is a sequence of branches, most often one. Within a branch a turn's tokens follow those of the turn before it verbatim. Where
+    the history is written anew, as after an answer in Harmony, whose reasoning is dropped, another branch begins, and its prompt
+    stands among `token_ids` as the given tokens of its first turn, so that these are everything in the order in which it came
+    about. What a tool answered to the last call that no turn followed is in `tool_events` alone.
+
+    `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content; `workspace` where
+    the files came from and were kept, or under "failed" why there were none; `trainer_state` what `[[rewards]]` were told of
+    the run, None where they were not asked. `exchanges` are what a task that converses made of each answer.
+    """
+
+    problem: Problem
+    index: int
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    grade: Grade
+    sampling: Sampling
+    tool_events: tuple[ToolEvent, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)
+    workspace: Mapping[str, Any] | None = None
+    trainer_state: TrainerState | None = None
+    exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether what the policy wrote was judged at all: a failure of the infrastructure is no verdict on it."""
+        return self.grade.failure not in INFRASTRUCTURE
+
+    @property
+    def seed(self) -> int:
+        return self.sampling.seed
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens ran out before it was done: in a turn, or when the answers to its calls had left none for another."""
+        return self.finish_reasons[-1] == "length" or self.grade.failure == "truncated"
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """What is scored and trained on as one sequence each, in order."""
+        starts = [0, *(place for place, turn in enumerate(self.turns) if turn.given == "prompt"), len(self.turns)]
+        branches = []
+        for start, end in pairwise(starts):
+            first, *rest = self.turns[start:end]
+            prompt_ids = first.given_ids if start else self.prompt_ids
+            branches.append(Branch(prompt_ids, (Turn((), first.sample), *rest)))
+        return tuple(branches)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Who wrote which tokens; together they cover all of them, in order."""
+        spans: list[Span] = []
+        end = 0
+        for place, turn in enumerate(self.turns):
+            if turn.given_ids:
+                spans.append(Span(turn.given, place, end, end := end + len(turn.given_ids)))
+            spans.append(Span("sampled", place, end, end := end + len(turn.sample.token_ids)))
+        return tuple(spans)
+
+    @property
+    def routes(self) -> Any | None:
+        """Every router pick of all branches, int16 `[sum of prompt + tokens - 1, Y, K]`; None where the engine records none."""
+        parts = [routes for branch in self.branches if (routes := branch.routes) is not None]
+        if len(parts) < len(self.branches):
+            return None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
@@ -390,6 +456,7 @@ class Trajectory:
             "spans": [span._asdict() for span in self.spans],
             "finish_reasons": self.finish_reasons,
             "tool_events": [event.record() for event in self.tool_events],
+            "exchanges": [asdict(exchange) for exchange in self.exchanges],
             "text": text,
             "failure": self.grade.failure,
             "reason": self.grade.reason,
@@ -401,13 +468,6 @@ class Trajectory:
             "answer": self.grade.answer,
             "verdict": None if verdict is None else asdict(verdict),
         }
-
-    def _per_token(self, sampled: Any, given: Any) -> list[Any]:
-        values: list[Any] = []
-        for turn in self.turns:
-            values += [given] * len(turn.given_ids)
-            values += sampled(turn)
-        return values
 
 
 @dataclass(frozen=True)

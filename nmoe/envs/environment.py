@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,18 +16,19 @@ from nmoe.config.environment import EnvironmentSettings, held_out, load_environm
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import task_types
 from nmoe.envs.curriculum import Curriculum
-from nmoe.envs.formats import FORMATS, Format, in_format
-from nmoe.envs.grade import grade_reading
+from nmoe.envs.formats import FORMATS, Format, Round, in_format
+from nmoe.envs.grade import Reading, grade_reading, joined_readings
 from nmoe.envs.pools import Shard, build_pool
-from nmoe.envs.pools.order import fingerprint_of
+from nmoe.envs.pools.order import fingerprint_of, stable_hash
 from nmoe.envs.rewards.reward import Reward
 from nmoe.envs.rewards.rewards import load_rewards
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.conversation import ConversationTask, Said
 from nmoe.envs.tools.registry import load_tools
 from nmoe.errors import UserError
 from nmoe.sandbox.api import Access
 from nmoe.text.harmony import HarmonyTokenizer
-from nmoe.types import Failure, Grade, Message, Problem, ToolEvent, Turn
+from nmoe.types import Exchange, Failure, Given, Grade, Message, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
     from nmoe.envs.tools.session import ToolSession
@@ -56,6 +58,10 @@ class Environment:
             {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
         )
         definitions = [tool.definition for tool in self.tools.values()]
+        if self.tools and settings.format == "chat" and self.converses:
+            raise UserError(
+                f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
+            )
         self.format: Format = FORMATS[settings.format](tokenizer, definitions)
         self.stop_ids = self.format.stop_ids
         limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)
@@ -94,6 +100,11 @@ class Environment:
     def weights(self) -> dict[str, float]:
         """The weights of the score now: those of the curriculum's stage, or the rubric's without a curriculum."""
         return self._rubric if self.curriculum is None else self.curriculum.weights
+
+    @property
+    def converses(self) -> bool:
+        """Whether a task of it answers the policy with turns of the user."""
+        return any(isinstance(TASKS[name], ConversationTask) for name in task_types(self.settings.task_pool))
 
     @property
     def wants_sandbox(self) -> bool:
@@ -159,6 +170,47 @@ class Environment:
             self.check_prompt(self.pool.order.at(0), context_tokens, max_new_tokens)
         self.overlong = len(overlong)
 
+    def respond(
+        self, problem: Problem, seed: int, index: int, turns: Sequence[Turn], exchanges: Sequence[Exchange]
+    ) -> Exchange | None:
+        """What the problem's task makes of the last turn, after `exchanges`; None where it does not converse, and where the turns
+        since the last exchange are no answer in form, which ends a trajectory. `seed` is the group's and `index` the sample's.
+
+        What the task raises comes through."""
+        task, turn = TASKS[problem.task_type], len(turns) - 1
+        if not isinstance(task, ConversationTask) or turns[turn].sample.finish_reason != "stop":
+            return None
+        reading = self._reading(problem, turns[exchanges[-1].turn + 1 :] if exchanges else turns, ())
+        answer = reading.extraction.answer
+        if reading.parse_error or not reading.answer_counts or answer is None:
+            return None
+        said = Said(answer, self.format.said(turns[turn].sample.token_ids)[1])
+        before = exchanges[-1] if exchanges else None
+        return task.exchange(problem, before, said, turn=turn, seed=stable_hash("user", seed, index, turn))
+
+    def follow_up(
+        self,
+        problem: Problem,
+        turns: Sequence[Turn],
+        tool_events: Sequence[ToolEvent],
+        exchanges: Sequence[Exchange],
+    ) -> tuple[Given, list[int]]:
+        """What leads up to the turn after the last exchange, in which the user said something."""
+        rounds, start = [], 0
+        for exchange in exchanges:
+            assert exchange.user is not None, "a conversation that goes on was not over before"
+            places = range(start, exchange.turn + 1)
+            answers = [[one for one in tool_events if one.call.call_id.startswith(f"{place}/")] for place in places]
+            rounds.append(Round([turns[place].sample.token_ids for place in places], answers, exchange.user))
+            start = exchange.turn + 1
+        return self.format.follow_up(self.messages(problem), rounds)
+
+    def _reading(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange]) -> Reading:
+        """What the form makes of turns, of each answer by itself."""
+        task, ids = TASKS[problem.task_type], [turn.sample.token_ids for turn in turns]
+        starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
+        return joined_readings([self.format.read(task, ids[start:end]) for start, end in pairwise(starts)])
+
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message."""
         return self.format.transcript(token_ids)
@@ -185,23 +237,26 @@ class Environment:
         ended: Failure | None = None,
         tool_events: Sequence[ToolEvent] = (),
         session: ToolSession | None = None,
+        exchanges: Sequence[Exchange] = (),
     ) -> Grade:
         """The grade of a trajectory of one turn or more, under the weights now in force.
 
-        `ended` is what ended it before the policy did, if anything. Any tokens are graded; an exception is a defect of the
+        `ended` is what ended it before the policy did, if anything; `exchanges` are those of a task that converses.
+        Any tokens are graded; an exception is a defect of the
         grader, not of them.
         """
         task = TASKS[problem.task_type]
         if session is not None:
             await session.lift()
         return await grade_reading(
-            self.format.read(task, [turn.sample.token_ids for turn in turns]),
+            self._reading(problem, turns, exchanges),
             task,
             problem,
             turns=turns,
             ended=ended,
             tool_events=tool_events,
             session=session,
+            exchanges=exchanges,
             token_limit=self.token_limit(max_new_tokens),
             call_limit=self.budget.tool_calls,
             weights=self.weights,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from nmoe.config.environment import EnvironmentSettings, SystemByFormat
@@ -21,9 +21,19 @@ from nmoe.text.harmony_format import END_OF_TEXT
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
 from nmoe.text.renderers import natural_format
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, ToolCall, ToolEvent
+from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 _REASONING = "The answer follows."
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was said between two turns of the user, and the later one's words: the policy's turns, and of each what tools
+    answered to its calls."""
+
+    turns: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[ToolEvent]]
+    user: str
 
 
 class Format(Protocol):
@@ -42,6 +52,11 @@ class Format(Protocol):
         """What follows the last sampled token: the answers to the latest of the rounds of calls so far, and what opens
         the next turn. `messages` are those of the prompt. Answers are content: no text of theirs becomes a control
         token."""
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """How a conversation goes on after the user's words in the last of its rounds, which are all in form: what follows
+        the last sampled token ("user") where the history stays as it was sampled, else the prompt of a new branch ("prompt").
+        `messages` are those of the first prompt. The user's words are content."""
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading: ...
 
@@ -82,10 +97,23 @@ class HarmonyFormat:
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         (event,) = rounds[-1]
+        return self._harmony.render_prompt([self._answer(event)])
+
+    def _answer(self, event: ToolEvent) -> Message:
         # Another name, written by the policy as it liked, could read as a role.
         name = event.call.name if event.call.name in self._names else "unknown"
-        answer = Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
-        return self._harmony.render_prompt([answer])
+        return Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """A new branch: earlier reasoning is dropped, and the answer before ends in <|end|>. Calls and their answers stay."""
+        history = list(messages)
+        for one in rounds:
+            for token_ids, events in zip(one.turns, one.answers, strict=True):
+                said = self._harmony.parse_completion(token_ids).messages
+                history += [message for message in said if message.channel != "analysis"]
+                history += [self._answer(event) for event in events]
+            history.append(Message("user", one.user))
+        return "prompt", self.prompt_ids(history)
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
         *calls, completion = [self._harmony.parse_completion(token_ids) for token_ids in turns]
@@ -151,6 +179,16 @@ class ChatFormat:
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         answers = [[ToolAnswer(self._known(one), one.output, one.call.call_id) for one in events] for events in rounds]
         return self._template.continuation_ids(messages, answers)
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """The same branch where the template leaves earlier turns as they were, else a new one, in which they have no
+        reasoning."""
+        history = list(messages)
+        for one in rounds:
+            (token_ids,) = one.turns
+            history += [Message("assistant", self._read(token_ids)[0].content), Message("user", one.user)]
+        given = self._template.user_ids(history)
+        return ("prompt", self.prompt_ids(history)) if given is None else ("user", given)
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
         *calling, (last, ended) = [self._read(token_ids) for token_ids in turns]
@@ -227,6 +265,10 @@ class BoxedFormat:
 
     def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
         raise AssertionError("there are no calls to answer")
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """The same branch: the user's words on a line of their own."""
+        return "user", self._tokenizer.encode(f"\n{rounds[-1].user}\n")
 
     def read(self, task: Task, turns: Sequence[Sequence[int]]) -> Reading:
         (completion_ids,) = turns

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
 from nmoe.envs.tasks import Attempt, Task
 from nmoe.grading.extraction import Extraction
-from nmoe.types import Failure, Grade, Problem, ToolEvent, Turn
+from nmoe.types import Exchange, Failure, Grade, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
     from nmoe.envs.tools.session import ToolSession
@@ -47,6 +47,17 @@ class Reading:
         return all(self.structure)
 
 
+def joined_readings(readings: Sequence[Reading]) -> Reading:
+    """Of answers in a row as one: a part of the form holds where it does in all of them, and the last answer is the answer."""
+    return Reading(
+        readings[-1].extraction,
+        structure=tuple(all(parts) for parts in zip(*(one.structure for one in readings), strict=True)),
+        reasoning_ok=all(one.reasoning_ok for one in readings),
+        answer_counts=all(one.answer_counts for one in readings),
+        parse_error=any(one.parse_error for one in readings),
+    )
+
+
 async def grade_reading(
     reading: Reading,
     task: Task,
@@ -56,6 +67,7 @@ async def grade_reading(
     ended: Failure | None,
     tool_events: Sequence[ToolEvent],
     session: ToolSession | None,
+    exchanges: Sequence[Exchange],
     token_limit: int,
     call_limit: int,
     weights: Mapping[str, float],
@@ -80,7 +92,7 @@ async def grade_reading(
     verdict = None
     if finished and reading.answer_counts and answer is not None and task.has_gold:
         opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
-        verdict = await task.verify(problem, Attempt(answer, opened, tool_events, sandboxes))
+        verdict = await task.verify(problem, Attempt(answer, opened, tool_events, sandboxes, exchanges))
         if verdict.outcome == "error":
             failure = "grader_error"
     correctness = 0.0 if verdict is None else verdict.score

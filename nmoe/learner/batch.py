@@ -38,6 +38,9 @@ class Batch:
     `pairs` says of each sequence which pair it belongs to and whether it is the preferred one of the two: `((0, True), (0,
     False))`. Sequences of one pair run in one micro-batch, because what is learned from a pair is no sum over its sequences.
 
+    `samples` says which sample each sequence is of, where one may have several, its branches: `(0, 0, 1)`. A sample counts once in
+    `weights_T`, whatever its branches are.
+
     `old_logprobs_T` and `old_values_T` are the learner's own before the first of several updates on the same samples,
     `returns_T` and `labels_T` what a head is to say at that position.
     """
@@ -58,6 +61,7 @@ class Batch:
     kept_TM: Tensor | None = None
     prefixes: tuple[tuple[int, int], ...] | None = None
     pairs: tuple[tuple[int, bool], ...] | None = None
+    samples: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -104,6 +108,10 @@ class Batch:
         """The number of each token's sequence, `[T]`."""
         return sequence_of(self.lengths)
 
+    def sample_ids(self) -> Tensor:
+        """The number of each sequence's sample, `[B]`: its own where a sample is one sequence."""
+        return torch.arange(len(self.lengths)) if self.samples is None else torch.tensor(self.samples)
+
     def to(self, device: torch.device) -> Batch:
         columns: dict[str, Any] = {name: values_T.to(device) for name, values_T in self._columns()}
         return replace(self, **columns)
@@ -123,7 +131,9 @@ class Batch:
         lengths = tuple(self.lengths[i] for i in sequences)
         prefixes = None if self.prefixes is None else tuple(self.prefixes[i] for i in sequences)
         pairs = None if self.pairs is None else tuple(self.pairs[i] for i in sequences)
-        return replace(self, lengths=lengths, prefixes=prefixes, pairs=pairs, **columns), rows_T
+        samples = None if self.samples is None else tuple(self.samples[i] for i in sequences)
+        part = replace(self, lengths=lengths, prefixes=prefixes, pairs=pairs, samples=samples, **columns)
+        return part, rows_T
 
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int]]:

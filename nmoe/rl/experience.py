@@ -1,6 +1,6 @@
 """From graded groups to what the policy learns from: a batch with every column that its loss and its critic need."""
 
-# Shapes: B samples, N scored tokens.
+# Shapes: S sequences, N scored tokens.
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from nmoe.types import Group
 
 @dataclass(frozen=True)
 class Experience:
-    """The judged samples of a step, less those that were cut where they are masked. `advantages` are those to take figures of: of
-    samples where the estimator is one over samples, else of tokens; before a correction."""
+    """The judged samples of a step, less those that were cut where they are masked, and the group of each of their sequences.
+    `advantages` are those to take figures of: of samples where the estimator is one over samples, else of tokens; before a
+    correction."""
 
     batch: Batch
-    group_ids_B: Tensor
+    group_ids_S: Tensor
     advantages: Tensor
     metrics: dict[str, float]
 
@@ -73,20 +74,20 @@ class Experiences:
         batch, advantages = with_advantages(batch, groups, config, self._token_limit)
         if self._teacher is not None:
             batch, advantages, metrics = self._teacher.advise(batch)
-        ids_B = group_ids(groups)
+        ids_S = group_ids(groups)[batch.sample_ids()]
         if config.algorithm.mask_truncated:
-            ended = [i for i, t in enumerate(trajectories) if not t.truncated]
+            ended = [i for i, sample in enumerate(batch.sample_ids().tolist()) if not trajectories[sample].truncated]
             if not ended:
                 return None
             batch = selected(batch, ended, config.algorithm.aggregation, config.sampling.max_new_tokens)
-            ids_B = ids_B[ended]
+            ids_S = ids_S[ended]
         if config.algorithm.correction != "none":
             batch, corrected = _corrected(batch, config.algorithm)
             metrics |= corrected
         if (divergence_T := reward_divergence(batch, config.algorithm)) is not None:
             mean = divergence_T[batch.scored_T].double().mean()
             metrics["reference_kl"] = float(mean) / -config.algorithm.kl_coef
-        return Experience(batch, ids_B, advantages, metrics)
+        return Experience(batch, ids_S, advantages, metrics)
 
 
 def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[str, float]]:

@@ -92,7 +92,7 @@ class PolicyUpdate:
             yield experience.batch
             return
         members: dict[int, list[int]] = {}
-        for sequence, group in enumerate(experience.group_ids_B.tolist()):
+        for sequence, group in enumerate(experience.group_ids_S.tolist()):
             members.setdefault(group, []).append(sequence)
         parts = min(config.updates_per_step, len(members))
         for number in range(config.passes_per_step):

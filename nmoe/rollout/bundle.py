@@ -29,8 +29,10 @@ from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
 from nmoe.runs.storage import storage_errors
 from nmoe.types import (
+    Exchange,
     Failure,
     FinishReason,
+    Given,
     Grade,
     Message,
     Problem,
@@ -54,7 +56,7 @@ class _Strict(BaseModel):
 
 
 class _Span(_Strict):
-    kind: Literal["sampled", "tool"]
+    kind: Literal["sampled", "tool", "user", "prompt"]
     turn: int
     start: int
     end: int
@@ -102,6 +104,13 @@ class _ToolEvent(_Strict):
     wall_s: float
 
 
+class _Exchange(_Strict):
+    turn: int
+    state: dict[str, Any]
+    user: str | None
+    reward: float
+
+
 class _Record(_Strict):
     """`Trajectory.record`, as JSON brings it back."""
 
@@ -130,6 +139,7 @@ class _Record(_Strict):
     spans: list[_Span]
     finish_reasons: list[FinishReason]
     tool_events: list[_ToolEvent]
+    exchanges: list[_Exchange] = []
     text: str
     failure: Failure
     reason: str = ""
@@ -190,17 +200,25 @@ class Bundle:
             yield f"token {first}: the mask says {record['mask'][first]}, and its span something else"
         if [span["turn"] for span in spans if span["kind"] == "sampled"] != list(range(turns)):
             yield f"the spans are not those of {turns} turns"
+        answered = [exchange["turn"] for exchange in record.get("exchanges", ())]
+        if answered != sorted(set(answered) & set(range(turns))):
+            yield f"the exchanges are of the turns {answered}, and there are {turns} turns"
 
     def trajectory(self) -> Trajectory:
         """The trajectory, for a record without inconsistencies."""
         record = self.record
-        prompt = len(record["prompt_ids"])
         turns: list[Turn] = []
         given: tuple[int, ...] = ()
+        kind: Given = "tool"
+        # Of the branch: where its routes start, the length of its prompt, and where its tokens start.
+        first, prompt, start = 0, len(record["prompt_ids"]), 0
         for span in record["spans"]:
             where = slice(span["start"], span["end"])
-            if span["kind"] == "tool":
-                given = tuple(record["token_ids"][where])
+            if span["kind"] != "sampled":
+                given, kind = tuple(record["token_ids"][where]), span["kind"]
+                if kind == "prompt":
+                    first += prompt + span["start"] - start - 1
+                    prompt, start = len(given), span["end"]
                 continue
             sample = Sample(
                 record["token_ids"][where],
@@ -208,10 +226,10 @@ class Bundle:
                 record["versions"][where],
                 record["finish_reasons"][span["turn"]],
                 None if record["kept_ids"] is None else record["kept_ids"][where],
-                None if self.routes is None else self.routes[: prompt + span["end"] - 1],
+                None if self.routes is None else self.routes[first : first + prompt + span["end"] - start - 1],
             )
-            turns.append(Turn(given, sample))
-            given = ()
+            turns.append(Turn(given, sample, kind))
+            given, kind = (), "tool"
         verdict, state = record["verdict"], record.get("trainer_state")
         return Trajectory(
             problem=Problem(
@@ -244,6 +262,7 @@ class Bundle:
             model=record["model"],
             workspace=record["workspace"],
             trainer_state=None if state is None else TrainerState(**state),
+            exchanges=tuple(Exchange(**exchange) for exchange in record.get("exchanges", ())),
         )
 
 

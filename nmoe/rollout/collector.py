@@ -19,7 +19,7 @@ from nmoe.envs.rewards.rewards import opened, rated
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
-from nmoe.rollout.episode import Episode, Player, request_seed
+from nmoe.rollout.episode import ConversationError, Episode, Player, request_seed
 from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError
@@ -29,11 +29,11 @@ _AT_THE_START = TrainerState()
 
 
 class GradingError(Exception):
-    """A grader raised, on the trajectory that this holds, which has no grade but the name `grader_error`. The run stops; an
-    exception never becomes reward 0."""
+    """A grader raised, or a task that converses, on the trajectory that this holds, which has no grade but the name `grader_error`.
+    The run stops; an exception never becomes reward 0."""
 
-    def __init__(self, trajectory: Trajectory) -> None:
-        super().__init__(f"grading a sample of problem {trajectory.problem.id} raised an exception")
+    def __init__(self, trajectory: Trajectory, doing: str = "grading") -> None:
+        super().__init__(f"{doing} a sample of problem {trajectory.problem.id} raised an exception")
         self.trajectory = trajectory
 
 
@@ -189,7 +189,10 @@ class Collector:
             except WorkspaceError as error:
                 ended, reason = error.failure, str(error)
             else:
-                ended = await self._player.play(episode, session)
+                try:
+                    ended = await self._player.play(episode, session)
+                except ConversationError as error:
+                    raise GradingError(self._ungraded(episode, session), "answering") from error.__cause__
             began = time.perf_counter()
             try:
                 grade = await self._environment.grade(
@@ -199,14 +202,17 @@ class Collector:
                     ended=ended,
                     tool_events=episode.tool_events,
                     session=session,
+                    exchanges=episode.exchanges,
                 )
             except Exception as error:
-                ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.weights)
-                where = None if session.prepared is None else session.prepared.provenance
-                raise GradingError(self._done(episode, ungraded, where)) from error
+                raise GradingError(self._ungraded(episode, session)) from error
             self._grade_s += time.perf_counter() - began
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return self._done(episode, grade, workspace)
+
+    def _ungraded(self, episode: Episode, session: ToolSession) -> Trajectory:
+        ungraded = Grade(0.0, {}, "grader_error", {}, None, weights=self._environment.weights)
+        return self._done(episode, ungraded, None if session.prepared is None else session.prepared.provenance)
 
     def _done(self, episode: Episode, grade: Grade, workspace: Mapping[str, Any] | None) -> Trajectory:
         return Trajectory(
@@ -220,6 +226,7 @@ class Collector:
             environment=self._environment.identity,
             model=self._model,
             workspace=workspace,
+            exchanges=tuple(episode.exchanges),
         )
 
     async def _keep_files(self, episode: Episode, session: ToolSession, grade: Grade) -> Mapping[str, Any] | None:

@@ -1,9 +1,10 @@
 """One trajectory on its way: the policy samples a turn, its calls are run and answered, and it samples on, until it
 ends.
 
-A turn is sampled, never re-encoded: what follows it is appended, in the same branch, so that the next turn's prompt
-begins with every token of the turns before, and the engine finds their keys in its prefix cache. An environment without
-tools is the same machine with one turn.
+A turn is sampled, never re-encoded: what a tool answers is appended, in the same branch, so that the next turn's prompt
+begins with every token of the turns before, and the engine finds their keys in its prefix cache. So are the words of the user with
+which a task that converses answers, in a format that leaves the history as it was sampled; in others they begin a new branch, whose
+prompt is the conversation rendered anew. An environment without either is the same machine with one turn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nmoe.engine.api import Engine, Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
-from nmoe.types import INFRASTRUCTURE, Failure, Problem, Sample, Sampling, ToolEvent, Turn
+from nmoe.types import INFRASTRUCTURE, Exchange, Failure, Given, Problem, Sample, Sampling, ToolEvent, Turn
 
 
 def request_seed(*key: str | int) -> int:
@@ -24,6 +25,10 @@ def request_seed(*key: str | int) -> int:
     from the second turn on, since the first turns of a group are samples of one request. Nothing that depends on timing is
     in it: not the step, nor a refill, nor a place in the batch."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+
+
+class ConversationError(Exception):
+    """A task that converses raised an exception. The run stops, with the trajectory as far as it came saved."""
 
 
 @dataclass
@@ -37,6 +42,7 @@ class Episode:
     sampling: Sampling
     turns: list[Turn]
     rounds: list[list[ToolEvent]] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
 
     @property
     def tool_events(self) -> tuple[ToolEvent, ...]:
@@ -47,9 +53,10 @@ class Episode:
         return sum(len(turn.sample.token_ids) for turn in self.turns)
 
     def ids(self) -> tuple[int, ...]:
-        """The prompt and everything after it."""
-        after = (token_id for turn in self.turns for token_id in (*turn.given_ids, *turn.sample.token_ids))
-        return (*self.prompt_ids, *after)
+        """The prompt of the last branch and everything after it."""
+        start = max((place for place, turn in enumerate(self.turns) if turn.given == "prompt"), default=0)
+        after = (token_id for turn in self.turns[start:] for token_id in (*turn.given_ids, *turn.sample.token_ids))
+        return (*(() if start else self.prompt_ids), *after)
 
 
 class Player:
@@ -63,8 +70,8 @@ class Player:
 
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
         """Goes on from the first turn to the last. Returns what ended the episode before the policy did, if
-        anything."""
-        if not self._environment.tools:
+        anything. Raises ConversationError where the task does."""
+        if not self._environment.tools and not self._environment.converses:
             return None
         try:
             async with asyncio.timeout(self._environment.budget.wall_s) as clock:
@@ -78,13 +85,13 @@ class Player:
             return "timeout"
 
     async def _next_turn(self, episode: Episode, session: ToolSession) -> Failure | None:
-        """Answers the last turn's calls and samples one more; or says how the episode ended, "ok" where the policy
-        ended it."""
+        """Answers the last turn, its calls or what it says, and samples one more; or says how the episode ended, "ok" where the
+        policy or the task ended it."""
         environment, budget = self._environment, self._environment.budget
         last = episode.turns[-1].sample
         calls = environment.format.calls(len(episode.turns) - 1, last.token_ids) if last.finish_reason == "stop" else []
         if not calls:
-            return "ok"
+            return await self._next_answer(episode)
         if len(episode.turns) >= budget.turns or len(episode.tool_events) + len(calls) > budget.tool_calls:
             return "budget_exceeded"
         events = await self._executor.run(calls, session)
@@ -95,12 +102,32 @@ class Player:
         if session.lost:
             return "timeout"
         given = environment.format.answer_calls(environment.messages(episode.problem), episode.rounds)
-        prompt_ids = (*episode.ids(), *given)
+        return await self._sample_on(episode, "tool", given)
+
+    async def _next_answer(self, episode: Episode) -> Failure | None:
+        """Has the task answer the last turn, as `_next_turn` says."""
+        problem, turns, exchanges = episode.problem, episode.turns, episode.exchanges
+        try:
+            exchange = self._environment.respond(problem, episode.sampling.seed, episode.index, turns, exchanges)
+        except Exception as error:
+            raise ConversationError(f"problem {problem.id}: its task raised an exception") from error
+        if exchange is None:
+            return "ok"
+        exchanges.append(exchange)
+        if exchange.user is None:
+            return "ok"
+        if len(turns) >= self._environment.budget.turns:
+            return "budget_exceeded"
+        kind, given = self._environment.follow_up(problem, turns, episode.tool_events, exchanges)
+        return await self._sample_on(episode, kind, given)
+
+    async def _sample_on(self, episode: Episode, kind: Given, given: list[int]) -> Failure | None:
+        prompt_ids = tuple(given) if kind == "prompt" else (*episode.ids(), *given)
         left = episode.sampling.max_new_tokens - episode.sampled_tokens
         room = self._context_tokens - len(prompt_ids)
         if min(left, room) < 1:
             return "truncated"
-        episode.turns.append(Turn(tuple(given), await self._sample(episode, prompt_ids, min(left, room))))
+        episode.turns.append(Turn(tuple(given), await self._sample(episode, prompt_ids, min(left, room)), kind))
         return None
 
     async def _sample(self, episode: Episode, prompt_ids: tuple[int, ...], tokens: int) -> Sample:

@@ -22,6 +22,7 @@ from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import Rating, RewardError
 from nmoe.envs.rewards.rewards import with_ratings
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
 from nmoe.errors import UserError
@@ -31,7 +32,7 @@ from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Failure, Grade, ToolEvent, Trajectory
+from nmoe.types import Exchange, Failure, Given, Grade, ToolEvent, Trajectory, Turn
 
 # What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
 _OF_THE_GRADE: frozenset[Failure] = frozenset({"ok", "parse_error", "truncated", "engine_error", "grader_error"})
@@ -90,6 +91,8 @@ async def replay(
         if workspaces is not None:
             yield await _workspace(trajectory, session)
         yield await _tools(environment, trajectory, session)
+        if isinstance(TASKS[trajectory.problem.task_type], ConversationTask):
+            yield _exchanges(environment, trajectory)
         yield await _grade(environment, trajectory, session)
     if bundle.settings.rewards:
         yield await _rewards(bundle.settings, environment, trajectory)
@@ -182,12 +185,52 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
             said = _first_of(_returned(old), _returned(new), f"turn {place}, call {old.call.call_id}, {old.call.name}")
             differences += [] if said is None else [said]
         rounds.append(events)
-        if following is not None:
+        if following is not None and events:
             given = environment.format.answer_calls(environment.messages(trajectory.problem), rounds)
-            said = _first_in(following.given_ids, given, f"turn {place + 1}, given token", "rendered")
+            said = _kind(following, "tool") or _first_in(
+                following.given_ids, given, f"turn {place + 1}, given token", "rendered"
+            )
             differences += [] if said is None else [said]
     compared = f"{len(recorded)} calls and what they returned" if recorded else "no calls"
     return Check("tools", compared, differences[0] if differences else None)
+
+
+def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
+    """Has the task answer every turn again, given what the policy said, and renders what the user says."""
+    problem, recorded = trajectory.problem, {exchange.turn: exchange for exchange in trajectory.exchanges}
+    done: list[Exchange] = []
+    ended = len(trajectory.turns)
+    for place, turn in enumerate(trajectory.turns):
+        turns = trajectory.turns[: place + 1]
+        calls = environment.format.calls(place, turn.sample.token_ids)
+        try:
+            now = None if calls else environment.respond(problem, trajectory.seed, trajectory.index, turns, done)
+        except Exception as error:
+            # As it may have when the trajectory was recorded, which stopped that run.
+            return Check("exchanges", "", f"turn {place}: the task raises {type(error).__name__}: {error}")
+        old, new = ({} if one is None else asdict(one) for one in (recorded.get(place), now))
+        if (said := _first_of(old, new, f"turn {place}, exchange")) is not None:
+            return Check("exchanges", "", said)
+        if calls:
+            continue
+        if now is None or now.user is None:
+            ended = place + 1
+            break
+        done.append(now)
+        if place + 1 < len(trajectory.turns):
+            following = trajectory.turns[place + 1]
+            kind, given = environment.follow_up(problem, turns, trajectory.tool_events, done)
+            said = _kind(following, kind) or _first_in(following.given_ids, given, "given token", "rendered")
+            if said is not None:
+                return Check("exchanges", "", f"turn {place + 1}, {said}")
+    if ended < len(trajectory.turns):
+        return Check("exchanges", "", f"turn {ended}: there in the bundle, after a conversation that is over")
+    return Check("exchanges", f"{len(recorded)} turns that the task answered")
+
+
+def _kind(turn: Turn, now: Given) -> str | None:
+    """Where what was given before a turn came otherwise into the conversation."""
+    return None if turn.given == now else f"given as: {_short(turn.given)} in the bundle, {_short(now)} now"
 
 
 def _returned(event: ToolEvent) -> dict[str, Any]:
@@ -199,6 +242,8 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
     if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
         ended = "truncated"  # there was no room for the turn that the call asks for
+    if recorded.failure == "truncated" and trajectory.exchanges and trajectory.exchanges[-1].user is not None:
+        ended = "truncated"  # nor for the one that the user's words ask for
     try:
         now = await environment.grade(
             trajectory.problem,
@@ -207,6 +252,7 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
             ended=ended,
             tool_events=trajectory.tool_events,
             session=session,
+            exchanges=trajectory.exchanges,
         )
     except Exception as error:
         # As it may have when the trajectory was recorded, which stopped that run.

@@ -159,6 +159,23 @@ class ChatTemplate:
             before = self._render(history)
         return self._encode(after, breaker)
 
+    def user_ids(self, messages: Sequence[Message]) -> list[int] | None:
+        """What follows the last sampled token where the conversation goes on with a turn of the user: the end of the sampled turn
+        as the template writes it, the user's words and the start of the next turn. None where the template then writes what came
+        before in another way, as one does that drops earlier reasoning. The last two messages are the sampled turn's, which a mark
+        stands for, and the user's."""
+        *earlier, _, user = messages
+        breaker, mark = self._unused(message.content for message in messages)
+        thought, said = f"{mark}t{mark}", f"{mark}s{mark}"
+        opened = self._render(self._guarded(earlier, breaker), opens_turn=True).removesuffix(f"{THINK}\n")
+        sampled = {"role": "assistant", "content": f"{THINK}\n{thought}\n{END_THINK}\n\n{said}"}
+        history = [*self._guarded(earlier, breaker), sampled, *self._guarded([user], breaker)]
+        before, found, after = self._render(history, opens_turn=True).partition(said)
+        if not found or not before.startswith(opened) or thought not in before[len(opened) :]:
+            return None
+        gap, found, after = after.partition(self._end)
+        return None if gap.strip() or not found else self._encode(after, breaker)
+
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
         """Of each message of the assistant where in the text its turn starts, behind what opens it, and ends, and its index. Left
         out is one that is opened otherwise in this text than by itself."""

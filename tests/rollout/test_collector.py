@@ -205,6 +205,7 @@ def test_a_record_holds_what_is_needed_to_sample_again(environment: Make, harmon
         "spans": [{"kind": "sampled", "turn": 0, "start": 0, "end": length}],
         "finish_reasons": ["stop"],
         "tool_events": [],
+        "exchanges": [],
         "text": "hm 9",
         "failure": "ok",
         "reward": 0.0,

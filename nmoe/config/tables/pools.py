@@ -7,7 +7,7 @@ from pydantic import Field
 
 from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, Section, duplicates
 
-GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum"]
+GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum", "guess"]
 """Tasks that make their own problems."""
 
 
@@ -24,6 +24,7 @@ DatasetTask = Literal[
     "sort",
     "reverse",
     "add",
+    "guess",
     "humaneval",
     "mbpp",
     "code_edit",

@@ -8,6 +8,7 @@ from nmoe.envs.tasks.choice import MultipleChoiceTask
 from nmoe.envs.tasks.code_edit import CodeEditTask
 from nmoe.envs.tasks.file_search import FileSearchTask
 from nmoe.envs.tasks.gsm8k import Gsm8kTask
+from nmoe.envs.tasks.guess import GuessTask
 from nmoe.envs.tasks.humaneval import HumanEvalTask
 from nmoe.envs.tasks.math import MathTask
 from nmoe.envs.tasks.mbpp import MbppTask
@@ -30,6 +31,7 @@ GENERATED_TASKS: dict[str, GeneratedTask] = {
     "add": AddTask(),
     "arithmetic": ArithmeticTask(),
     "sum": SumTask(),
+    "guess": GuessTask(),
 }
 
 # Those over code and files, whose records have a form of their own.

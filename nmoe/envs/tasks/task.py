@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nmoe.types import GROUPS, Message, Metadata, Problem, ToolEvent, Verdict
+from nmoe.types import GROUPS, Exchange, Message, Metadata, Problem, ToolEvent, Verdict
 
 if TYPE_CHECKING:
     from nmoe.sandbox.api import OpensSandboxes, Sandbox
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Attempt:
     """What a trajectory comes to: its answer and, where it used tools, the sandbox it worked in, still open, with the
-    workspace as it was left, and every call."""
+    workspace as it was left, and every call; `exchanges` where its task converses."""
 
     answer: str
     sandbox: Sandbox | None = None
     tool_events: Sequence[ToolEvent] = ()
     sandboxes: OpensSandboxes | None = None
+    exchanges: Sequence[Exchange] = ()
 
     @property
     def opens_sandboxes(self) -> OpensSandboxes:

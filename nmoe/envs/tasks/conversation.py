@@ -1,0 +1,96 @@
+"""Tasks that converse: a state machine answers the policy with a turn of the user, again and again, until it is done."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nmoe.envs.tasks.task import Attempt, QuestionTask
+from nmoe.types import Exchange, Problem, Verdict
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn that the policy ended in an answer: the answer as the format extracts it, and all that the turn says beside its
+    reasoning. `Said(answer="17", text="17")`."""
+
+    answer: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the state machine makes of it: its state from here on, what the user says next, None where the conversation is over, and
+    what the turn earned. `Response({"left": 2}, "higher")`."""
+
+    state: State
+    user: str | None
+    reward: float = 0.0
+
+
+class ConversationTask(QuestionTask, ABC):
+    """The base of a task that converses.
+
+    A state is JSON and is recorded with every exchange. `start` and `respond` depend on their arguments alone, so that a
+    conversation replays: the same answers bring about the same states, words and rewards. What either raises is a defect of the
+    task and stops the run. The rewards of a conversation add up; its answer is correct where they reach 1, and they are its score,
+    held between 0 and 1.
+    """
+
+    @abstractmethod
+    def start(self, problem: Problem) -> State:
+        """The state before the policy's first turn."""
+
+    @abstractmethod
+    def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+        """Answers a turn, however strange. `rng` is seeded by the run's seed, the problem's position, the sample and the turn."""
+
+    def exchange(self, problem: Problem, before: Exchange | None, said: Said, *, turn: int, seed: int) -> Exchange:
+        """What becomes of an answer at place `turn`, after the exchange `before`. Raises TypeError or ValueError for a response
+        that can not be recorded."""
+        state = plain_json(self.start(problem) if before is None else before.state)
+        response = self.respond(problem, state, said, random.Random(seed))
+        if response.user is not None and not response.user.strip():
+            raise ValueError("the user says nothing; a conversation that is over has user = None")
+        reward = float(response.reward)
+        if reward - reward != 0:
+            raise ValueError(f"a reward is a finite number, not {reward}")
+        return Exchange(turn, plain_json(response.state), response.user, reward)
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        """By the sum of the rewards. An answer without a conversation, such as a gold's, is judged as its only turn."""
+        exchanges = attempt.exchanges or [
+            self.exchange(problem, None, Said(attempt.answer, attempt.answer), turn=0, seed=0)
+        ]
+        total = sum(exchange.reward for exchange in exchanges)
+        count = "1 exchange" if len(exchanges) == 1 else f"{len(exchanges)} exchanges"
+        correct = total >= 1
+        return Verdict(
+            "correct" if correct else "incorrect",
+            min(max(total, 0.0), 1.0),
+            "conversation",
+            f"{total:g} earned in {count}",
+        )
+
+
+def plain_json(state: State) -> dict[str, Any]:
+    """A copy of a state that nobody else holds. Raises TypeError for what JSON does not bring back as it was."""
+    copied = _copy(state, "state")
+    if not isinstance(copied, dict):
+        raise TypeError(f"a state is a JSON object, not {type(state).__name__}")
+    return copied
+
+
+def _copy(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and value - value == 0):
+        return value
+    if isinstance(value, list):
+        return [_copy(one, f"{path}[{place}]") for place, one in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _copy(one, f"{path}.{key}") for key, one in value.items()}
+    raise TypeError(f"{path} is no JSON: {value!r}")

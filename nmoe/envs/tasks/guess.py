@@ -1,0 +1,41 @@
+"""Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" after each guess, until it is found or the
+tries are used up. There are 2**(difficulty + 1) numbers, one try more than halving needs."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from nmoe.envs.tasks.conversation import ConversationTask, Response, Said, State
+from nmoe.envs.tasks.numeric import NumericTask
+from nmoe.types import Problem
+
+_TRIES = re.compile(r"\b([1-9][0-9]{0,3}) tries\b")
+_NUMBER = re.compile(r"-?[0-9]{1,400}")
+# Where the question of a dataset's record names no number.
+_DEFAULT_TRIES = 10
+
+
+class GuessTask(ConversationTask, NumericTask):
+    bare_final = True
+
+    def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
+        numbers = 2 ** (difficulty + 1)
+        first = rng.randrange(1, max(1000, numbers) - numbers + 2)
+        hidden = rng.randrange(first, first + numbers)
+        return f"Guess: {first} to {first + numbers - 1}, {difficulty + 2} tries", str(hidden)
+
+    def start(self, problem: Problem) -> State:
+        named = _TRIES.search(problem.question)
+        return {"left": int(named[1]) if named else _DEFAULT_TRIES}
+
+    def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+        left = {"left": state["left"] - 1}
+        guess = said.answer.strip()
+        if not _NUMBER.fullmatch(guess):
+            hint = "a number, please"
+        elif int(guess) == int(problem.gold):
+            return Response(left, None, reward=1.0)
+        else:
+            hint = "higher" if int(guess) < int(problem.gold) else "lower"
+        return Response(left, hint if left["left"] > 0 else None)
