@@ -22,8 +22,8 @@ OWED = frozenset({"scripts/gpu_check.sh"})
 _START = re.compile(
     r"(?:nmoe|\./speedrun\.sh|python -m nmoe[\w.]*|torchrun|(?:python )?(?:benchmarks|scripts|examples)/[\w.]+)(?= |$)"
 )
-_BLOCK = re.compile(r"^```(?:bash|sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_ANY_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHELL = ("", "bash", "sh")
 _INLINE = re.compile(r"`([^`]+)`")
 _SCRIPT = re.compile(r"python \w+/\w+\.py|[./\w]+\.sh")
 _MARK = re.compile(r"^ *# documented: (.+)$", re.MULTILINE)
@@ -82,9 +82,10 @@ def documented() -> list[Command]:
     found: dict[str, Command] = {}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text()
-        lines = [line for block in _BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+        blocks = [block for language, block in _BLOCK.findall(text) if language in _SHELL]
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
         lines += [
-            line for line in _INLINE.findall(_ANY_BLOCK.sub("", text)) if len(line.split()) > 2 or _SCRIPT.match(line)
+            line for line in _INLINE.findall(_BLOCK.sub("", text)) if len(line.split()) > 2 or _SCRIPT.match(line)
         ]
         for line in lines:
             if _START.match(line := line.strip()) and "..." not in line:

@@ -37,6 +37,7 @@ def of_step(run: Path, step: int) -> list[Path]:
     return sorted(run.glob(f"replay/step_{step:06d}-*"))
 
 
+# documented: nmoe replay BUNDLE --checkpoint CHECKPOINT
 def test_every_bundle_of_a_run_replays(nmoe: Nmoe, run: Path, base: Path) -> None:
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for step in (1, 2, 3):

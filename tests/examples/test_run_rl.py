@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+# documented: python examples/run_rl.py
 def test_the_reward_function_in_the_file_is_learned(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "examples" / "run_rl.py", "--directory", tmp_path / "out", "--steps", "25"]
     result = subprocess.run(

@@ -1,0 +1,51 @@
+"""The documentation: files and links that it names exist, and the tutorials' files load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nmoe.config.commands.base import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import load_environment
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+# Entries of the log keep the names of their day.
+CURRENT = [page for page in PAGES if page.name not in ("decisions.md", "CHANGELOG.md")]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:nmoe|tests|configs|environments|benchmarks|scripts|examples)/[\w./-]+\.\w+)`", page.read_text()
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_links_of_the_pages_outside_the_book_lead_somewhere() -> None:
+    """`mkdocs build --strict` checks those inside it."""
+    for page in ROOT.glob("*.md"):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_files_of_the_tutorials_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = []
+    for page in sorted((ROOT / "docs/tutorials").glob("*.md")):
+        for block in re.findall(r"^```toml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            if first := re.match(r"# (\w+\.toml)\n", block):
+                Path(first[1]).write_text(block)
+                loaded.append(first[1])
+            elif first := re.match(r"# appended to (\w+\.toml)\n", block):
+                with Path(first[1]).open("a") as file:
+                    file.write(block)
+    assert len(loaded) == 5
+    for name in loaded:
+        if "[run]" in Path(name).read_text():
+            assert load_run(Path(name), RLConfig).run.steps > 0
+        else:
+            assert load_environment(Path(name)).env_id == name.removesuffix(".toml")
