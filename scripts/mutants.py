@@ -4,7 +4,7 @@ Plants 50 mistakes (scripts/mutation.py), one at a time, in learner, grading and
 the changed module in imports. A mutant is killed where a test fails or takes far too long; it survives where all pass. The mutants
 are drawn by a seed from the code of `BEFORE`, whatever commit they are planted in, and are found by function and text, so that code
 that has moved keeps its mutants; those whose code is gone are reported as such. Writes benchmarks/results/mutants.json, where each
-commit has its entry. It takes about eight minutes of one core.
+commit has its entry; started again after an interruption, it goes on there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from commits import BEFORE, ROOT, checked_out, environment, subject
 from count_code import imports, sources
@@ -42,8 +43,8 @@ TEST_FILES = 2
 TEST_ROOMS = {"learner", "grading", "engine"}
 """Only tests in folders of these names are run: those of whole runs take too long."""
 
-LIMIT_CPU_S = 90
-LIMIT_S = 600
+LIMIT_CPU_S = 60
+LIMIT_S = 3600
 
 
 def drawn(files: Mapping[str, str], tested: Mapping[str, Sequence[str]]) -> list[tuple[str, Mutation]]:
@@ -94,26 +95,47 @@ def nearest_tests(tree: Path, files: Sequence[tuple[Path, str, str]]) -> dict[st
     return {str(path): [test for *_, test in sorted(reached[module])[:TEST_FILES]] for path, module, _ in files}
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, float]:
-    """pytest's exit code, -9 past a limit, and the CPU seconds that it took, its subprocesses included. The tests run in a fork of
-    this process, which has loaded torch: starting anew would take as long as the tests themselves."""
-    sys.stdout.flush()
-    began, deadline = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() + LIMIT_S
+class Failures:
+    """A plugin of pytest that writes the first test that fails, or the file that cannot be imported, to a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.pipe, report.nodeid.encode() + b"\n")
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
+    """The first test that fails of these files or tests, None where all pass. Too much processor time fails as "limit".
+
+    The tests run in a fork of this process, which has loaded torch: starting anew would take as long as the tests themselves.
+    """
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_CPU_S, LIMIT_CPU_S))
-        _be_pytest(tree, tests)
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+        _be_pytest(tree, tests, writing)
+    os.close(writing)
+    deadline = time.monotonic() + LIMIT_S
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
             os.killpg(child, signal.SIGKILL)
         time.sleep(0.05)
-    took = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with os.fdopen(reading) as pipe:
+        failed = pipe.readline().strip()
     code = os.waitstatus_to_exitcode(ended[1])
-    return (-9 if code < 0 else code), took.ru_utime + took.ru_stime - began.ru_utime - began.ru_stime
+    if code == 0:
+        return None
+    if code < 0 or failed:
+        return failed or "limit"
+    raise RuntimeError(f"pytest ended with {code} and no failure: {' '.join(tests)}")
 
 
-def _be_pytest(tree: Path, tests: Sequence[str]) -> None:
+def _be_pytest(tree: Path, tests: Sequence[str], pipe: int) -> None:
     """Becomes a pytest over the tests and ends the process."""
     import hypothesis
     import pytest
@@ -127,7 +149,7 @@ def _be_pytest(tree: Path, tests: Sequence[str]) -> None:
         os.dup2(nowhere, 2)
         hypothesis.settings.register_profile("mutants", deadline=None, derandomize=True, database=None)
         hypothesis.settings.load_profile("mutants")
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", SLOW, *tests]))
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", SLOW, *tests], [Failures(pipe)]))
     finally:
         os._exit(code)
 
@@ -145,26 +167,25 @@ def mistaken(tree: Path, path: str, text: str) -> Iterator[None]:
 
 
 def check(tree: Path, mutants: Sequence[tuple[str, Mutation]]) -> Iterator[dict[str, object]]:
-    """Plants each mutant in the code of `tree` and says what became of it. Raises RuntimeError where the tests fail without one."""
+    """Plants each mutant in the code of `tree` and says what became of it. Raises RuntimeError where the test that fails does so
+    without the mutant, too."""
     files = list(sources(tree))
     texts, tests = {str(path): text for path, _, text in files}, nearest_tests(tree, files)
-    index = indexed(texts)
-    places = [place(index, mutation, path) for path, mutation in mutants]
-    needed = sorted({test for found in places if found for test in tests[found[0]]})
-    code, seconds = run_tests(tree, needed)
-    if code:
-        raise RuntimeError(f"without a mutant the tests end with {code}: {' '.join(needed)}")
-    print(f"{len(needed)} test files pass in {seconds:.0f} s", file=sys.stderr, flush=True)
-    for (path, mutation), found in zip(mutants, places, strict=True):
+    index, sound = indexed(texts), {"limit"}
+    for path, mutation in mutants:
         record = {"function": mutation.function, "unit": mutation.unit, "mistake": mutation.mistake}
+        found = place(index, mutation, path)
         text = planted(texts[found[0]], found[1], mutation) if found else None
         if found is None or text is None:
             yield {"file": path, **record, "end": "gone"}
             continue
         with mistaken(tree, found[0], text):
-            code, seconds = run_tests(tree, tests[found[0]]) if tests[found[0]] else (0, 0.0)
-        end = "survived" if code == 0 else "killed"
-        yield {"file": found[0], **record, "end": end, "tests": tests[found[0]], "cpu_s": round(seconds, 1)}
+            failed = first_failure(tree, tests[found[0]]) if tests[found[0]] else None
+        if failed is not None and failed not in sound:
+            if first_failure(tree, [failed]) is not None:
+                raise RuntimeError(f"{failed} fails without a mutant")
+            sound.add(failed)
+        yield {"file": found[0], **record, "end": "killed" if failed else "survived", "by": failed or tests[found[0]]}
 
 
 def main() -> None:
@@ -172,20 +193,18 @@ def main() -> None:
     with checked_out(BEFORE) as tree:
         files = list(sources(tree))
         mutants = drawn({str(path): text for path, _, text in files}, nearest_tests(tree, files))
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    records = results.setdefault(subject(commit).split()[0], [])
     with checked_out(commit) as tree:
         os.environ.update(environment(tree) | {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"})
         sys.dont_write_bytecode = True
         for heavy in ("torch", "transformers", "safetensors.torch", "sympy", "math_verify", "hypothesis", "pytest"):
             __import__(heavy)
-        records = []
-        for record in check(tree, mutants):
+        for record in check(tree, mutants[len(records) :]):
             records.append(record)
-            print(record["end"], record["file"], record["function"], record["mistake"], file=sys.stderr, flush=True)
-    ends = Counter(str(record["end"]) for record in records)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[subject(commit).split()[0]] = {**ends, "mutants": records}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{subject(commit)}: {dict(ends)}")
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            print(record["end"], record["file"], record["function"], record["mistake"], flush=True)
+    print(f"{subject(commit)}: {dict(Counter(record['end'] for record in records))}")
 
 
 if __name__ == "__main__":
