@@ -22,8 +22,9 @@ from nmoe.learner.objectives.dpo import dpo as dpo_objective
 from nmoe.learner.objectives.dpo import implicit_rewards
 from nmoe.recipes.pair_batch import completion_batch
 from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
+from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
-from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.recipes.supervised import Supervised, supervise
 
 # Of one batch of the reference, whose log-probabilities are then put away.
 REFERENCE_TOKENS = 2**20
@@ -64,22 +65,23 @@ def dpo(config: DPOConfig) -> Path:
     def metrics(batch: Batch, result: PassResult) -> dict[str, float]:
         return reward_metrics(rewards(batch, result.tokens["logprobs"]))
 
-    def evaluate() -> Held:
+    def evaluate() -> HeldOut:
         assert held_out is not None, "called where pairs are held out"
         return held_out_pairs(rewards(held_out, learner.logprobs(held_out).result()), config)
 
     recipe = Supervised(
+        config,
         learner,
         tokenizer,
         dpo_objective(settings.loss, settings.beta, settings.label_smoothing, settings.sft_weight),
         data.stream,
         config.records.path,
         next_batch=next_batch,
-        notes=data.notes,
-        evaluate=None if held_out is None else evaluate,
+        data_notes=data.notes,
+        held_out=None if held_out is None else evaluate,
         metrics=metrics,
     )
-    return supervise(config, threads, recipe)
+    return supervise(recipe, threads)
 
 
 def _parts(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

@@ -14,7 +14,8 @@ from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.statistics import wilson
-from nmoe.recipes.supervised import Held, held_out_source
+from nmoe.recipes.run_loop import HeldOut
+from nmoe.recipes.supervised import held_out_source
 from nmoe.text.renderers import make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
     }
 
 
-def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> Held:
+def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> HeldOut:
     """The share of pairs whose preferred side has the higher reward, with Wilson's interval; equal rewards are no preference."""
     margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
     right = sum(margin > 0 for margin in margins)
@@ -84,4 +85,4 @@ def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> Held:
         interval.high,
     )
     figures = {"held_out_accuracy": accuracy.value, "held_out_margin": sum(margins) / len(margins)}
-    return Held(figures, f"held-out {accuracy}", [accuracy.record()])
+    return HeldOut(figures, f"held-out {accuracy}", [accuracy.record()])

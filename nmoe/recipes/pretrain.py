@@ -20,8 +20,9 @@ from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
+from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads
-from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -61,28 +62,29 @@ def pretrain(config: PretrainConfig) -> Path:
                 tokens_of_step[f"source_tokens/{source.name}"] = float(tokens)
         return document_batch([document for _, document in taken])
 
-    def evaluate() -> Held:
+    def evaluate() -> HeldOut:
         losses = [float(-learner.logprobs(document_batch(documents)).result().mean()) for documents in held_out]
         loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         by_source = {f"held_out_loss/{source.name}": loss for source, loss in zip(sources, losses, strict=True)}
         note = ", ".join(f"{source.name} {loss:.4f}" for source, loss in zip(sources, losses, strict=True))
-        return Held(
+        return HeldOut(
             {"held_out_loss": loss} | (by_source if several else {}),
             f"held-out loss {loss:.4f}" + (f" ({note})" if several else ""),
         )
 
     recipe = Supervised(
+        config,
         learner,
         tokenizer,
         cross_entropy,
         mixture,
         " and ".join(source.path for source in config.data.mixture),
         next_batch=next_batch,
-        notes=_shares_and_epochs(config, sources, shares),
-        evaluate=evaluate,
+        data_notes=_shares_and_epochs(config, sources, shares),
+        held_out=evaluate,
         metrics=lambda batch, result: tokens_of_step,
     )
-    return supervise(config, threads, recipe)
+    return supervise(recipe, threads)
 
 
 def _read_sources(

@@ -19,8 +19,9 @@ from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.model.head import Head
 from nmoe.recipes.pair_batch import reward_batch
 from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
+from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
-from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.recipes.supervised import Supervised, supervise
 
 
 def train_reward_model(config: RewardConfig) -> Path:
@@ -45,19 +46,20 @@ def train_reward_model(config: RewardConfig) -> Path:
     def next_batch() -> Batch:
         return reward_batch([data.pairs[number] for number in data.take()])
 
-    def evaluate() -> Held:
+    def evaluate() -> HeldOut:
         assert held_out is not None, "called where pairs are held out"
         return held_out_pairs(learner.head_outputs(held_out).result()[:, 0], config)
 
     recipe = Supervised(
+        config,
         learner,
         tokenizer,
         bradley_terry(config.reward_model.margin, config.reward_model.centering),
         data.stream,
         config.records.path,
         next_batch=next_batch,
-        notes=data.notes,
-        evaluate=None if held_out is None else evaluate,
+        data_notes=data.notes,
+        held_out=None if held_out is None else evaluate,
         metrics=lambda batch, result: reward_metrics(result.tokens["reward"]),
     )
-    return supervise(config, threads, recipe)
+    return supervise(recipe, threads)

@@ -22,8 +22,9 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.prefixes import common_prefixes
+from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
-from nmoe.recipes.supervised import Held, Supervised, held_out_source, supervise
+from nmoe.recipes.supervised import Supervised, held_out_source, supervise
 from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
@@ -46,7 +47,7 @@ def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) 
     )
 
 
-def held_out_loss(learner: Learner, examples: Examples, source: str) -> Held:
+def held_out_loss(learner: Learner, examples: Examples, source: str) -> HeldOut:
     """The mean loss over all learned tokens, with its 95% interval over sequences (a ratio of means, whose error is that of each
     sequence's loss beyond the mean's: Cochran, Sampling Techniques, 1977, section 6.4)."""
     batch = example_batch([examples[index] for index in range(len(examples))])
@@ -64,7 +65,7 @@ def held_out_loss(learner: Learner, examples: Examples, source: str) -> Held:
         "high": loss + 1.96 * error,
         "lower_is_better": True,
     }
-    return Held({"held_out_loss": loss}, f"held-out loss {loss:.4f} +- {1.96 * error:.4f}", [result])
+    return HeldOut({"held_out_loss": loss}, f"held-out loss {loss:.4f} +- {1.96 * error:.4f}", [result])
 
 
 def sft(config: SFTConfig) -> Path:
@@ -89,14 +90,15 @@ def sft(config: SFTConfig) -> Path:
         return example_batch(chosen, share_prefixes=config.records.share_prefixes)
 
     recipe = Supervised(
+        config,
         learner,
         tokenizer,
         cross_entropy,
         stream,
         config.records.path,
         next_batch=next_batch,
-        notes=notes,
-        evaluate=None
+        data_notes=notes,
+        held_out=None
         if held_out is None
         else lambda: held_out_loss(learner, held_out, held_out_source(config.records)),
         metrics=lambda batch, result: {
@@ -104,7 +106,7 @@ def sft(config: SFTConfig) -> Path:
             "packing_utilisation": batch.tokens / config.records.tokens_per_step,
         },
     )
-    return supervise(config, threads, recipe)
+    return supervise(recipe, threads)
 
 
 def _read(config: SFTConfig, tokenizer: Tokenizer, context_tokens: int) -> tuple[Examples, Examples | None, list[str]]:

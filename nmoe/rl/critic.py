@@ -1,8 +1,8 @@
-"""PPO: the loop of `nmoe/rl/train.py` with a critic, whose values take the place of the group that samples are compared with.
+"""The critic of PPO: its values, rather than the other samples of a group, are what rewards are compared with.
 
-Schulman et al. 2017 (arXiv:1707.06347), as used on language models by Ouyang et al. 2022 (arXiv:2203.02155). The loop, the policy's
-loss and the checkpoints are those of every policy gradient here; this file is what PPO has beside them. `nmoe rl train CONFIG` with
-`algorithm.advantage = "gae"` and a [critic] table: configs/sort_ppo.toml.
+Schulman et al. 2017 (arXiv:1707.06347), as used on language models by Ouyang et al. 2022 (arXiv:2203.02155). PPO is the loop of
+`nmoe/rl/train.py` with this critic: `nmoe rl train CONFIG` with `algorithm.advantage = "gae"` and a [critic] table, as in
+configs/sort_ppo.toml.
 """
 
 # Shapes: N scored tokens.
@@ -24,9 +24,7 @@ from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import Objective, value_loss
 from nmoe.learner.objectives.value import explained_variance
 from nmoe.learner.optimizer import StepResult
-from nmoe.model.config import ModelConfig
 from nmoe.model.head import DESCRIPTION, Head, load_head
-from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import build_model, optimizer_settings
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
@@ -35,86 +33,86 @@ DIRECTORY = "critic"
 
 
 def value_head(hidden_size: int, checkpoint: str | None) -> Head:
-    """The value head of a checkpoint that has one, else a new one, whose values are all 0. Raises UserError for a head of another
-    width or kind."""
+    """The value head of a checkpoint, or a new one, whose values are all 0, where it has none. Raises UserError for a head of
+    another width or kind."""
     if checkpoint is not None and ((directory := resolve_checkpoint(Path(checkpoint))) / DESCRIPTION).exists():
         return load_head(directory, hidden_size, "value")
     return Head(hidden_size, 1, "value")
 
 
-def build_critic(config: RLConfig, tokenizer: Tokenizer, policy: ModelConfig) -> tuple[Transformer, Head] | None:
-    """The critic's own model and head; None where there is no critic, or where it is a head on the policy's trunk.
-
-    Raises UserError where its checkpoint can not read what the policy writes, or has a head of another width."""
-    section = config.critic
-    if section is None or section.shared:
-        return None
-    path = section.path or config.model.path
-    assert path is not None, "the configuration asks for a critic's checkpoint"
-    settings = config.model.model_copy(update={"path": path, "shape": None})
-    model = build_model(settings, tokenizer, config.run.seed, balance=False)
-    for name in ("vocab_size", "context_tokens"):
-        if getattr(model.config, name) < getattr(policy, name):
-            raise UserError(
-                f"{path}: this critic's {name} is {getattr(model.config, name)} and the policy's {getattr(policy, name)}, so "
-                "that it can not read all that the policy writes; name another checkpoint in critic.path"
-            )
-    return model, value_head(model.config.hidden_size, path)
-
-
 class Critic:
-    """Values of the states that the policy chose in, and their training: on a model of its own beside the policy, or as a head on
-    the policy's trunk, which then learns with the policy, from the sum of both losses."""
+    """Estimates the values of the states that the policy acted in, and learns from the returns. It is a model of its own beside the
+    policy, or a head on the policy's trunk, which then learns together with the policy from the sum of both losses."""
 
-    def __init__(self, config: RLConfig, policy: Learner, own: tuple[Transformer, Head] | None) -> None:
-        assert config.critic is not None
-        self._section: CriticSection = config.critic
-        self._policy = policy
+    def __init__(self, section: CriticSection, policy: Learner, own: Learner | None) -> None:
+        """`own` trains the critic's own model; None for a head on the policy's trunk."""
+        assert (own is None) == section.shared, "a critic of its own has a learner, and a shared one has none"
+        self._section, self._policy, self._own = section, policy, own
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._steps: list[StepResult] = []
-        self._learner: Learner | None = None
-        if own is not None:
-            model, head = own
-            updates = config.batch.updates
-            settings = optimizer_settings(config, updates)
-            self._learner = Learner(
-                model,
-                replace(settings, learning_rate=self._section.learning_rate),
-                config.run.steps * updates,
-                config.batch.tokens_per_microbatch,
-                head=head,
-                head_only=True,
-            )
+
+    @classmethod
+    def build(cls, config: RLConfig, policy: Learner, tokenizer: Tokenizer) -> Critic | None:
+        """The critic of a run, None where there is none.
+
+        Raises UserError where its checkpoint cannot read everything that the policy writes, or has a head of another width."""
+        section = config.critic
+        if section is None:
+            return None
+        if section.shared:
+            return cls(section, policy, None)
+        path = section.path or config.model.path
+        assert path is not None, "the configuration requires a critic's checkpoint"
+        settings = config.model.model_copy(update={"path": path, "shape": None})
+        model = build_model(settings, tokenizer, config.run.seed, balance=False)
+        for name in ("vocab_size", "context_tokens"):
+            if getattr(model.config, name) < getattr(policy.model.config, name):
+                raise UserError(
+                    f"{path}: this critic's {name} is {getattr(model.config, name)} and the policy's "
+                    f"{getattr(policy.model.config, name)}, so that it cannot read all that the policy writes; name another "
+                    "checkpoint in critic.path"
+                )
+        updates = config.batch.updates
+        learner = Learner(
+            model,
+            replace(optimizer_settings(config, updates), learning_rate=section.learning_rate),
+            config.run.steps * updates,
+            config.batch.tokens_per_microbatch,
+            head=value_head(model.config.hidden_size, path),
+            head_only=True,
+        )
+        return cls(section, policy, learner)
 
     def with_values(self, batch: Batch) -> Batch:
-        """The batch with the present values of its states."""
+        """The batch with the critic's present values of its states."""
         return replace(batch, old_values_T=batch.column(self._values(batch)))
 
     def _values(self, batch: Batch) -> Tensor:
-        if self._learner is None:
+        if self._own is None:
             return self._policy.head_outputs(batch).result()[:, 0]
-        return self._learner.head_outputs(batch.without_routes()).result()[:, 0]
+        return self._own.head_outputs(batch.without_routes()).result()[:, 0]
 
     def warming_up(self, step: int) -> bool:
-        """Whether the policy still waits for its critic."""
+        """Whether this step trains the critic alone."""
         return step <= self._section.warmup_steps
 
     def shared_objective(self) -> Objective | None:
-        """What the policy's learner minimises beside the policy's loss, where the critic is a head on its trunk."""
-        return value_loss(self._section.clip, self._section.coef) if self._learner is None else None
+        """The value loss of a head on the policy's trunk, to be added to the policy's loss; None for a critic of its own."""
+        return value_loss(self._section.clip, self._section.coef) if self._own is None else None
 
     def update(self, batch: Batch) -> None:
-        """One optimizer step of the critic's own model on a mini-batch, the mean over its tokens; none for a shared head."""
-        if self._learner is None:
+        """Takes one optimizer step of the critic's own model on a mini-batch, on the mean loss over its tokens. Does nothing for a
+        shared head."""
+        if self._own is None:
             return
         batch = replace(batch.without_routes(), weights_T=token_weights("token", batch.scored_T, batch.lengths))
-        result = self._learner.forward_backward(batch, value_loss(self._section.clip)).result()
-        self._steps.append(self._learner.optim_step().result())
+        result = self._own.forward_backward(batch, value_loss(self._section.clip)).result()
+        self._steps.append(self._own.optim_step().result())
         self._observe(batch, result)
 
     def observe_policy(self, batch: Batch, result: PassResult) -> None:
-        """Takes in a pass of the policy's learner, in which a shared head was trained too."""
-        if self._learner is None:
+        """Records a pass of the policy's learner, which trained a shared head too."""
+        if self._own is None:
             self._observe(batch, result)
 
     def _observe(self, batch: Batch, result: PassResult) -> None:
@@ -122,7 +120,7 @@ class Critic:
         self._passes.append((result.tokens["value"], batch.returns_T[batch.scored_T], result.tokens["value_clipped"]))
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """Figures of the step's updates; how well the critic knew the returns is taken from before them."""
+        """Figures of the step's updates; `explained_variance` compares the returns with the values before the updates."""
         assert batch.returns_T is not None
         assert batch.old_values_T is not None
         returns_N, values_N = batch.returns_T[batch.scored_T], batch.old_values_T[batch.scored_T]
@@ -141,10 +139,10 @@ class Critic:
         return metrics
 
     def save(self, directory: Path) -> None:
-        if self._learner is not None:
+        if self._own is not None:
             (directory / DIRECTORY).mkdir()
-            self._learner.save(directory / DIRECTORY)
+            self._own.save(directory / DIRECTORY)
 
     def load(self, directory: Path) -> None:
-        if self._learner is not None:
-            self._learner.load(directory / DIRECTORY)
+        if self._own is not None:
+            self._own.load(directory / DIRECTORY)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,9 @@ from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP
 from nmoe.learner.optimizer import StepResult
 from nmoe.types import FAILURES, Trajectory
+
+# A larger gradient norm, before clipping, is recorded in spikes.jsonl with the problems of its batch.
+SPIKE_GRAD_NORM = 50.0
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -122,6 +125,19 @@ def update_metrics(
     if "reference_kl" in result.tokens:
         metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
     return metrics | optimizer_metrics(step) | routing_metrics(result)
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The figures of the progress line. Open problems have no correctness, and a step without an update no mismatch."""
+    shown_as = {
+        "reward": "reward_mean",
+        "correctness": "correctness",
+        "format": "format_ok",
+        "length": "response_length_mean",
+        "tokens/s": "tokens_per_second",
+        "mismatch": "mismatch_abs_mean",
+    }
+    return {label: metrics[name] for label, name in shown_as.items() if name in metrics}
 
 
 def _moments(values_B: Tensor) -> dict[str, float]:

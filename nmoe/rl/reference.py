@@ -1,4 +1,5 @@
-"""The policy that a divergence is measured from: the one that the run starts from or, every so many steps, the one at that step."""
+"""The reference policy that a divergence is measured from: the policy at the start of the run or, with
+`algorithm.reference_every_steps`, at the last such step."""
 
 from __future__ import annotations
 
@@ -14,45 +15,54 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.model.checkpoint import load_weights, save_model
 from nmoe.model.transformer import Transformer
+from nmoe.recipes.setup import build_model
+from nmoe.text.tokenizer import Tokenizer
 
 DIRECTORY = "reference"
 
 
 class Reference:
-    """Its log-probabilities, and its renewal. Only a reference that was renewed is part of a checkpoint: the first is what the run
-    starts from, the adapter that it goes on with included."""
+    """Gives log-probabilities under the reference, and renews it. A reference belongs in a checkpoint only where it is renewed: the
+    first one is what the run starts from."""
 
-    def __init__(self, config: RLConfig, learner: Learner, model: Transformer | None) -> None:
-        """`model` is frozen; None where an adapter is trained: then the reference is the same base beside a copy of the adapter,
-        and there is no second model in memory. To be made before a resumption loads what was trained."""
+    def __init__(self, learner: Learner, model: Transformer | None, every_steps: int = 0) -> None:
+        """`model` is frozen. It is None where an adapter is trained: the reference is then the same base with a copy of the
+        adapter, so that memory holds no second model. To be created before a resumed run loads its checkpoint."""
         assert (model is None) == (learner.lora is not None), "the reference of an adapter shares its base"
-        self._config, self._learner, self._model = config, learner, model
+        self._learner, self._model, self._every_steps = learner, model, every_steps
         self._start = [] if learner.lora is None else [p.detach().clone() for p in learner.lora.parameters()]
 
+    @classmethod
+    def build(cls, config: RLConfig, learner: Learner, tokenizer: Tokenizer) -> Reference | None:
+        """The reference of a run; None where no divergence is measured."""
+        if config.algorithm.kl_coef == 0:
+            return None
+        model = None
+        if learner.lora is None:
+            model = build_model(config.model, tokenizer, config.run.seed, balance=False).requires_grad_(False)
+        return cls(learner, model, config.algorithm.reference_every_steps)
+
     def logprobs(self, batch: Batch) -> Tensor:
-        """Of the batch's scored tokens, `[N]`."""
-        config, lora = self._config, self._learner.lora
-        with nullcontext(self._model) if lora is None else lora.holding(self._start) as model:
+        """Log-probabilities of the batch's scored tokens, `[N]`."""
+        learner = self._learner
+        with nullcontext(self._model) if learner.lora is None else learner.lora.holding(self._start) as model:
             assert model is not None, "without an adapter there is a model"
-            return batch_logprobs(
-                model, batch.without_routes(), config.batch.tokens_per_microbatch, config.sampling.temperature
-            )
+            return batch_logprobs(model, batch.without_routes(), learner.tokens_per_microbatch, learner.temperature)
 
     @torch.no_grad()
     def renew(self, step: int) -> None:
-        """Makes the policy of now the reference, where its time has come."""
-        every = self._config.algorithm.reference_every_steps
-        if every and step % every == 0:
-            assert self._model is not None, "a reference that is renewed was refused beside an adapter"
+        """Makes the present policy the reference, every `every_steps` steps."""
+        if self._every_steps and step % self._every_steps == 0:
+            assert self._model is not None, "a renewed reference is refused with an adapter"
             self._model.load_state_dict(self._learner.model.state_dict())
 
     def save(self, directory: Path) -> None:
-        if self._config.algorithm.reference_every_steps:
-            assert self._model is not None
+        if self._every_steps:
+            assert self._model is not None, "a renewed reference is a model"
             (directory / DIRECTORY).mkdir()
             save_model(self._model, directory / DIRECTORY)
 
     def load(self, directory: Path) -> None:
-        if self._config.algorithm.reference_every_steps:
-            assert self._model is not None
+        if self._every_steps:
+            assert self._model is not None, "a renewed reference is a model"
             load_weights(self._model, directory / DIRECTORY)

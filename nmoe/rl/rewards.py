@@ -67,9 +67,3 @@ def differs(group: Group, algorithm: AlgorithmSection, token_limit: int) -> bool
     spread_R = rewards_BR.nan_to_num(-torch.inf).amax(0) - rewards_BR.nan_to_num(torch.inf).amin(0)
     steps = {score for t in group.trainable for _, score in t.grade.step_rewards}
     return bool((spread_R > 1e-9).any()) or (len(steps) > 1 and algorithm.step_reward_coef > 0)
-
-
-def solve_rate(group: Group) -> float:
-    """Mean correctness of the group's judged samples."""
-    rates = [t.grade.extras["correctness"] for t in group.trainable]
-    return sum(rates) / len(rates) if rates else 0.0

@@ -1,32 +1,39 @@
-"""What one policy-gradient step samples: graded groups, of which those that teach nothing are replaced a bounded number of times
-(dynamic sampling, DAPO, arXiv:2503.14476, section 3.2).
+"""Sampling of one policy-gradient step: draws problems, has groups of completions sampled and graded, and replaces groups that
+carry no signal, a bounded number of times (dynamic sampling, DAPO, arXiv:2503.14476, section 3.2).
 
-A group teaches nothing where its rewards are all alike, if samples are compared within groups; where its solve rate lies outside
-`batch.solve_rate`, it is not what the run wants to train on.
+Where samples are compared within groups, a group with equal rewards carries no signal. A group whose solve rate lies outside
+`batch.solve_rate` is dropped too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.batch import BatchSection
+from nmoe.config.tables.rollout import SamplingSection
+from nmoe.config.tables.run import RunSection
 from nmoe.envs.environment import Environment
+from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.pools.pool import Drawn
 from nmoe.errors import InfrastructureError
-from nmoe.rl.focus import Focus
-from nmoe.rl.rewards import differs, solve_rate
 from nmoe.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.directory import RunDirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Failure, Group, TrainerState, Trajectory
 
+# The lowest share of a source's problems that is drawn, however well it is solved.
+LEAST = 0.1
+# The weight of the past in the average of a source's rate, per step.
+DECAY = 0.7
+
 
 @dataclass
 class Rollouts:
-    """What one step sampled: every group; those to train on, and why the others are not; and how long it took."""
+    """The rollouts of one step: all groups, those to train on, why the others were dropped, and the time taken."""
 
     groups: list[Group] = field(default_factory=list)
     kept: list[Group] = field(default_factory=list)
@@ -37,7 +44,7 @@ class Rollouts:
     grade_s: float = 0.0
     refills: int = 0
     left_out: int = 0
-    focus: dict[str, float] = field(default_factory=dict)
+    focus: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -52,7 +59,7 @@ class Rollouts:
         return f"every one of {len(self.groups)} groups had rewards all alike"
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were sampled and dropped."""
+        """Counts of groups sampled and dropped."""
         return {
             "groups": len(self.groups),
             "groups_zero_variance": self.zero_variance,
@@ -65,95 +72,142 @@ class Rollouts:
 
 
 class RolloutSampler:
-    """Takes problems from the environment's pool, has them sampled and graded, and records what failed."""
+    """Draws problems from the environment's pool and has them sampled and graded. `carries_signal` says whether the advantages of
+    a group can differ from 0."""
 
     def __init__(
         self,
-        config: RLConfig,
-        run: RunDirectory,
-        tokenizer: Tokenizer,
-        environment: Environment,
         collector: Collector,
-        replays: ReplayRecorder,
+        environment: Environment,
+        run: RunSection,
+        batch: BatchSection,
+        sampling: SamplingSection,
+        carries_signal: Callable[[Group], bool],
+        failures: FailureRecords,
     ) -> None:
-        self._config, self._run, self._tokenizer = config, run, tokenizer
-        self._environment, self._collector, self._replays = environment, collector, replays
-        self.focus = Focus(config.run.seed) if config.batch.favour_unsolved else None
-        self._token_limit = environment.token_limit(config.sampling.max_new_tokens)
-        self._settings = RolloutSettings(
-            samples=config.batch.group_size,
-            max_new_tokens=config.sampling.max_new_tokens,
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            top_k=config.sampling.top_k,
-        )
+        self._collector, self._pool, self._run, self._batch = collector, environment.pool, run, batch
+        self._carries_signal, self._failures = carries_signal, failures
+        self._settings = RolloutSettings(samples=batch.group_size, **sampling.model_dump())
+        self.focus = Focus(run.seed) if batch.favour_unsolved else None
 
     def sample(self, step: int) -> Rollouts:
-        """Groups for one step. Those not to train on are replaced by fresh prompts, at most `max_refills` times.
+        """Groups for one step. Those dropped are replaced by fresh prompts, at most `max_refills` times.
 
         Raises GradingError with its sample saved, and InfrastructureError where every sample was lost."""
-        config, pool, rollouts = self._config, self._environment.pool, Rollouts()
+        batch, pool, rollouts = self._batch, self._pool, Rollouts()
         passed_over = pool.passed_over
-        settings = replace(self._settings, state=TrainerState(step - 1, config.run.steps))
-        for refill in range(config.batch.max_refills + 1):
-            missing = config.batch.prompts_per_step - len(rollouts.kept)
+        settings = replace(self._settings, state=TrainerState(step - 1, self._run.steps))
+        for refill in range(batch.max_refills + 1):
+            missing = batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
                 break
-            wanted = math.ceil(missing * config.batch.oversampling)
+            wanted = math.ceil(missing * batch.oversampling)
             drawn = pool.draw(wanted) if self.focus is None else pool.draw(wanted, self.focus.admits)
             positions, problems = zip(*drawn, strict=True)
             try:
-                collected = self._collector.collect(problems, settings, (config.run.seed, "train"), positions)
+                collected = self._collector.collect(problems, settings, (self._run.seed, "train"), positions)
             except GradingError as error:
-                self._record_failure(step, error.trajectory)
-                self._replays.write(step, [error.trajectory])
+                self._failures.write(step, [error.trajectory])
                 raise
             rollouts.groups += collected.groups
             for group in collected.groups:
-                self._sort(group, rollouts)
+                self._keep_or_count(group, rollouts)
             rollouts.rollout_s += collected.rollout_s
             rollouts.grade_s += collected.grade_s
             rollouts.refills = refill
         rollouts.left_out = pool.passed_over - passed_over
         if self.focus is not None:
             self.focus.observe(rollouts.groups)
-            rollouts.focus = dict(self.focus.metrics())
-        self._record_failures(step, rollouts.trajectories)
+            rollouts.focus = self.focus.metrics()
+        self._failures.write(step, rollouts.trajectories)
+        self._failures.refuse_total_loss(step, rollouts.trajectories)
         return rollouts
 
-    def _sort(self, group: Group, rollouts: Rollouts) -> None:
-        """Keeps a group, or counts why it is not kept."""
-        algorithm, batch = self._config.algorithm, self._config.batch
-        lowest, highest = batch.solve_rate
-        # Of a teacher any group has something to learn.
-        compared = algorithm.in_groups and self._config.distillation is None
-        if not group.trainable or (compared and not differs(group, algorithm, self._token_limit)):
+    def _keep_or_count(self, group: Group, rollouts: Rollouts) -> None:
+        """Keeps a group, or counts why it is dropped."""
+        lowest, highest = self._batch.solve_rate
+        if not group.trainable or not self._carries_signal(group):
             rollouts.zero_variance += 1
         elif not lowest <= solve_rate(group) <= highest:
             rollouts.outside_solve_rate += 1
-        elif len(rollouts.kept) == batch.prompts_per_step:
+        elif len(rollouts.kept) == self._batch.prompts_per_step:
             rollouts.surplus += 1
         else:
             rollouts.kept.append(group)
 
-    def _record_failures(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """What the infrastructure lost, the first trajectory with each failure of its own or of a call, and the step's replay
-        bundles. Raises InfrastructureError where everything was lost."""
-        lost = [trajectory for trajectory in trajectories if not trajectory.trainable]
+
+def solve_rate(group: Group) -> float:
+    """Mean correctness of the group's judged samples."""
+    rates = [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
+    return sum(rates) / len(rates) if rates else 0.0
+
+
+class Focus:
+    """Draws more problems from sources that are solved less often: groups from a solved source mostly have equal rewards.
+
+    A problem of source s is drawn with probability max(0.1, (1 - r_s) / max_s' (1 - r_s')), where r_s is an exponential average of
+    the share of its samples that were right. This is prioritisation by learning potential, as in Schaul et al. 2016
+    (arXiv:1511.05952), over sources. `rates` holds r by source and belongs in a checkpoint; whether a problem is drawn is a pure
+    function of rates, seed and position.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.rates: dict[str, float] = {}
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Updates the rates by a step's groups, whether they are trained on or not."""
+        outcomes: dict[str, list[float]] = {}
+        for group in groups:
+            found = outcomes.setdefault(group.problem.source, [])
+            found += [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
+        for source, values in outcomes.items():
+            if values:
+                now = sum(values) / len(values)
+                self.rates[source] = DECAY * self.rates.get(source, now) + (1 - DECAY) * now
+
+    def share(self, source: str) -> float:
+        """The probability that a problem of this source is drawn; 1 for a source without a rate yet."""
+        unsolved = {name: 1 - rate for name, rate in self.rates.items()}
+        most = max(unsolved.values(), default=0.0)
+        if source not in unsolved or most == 0:
+            return 1.0
+        return max(LEAST, unsolved[source] / most)
+
+    def admits(self, drawn: Drawn) -> bool:
+        """Whether this problem is drawn."""
+        coin = stable_hash("focus", self._seed, drawn.position) / 2**64
+        return coin < self.share(drawn.problem.source)
+
+    def metrics(self) -> dict[str, float]:
+        """`focus/NAME`: the share of each source's problems that the next step draws."""
+        return {f"focus/{source}": self.share(source) for source in sorted(self.rates)}
+
+
+class FailureRecords:
+    """Records the failed trajectories of a run in failures.jsonl, and writes replay bundles."""
+
+    def __init__(self, run: RunDirectory, tokenizer: Tokenizer, replays: ReplayRecorder) -> None:
+        self._run, self._tokenizer, self._replays = run, tokenizer, replays
+
+    def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Records each trajectory that the infrastructure lost, the first with each other failure, of its own or of a tool call,
+        and the step's replay bundles."""
         seen: set[Failure] = {"ok"}
         for trajectory in trajectories:
             failures = {trajectory.grade.failure, *(event.failure for event in trajectory.tool_events)}
             if not trajectory.trainable or not failures <= seen:
-                self._record_failure(step, trajectory)
+                self._run.ledger.failure(trajectory.record(step, self._tokenizer.decode(trajectory.token_ids)))
             seen |= failures
         self._replays.write(step, trajectories)
-        if len(lost) == len(trajectories):
-            counts = Counter(trajectory.grade.failure for trajectory in lost)
-            raise InfrastructureError(
-                f"step {step}: every sample was lost to the infrastructure, none to the policy: "
-                + ", ".join(f"{count} {name}" for name, count in counts.most_common())
-                + f"; the reasons are in {self._run.path / 'failures.jsonl'}"
-            )
 
-    def _record_failure(self, step: int, trajectory: Trajectory) -> None:
-        self._run.ledger.failure(trajectory.record(step, self._tokenizer.decode(trajectory.token_ids)))
+    def refuse_total_loss(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Raises InfrastructureError where the infrastructure lost every trajectory."""
+        if any(trajectory.trainable for trajectory in trajectories):
+            return
+        counts = Counter(trajectory.grade.failure for trajectory in trajectories)
+        raise InfrastructureError(
+            f"step {step}: every sample was lost to the infrastructure, none to the policy: "
+            + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+            + f"; the reasons are in {self._run.path / 'failures.jsonl'}"
+        )

@@ -1,7 +1,8 @@
-"""On-policy distillation: the policy samples, and a teacher says of every token how much likelier it would have been to write it.
+"""On-policy distillation: the policy samples, and the advantage of each token is its log-probability under a teacher, less that
+under the policy.
 
-Agarwal et al. 2024 (arXiv:2306.13649). `nmoe rl train CONFIG` with a [distillation] table: the loop of `nmoe/rl/train.py`, with
-the teacher's advantages in the place of those from rewards, or beside them. Any engine that scores tokens can be the teacher's.
+Agarwal et al. 2024 (arXiv:2306.13649). `nmoe rl train CONFIG` with a [distillation] table: the loop of `nmoe/rl/train.py`, with the
+teacher's advantages in place of those from rewards, or added to them. The teacher can run on any engine that scores tokens.
 """
 
 # Shapes: T predicting positions, N scored ones.
@@ -28,7 +29,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 class ScoringEngine(Protocol):
-    """What is asked of the teacher's engine."""
+    """The part of an engine that a teacher needs."""
 
     def run(self, coroutine: Coroutine[Any, Any, list[list[float]]]) -> list[list[float]]: ...
 
@@ -36,19 +37,41 @@ class ScoringEngine(Protocol):
 
 
 class Teacher:
-    """A frozen model behind an engine of its own."""
+    """A frozen model on an engine of its own."""
 
     def __init__(self, section: DistillationSection, engine: ScoringEngine, temperature: float) -> None:
-        """The teacher's distribution is taken at the temperature that the policy samples with, so that a policy with the teacher's
-        logits is at the optimum."""
+        """`temperature` is that of the policy's sampling, so that a policy with the teacher's logits is optimal."""
         self._section, self._engine, self._temperature = section, engine, temperature
 
+    @classmethod
+    def build(cls, config: RLConfig, policy: ModelConfig, tokenizer: Tokenizer) -> Teacher | None:
+        """The teacher that the configuration names, None where it names none. Raises UserError where it has other tokens than the
+        policy, or a shorter context."""
+        section = config.distillation
+        if section is None:
+            return None
+        settings = config.model.model_copy(update={"path": section.teacher, "shape": None, "tokenizer": None})
+        if not load_tokenizer(settings).same_ids(tokenizer):
+            raise UserError(
+                f"{section.teacher}: the teacher in distillation.teacher has other tokens than the policy, or other ids for them; "
+                "it can only judge tokens that it knows"
+            )
+        model = build_model(settings, tokenizer, config.run.seed).requires_grad_(False)
+        if model.config.context_tokens < policy.context_tokens:
+            raise UserError(
+                f"{section.teacher}: this teacher's context is {model.config.context_tokens} tokens and the policy's "
+                f"{policy.context_tokens}, so that it cannot read all that the policy writes; name another distillation.teacher"
+            )
+        engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
+        return cls(section, engine, config.sampling.temperature)
+
     def advise(self, batch: Batch) -> tuple[Batch, Tensor, dict[str, float]]:
-        """The batch with the teacher's advantages beside the weighed ones that it has, those of the scored tokens, `[N]`, and
-        `teacher_kl`, the mean of `log pi - log teacher` over them. Needs `behaviour_logprobs` or `old_logprobs`."""
+        """Adds the teacher's advantages to `reward_coef` times those of the batch. Returns the batch, the sums at the scored
+        tokens, `[N]`, and `teacher_kl`, the mean of `log pi - log teacher` over them. Needs `behaviour_logprobs` or
+        `old_logprobs`."""
         logprobs_T = batch.behaviour_logprobs_T if batch.old_logprobs_T is None else batch.old_logprobs_T
-        assert logprobs_T is not None, "a batch of samples has the log-probabilities that they were sampled with"
-        assert batch.advantages_T is not None, "those from rewards come first"
+        assert logprobs_T is not None, "a batch of samples has their behaviour log-probabilities"
+        assert batch.advantages_T is not None, "advantages from rewards come first"
         teacher_T = self._logprobs(batch)
         own_T = teacher_advantages(logprobs_T, teacher_T, batch.scored_T, self._section.coef)
         advantages_T = own_T + self._section.reward_coef * batch.advantages_T
@@ -65,25 +88,3 @@ class Teacher:
             return await asyncio.gather(*(self._engine.score(ids, self._temperature) for ids in sequences))
 
         return torch.tensor([value for values in self._engine.run(score()) for value in values])
-
-
-def build_teacher(config: RLConfig, tokenizer: Tokenizer, policy: ModelConfig) -> Teacher | None:
-    """The teacher that the configuration names, None where it names none. Raises UserError where it has other tokens than the
-    policy, or a shorter context."""
-    section = config.distillation
-    if section is None:
-        return None
-    settings = config.model.model_copy(update={"path": section.teacher, "shape": None, "tokenizer": None})
-    if not load_tokenizer(settings).same_ids(tokenizer):
-        raise UserError(
-            f"{section.teacher}: the teacher in distillation.teacher has other tokens than the policy, or other ids for them; it "
-            "can only judge tokens that it knows"
-        )
-    model = build_model(settings, tokenizer, config.run.seed).requires_grad_(False)
-    if model.config.context_tokens < policy.context_tokens:
-        raise UserError(
-            f"{section.teacher}: this teacher's context is {model.config.context_tokens} tokens and the policy's "
-            f"{policy.context_tokens}, so that it can not read all that the policy writes; name another distillation.teacher"
-        )
-    engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
-    return Teacher(section, engine, config.sampling.temperature)

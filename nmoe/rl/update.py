@@ -57,7 +57,8 @@ class PolicyUpdate:
         teacher: Teacher | None = None,
     ) -> None:
         """`token_limit` is the most tokens that a sample may have."""
-        self._config, self._learner, self._critic = config, learner, critic
+        self._config, self.learner, self.critic, self.reference = config, learner, critic, reference
+        self.token_limit = token_limit
         self._experiences = Experiences(config, learner, reference, critic, token_limit, teacher)
         self._objective = policy_objective(config.algorithm, critic)
 
@@ -67,21 +68,21 @@ class PolicyUpdate:
         if experience is None:
             return {}
         metrics = experience.metrics
-        trains_policy = self._critic is None or not self._critic.warming_up(step)
+        trains_policy = self.critic is None or not self.critic.warming_up(step)
         passes, steps = [], []
         for minibatch in self._minibatches(step, experience):
-            if self._critic is not None:
-                self._critic.update(minibatch)
+            if self.critic is not None:
+                self.critic.update(minibatch)
             if trains_policy:
-                passes.append(self._learner.forward_backward(minibatch, self._objective).result())
-                steps.append(self._learner.optim_step().result())
-                if self._critic is not None:
-                    self._critic.observe_policy(minibatch, passes[-1])
+                passes.append(self.learner.forward_backward(minibatch, self._objective).result())
+                steps.append(self.learner.optim_step().result())
+                if self.critic is not None:
+                    self.critic.observe_policy(minibatch, passes[-1])
         if trains_policy:
             result, last = joined_passes(passes), joined_steps(steps)
             metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
-        if self._critic is not None:
-            metrics |= self._critic.metrics(experience.batch)
+        if self.critic is not None:
+            metrics |= self.critic.metrics(experience.batch)
         return metrics
 
     def _minibatches(self, step: int, experience: Experience) -> Iterator[Batch]:

@@ -11,6 +11,7 @@ The meta-verifier is the verifier as the run began, and stays it: who confirms t
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nmoe.config import to_toml
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.environment import EnvironmentSettings, reseeded
 from nmoe.config.tables.curriculum import Rubric
@@ -30,22 +30,17 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.evaluate import evaluate
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.interrupt import Interruptible
+from nmoe.recipes.run_loop import STATE, HeldOut, Recipe, Run, State, Step, open_run
 from nmoe.recipes.setup import (
     build_model,
     load_tokenizer,
     model_identity,
     optimizer_settings,
-    provenance_of,
-    run_path,
     set_threads,
 )
 from nmoe.rl.update import PolicyUpdate
 from nmoe.rollout.collector import Collector, RolloutSettings
 from nmoe.rollout.recorder import ReplayRecorder
-from nmoe.runs.checkpoint import mark_best, save_checkpoint
-from nmoe.runs.directory import RunDirectory
-from nmoe.runs.progress import Progress
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.records import metrics, record
 from nmoe.selfplay.streams import Streams
@@ -66,23 +61,34 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds of `batches` steps that play and `updates` steps that train. Steps and rounds count from 1, a round's parts from 0."""
+    """Rounds of `problems` problems, each of `batches` steps that play and `updates` steps that train. Steps and rounds count from
+    1, a round's parts from 0."""
 
     rounds: int
+    problems: int
     batches: int
     updates: int
 
+    @classmethod
+    def of(cls, config: SelfplayConfig, environment: Environment) -> Schedule:
+        section, size = config.selfplay, environment.pool.size
+        assert size is not None, "open problems are a list of records"
+        problems = min(section.max_problems, size - environment.overlong)
+        updates = config.run.steps // section.rounds if section.train else 0
+        return cls(section.rounds, problems, math.ceil(problems / config.batch.prompts_per_step), updates)
+
+    @property
+    def round_steps(self) -> int:
+        return self.batches + self.updates
+
     @property
     def steps(self) -> int:
-        return self.rounds * (self.batches + self.updates)
+        return self.rounds * self.round_steps
 
     def at(self, step: int) -> Moment:
-        round_, place = divmod(step - 1, self.batches + self.updates)
+        round_, place = divmod(step - 1, self.round_steps)
         trains = place >= self.batches
         return Moment(round_ + 1, trains, place - self.batches if trains else place)
-
-    def ends_round(self, step: int) -> bool:
-        return step % (self.batches + self.updates) == 0
 
 
 def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
@@ -104,20 +110,19 @@ def selfplay(config: SelfplayConfig) -> Path:
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(selfplay_environment(config), tokenizer)
-    probe = None
+    held_out = None
     if config.eval.environment is not None:
-        probe = Environment.from_settings(config.eval.environment, tokenizer)
+        held_out = Environment.from_settings(config.eval.environment, tokenizer)
     roles = Roles.of(config, tokenizer)
-    for loaded in [environment, probe] if probe is not None else [environment]:
+    for loaded in [environment, held_out] if held_out is not None else [environment]:
         loaded.leave_out_overlong(roles.context_tokens, config.sampling.max_new_tokens)
+    schedule = Schedule.of(config, environment)
     with ExitStack() as stack:
-        runtime = stack.enter_context(ToolRuntime(environment, config.sandbox))
-        probe_runtime = None if probe is None else stack.enter_context(ToolRuntime(probe, config.sandbox))
-        run = stack.enter_context(
-            RunDirectory.create(run_path(config), to_toml(config), provenance_of(config, threads), config.run.resume)
-        )
-        _Selfplay(config, run, tokenizer, environment, runtime, probe, probe_runtime, roles).run_to_the_end()
-    return run.path
+        tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
+        held_out_tools = None if held_out is None else stack.enter_context(ToolRuntime(held_out, config.sandbox))
+        run = stack.enter_context(open_run(config, threads, schedule.steps))
+        run.follow(Selfplay(config, run, tokenizer, environment, tools, held_out, held_out_tools, roles, schedule))
+    return run.directory.path
 
 
 @dataclass(frozen=True)
@@ -151,32 +156,27 @@ class Roles:
         return min(model.config.context_tokens for model in self.models)
 
 
-class _Selfplay:
+class Selfplay(Recipe):
     """The state of one run: the roles' models, engines and learners, the streams and the position in the pool."""
 
     def __init__(
         self,
         config: SelfplayConfig,
-        run: RunDirectory,
+        run: Run,
         tokenizer: Tokenizer,
         environment: Environment,
-        runtime: ToolRuntime,
-        probe: Environment | None,
-        probe_runtime: ToolRuntime | None,
+        tools: ToolRuntime,
+        held_out: Environment | None,
+        held_out_tools: ToolRuntime | None,
         roles: Roles,
+        schedule: Schedule,
     ) -> None:
         section, batch = config.selfplay, config.batch
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.environment, self.probe, self.probe_runtime = environment, probe, probe_runtime
-        self.probe_start = None if probe is None else probe.state()
+        self.environment, self.held_out, self.held_out_tools = environment, held_out, held_out_tools
+        self.held_out_start = None if held_out is None else held_out.state()
         assert isinstance(environment.pool.order, OpenProblems), "the environment's pool is self-play's"
-        self.problems = environment.pool.order
-        self.of_round = min(section.max_problems, self.problems.size - environment.overlong)
-        self.schedule = Schedule(
-            section.rounds,
-            -(-self.of_round // batch.prompts_per_step),
-            config.run.steps // section.rounds if section.train else 0,
-        )
+        self.problems, self.schedule = environment.pool.order, schedule
         self.roles = roles
         self.engines = {
             id(model): NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
@@ -187,8 +187,8 @@ class _Selfplay:
         context = roles.context_tokens
 
         def collector(model: Transformer, identity: Mapping[str, str]) -> Collector:
-            engine, workspaces = self.engines[id(model)], runtime.workspaces
-            return Collector(engine, environment, context, runtime.sandboxes, identity, workspaces)
+            engine, workspaces = self.engines[id(model)], tools.workspaces
+            return Collector(engine, environment, context, tools.sandboxes, identity, workspaces)
 
         self.play = SelfPlay(
             environment,
@@ -224,76 +224,45 @@ class _Selfplay:
         self.training: tuple[int, RoundTraining] | None = None
         self.order: tuple[int, list[Problem]] | None = None
         self.replays = ReplayRecorder(
-            run.replays,
+            run.directory.replays,
             environment,
             tokenizer,
             seed=config.run.seed,
             sample_rate=config.monitor.replay_sample_rate,
             per_failure=0,
-            sandbox=runtime.record(),
+            sandbox=tools.record(),
         )
-        self.streams = Streams(run.path)
-        self._load(run.resumed_from)
+        self.streams = Streams(run.directory.path)
+        self.evaluate_every, self.evaluate_first = schedule.round_steps if self.learners else 0, held_out is not None
 
-    def run_to_the_end(self) -> None:
-        config, schedule, first = self.config, self.schedule, self.run.start_step
-        with (
-            Interruptible() as interrupt,
-            Progress(schedule.steps, self.run.log, config.run.name, first) as progress,
-        ):
-            self.progress = progress
-            for line in self._arithmetic():
-                progress.note(line)
-            if first:
-                progress.note(f"resumed from step {first}")
-                # The kill may have come between the checkpoint and its mark.
-                if self.run.resumed_from is not None and self.run.ledger.is_best(first):
-                    mark_best(self.run.resumed_from)
-            else:
-                self._evaluate(0)
-            for step in range(first + 1, schedule.steps + 1):
-                began = time.perf_counter()
-                moment = schedule.at(step)
-                values = self._train(step, moment) if moment.trains else self._play(step, moment)
-                self.run.ledger.metrics(
-                    step, {"round": moment.round, **values, "time_step_s": time.perf_counter() - began}
-                )
-                last = step == schedule.steps
-                if schedule.ends_round(step) and self.learners:
-                    self._evaluate(step)
-                best = self.run.ledger.is_best(step)
-                stopping = (
-                    interrupt.requested
-                )  # asked once: a signal that comes during the save is met after the next step
-                if last or best or stopping or step % config.checkpoint.every_steps == 0:
-                    saved = save_checkpoint(self.run.checkpoints, step, self._save, config.checkpoint.keep)
-                    if best:
-                        mark_best(saved)
-                if stopping and not last:
-                    progress.note(f"interrupted: saved step {step}; go on with --run.resume=true")
-                    raise KeyboardInterrupt
-            progress.note(f"outcomes: {_shown(self.streams.counts.get('outcomes', {}))}")
+    def step(self, step: int) -> Step:
+        """Plays a batch of problems, or trains on what the round has left."""
+        began = time.perf_counter()
+        moment = self.schedule.at(step)
+        values, shown = self._train(step, moment) if moment.trains else self._play(step, moment)
+        if step == self.schedule.steps:
+            self.run.note(f"outcomes: {_shown(self.streams.counts.get('outcomes', {}))}")
+        return Step({"round": moment.round, **values, "time_step_s": time.perf_counter() - began}, shown)
 
-    def _arithmetic(self) -> list[str]:
-        """What the run comes to, and what of its problems was left out."""
+    def notes(self) -> list[str]:
+        """The size of the run, and the problems left out."""
         section, schedule, batch = self.config.selfplay, self.schedule, self.config.batch
         pool = self.environment.settings.task_pool
         assert isinstance(pool, SelfplayPool), "the environment's pool is self-play's"
-        proofs = self.of_round * batch.group_size
+        proofs = schedule.problems * batch.group_size
         judged = proofs * section.verifications
-        lines = [
+        return [
             f"{pool.source}: {self.problems.records:,} records, {self.problems.duplicates:,} of them duplicates, "
             f"{self.environment.overlong:,} too long for the context with {self.config.sampling.max_new_tokens:,} new tokens",
-            f"round: {self.of_round:,} problems x {batch.group_size} proofs = {proofs:,} proofs, x {section.verifications} "
+            f"round: {schedule.problems:,} problems x {batch.group_size} proofs = {proofs:,} proofs, x {section.verifications} "
             f"verifications = {judged:,}, x at most {section.meta_verifications} checks = {judged * section.meta_verifications:,}",
             f"run: {schedule.rounds} rounds of {schedule.batches:,} steps that play and {schedule.updates:,} that train "
             f"= {schedule.steps:,} steps",
             f"accepted: the lowest score with {section.confirmations} verifications that more than half of their checks confirm",
         ]
-        return lines
 
-    def _play(self, step: int, moment: Moment) -> dict[str, Any]:
-        """Plays one batch and leaves what it gave."""
+    def _play(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
+        """Plays one batch, and writes its lines, samples and replay bundles."""
         config = self.config
         first = moment.part * config.batch.prompts_per_step
         problems = self._problems(moment.round)[first : first + config.batch.prompts_per_step]
@@ -306,28 +275,28 @@ class _Selfplay:
         seconds = time.perf_counter() - began
         record(self.streams, self.replays, step, moment.round, attempts)
         self.streams.write_counts()
-        shown = attempts[0].trajectories
-        self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in shown))
+        first_proof = attempts[0].trajectories
+        self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in first_proof))
         tokens = sum(trajectory.sampled_tokens for one in attempts for trajectory in one.trajectories)
         values = metrics(attempts)
-        self.progress.step(step, {"accepted": values["proofs_accepted"], "tokens/s": tokens / seconds})
-        return {**values, "time_rollout_s": seconds, "tokens_per_second": tokens / seconds}
+        shown = {"accepted": values["proofs_accepted"], "tokens/s": tokens / seconds}
+        return {**values, "time_rollout_s": seconds, "tokens_per_second": tokens / seconds}, shown
 
     def _problems(self, round_: int) -> list[Problem]:
         """Those of a round, each once: rounds share out an order of all problems, and a new one when what is left is too few."""
-        order, place = divmod(round_ - 1, (self.problems.size - self.environment.overlong) // self.of_round)
+        order, place = divmod(round_ - 1, (self.problems.size - self.environment.overlong) // self.schedule.problems)
         if self.order is None or self.order[0] != order:
             everything = map(self.problems.at, range(order * self.problems.size, (order + 1) * self.problems.size))
             context, limit = self.roles.context_tokens, self.config.sampling.max_new_tokens
             self.order = order, [one for one in everything if self.environment.fits(one, context, limit)]
-        return self.order[1][place * self.of_round : (place + 1) * self.of_round]
+        return self.order[1][place * self.schedule.problems : (place + 1) * self.schedule.problems]
 
-    def _train(self, step: int, moment: Moment) -> dict[str, Any]:
-        """One optimizer step of each role on its share of what the round left."""
+    def _train(self, step: int, moment: Moment) -> tuple[dict[str, Any], dict[str, float]]:
+        """Takes one optimizer step of each role on its share of the round's data."""
         if self.training is None or self.training[0] != moment.round:
             found = RoundTraining.of(self.config, self.streams, moment.round, self.schedule.updates)
             self.training = (moment.round, found)
-            self.progress.note(
+            self.run.note(
                 f"step {step}: training on {len(found.evidence):,} verifications, and on {len(found.groups):,} problems whose "
                 "proofs differ in their rewards"
             )
@@ -338,57 +307,53 @@ class _Selfplay:
         seconds = time.perf_counter() - began
         for learner in self.learners.values():
             learner.publish(self.engines[id(learner.model)]).result()
-        self.progress.step(step, {"loss": values["verifier_loss"]} if "verifier_loss" in values else {})
-        return {**values, "time_learn_s": seconds}
+        shown = {"loss": values["verifier_loss"]} if "verifier_loss" in values else {}
+        return {**values, "time_learn_s": seconds}, shown
 
-    def _evaluate(self, step: int) -> None:
-        """How the verifier does on held-out problems of an environment that knows the answers, which nothing here is trained on."""
-        if self.probe is None or self.probe_start is None:
-            return
-        self.probe.load_state(self.probe_start)
+    def evaluate(self) -> HeldOut | None:
+        """How often the verifier is right on held-out problems of an environment that knows the answers and is not trained on."""
+        if self.held_out is None or self.held_out_start is None:
+            return None
+        self.held_out.load_state(self.held_out_start)
         results = evaluate(
             self.engines[id(self.roles.verifier)],
-            self.probe,
+            self.held_out,
             self.roles.context_tokens,
             problems=self.config.eval.problems,
             samples=1,
             temperature=0.0,
             max_new_tokens=self.config.sampling.max_new_tokens,
             seed=self.config.run.seed,
-            runtime=self.probe_runtime,
+            runtime=self.held_out_tools,
         )
-        self.run.ledger.evaluation(step, {"results": [result.record() for result in results]})
-        self.progress.note(f"step {step}: verifier, held-out {results[0]}")
+        return HeldOut({}, f"verifier, held-out {results[0]}", [result.record() for result in results])
 
     def _version(self, model: Transformer) -> int:
         return next((one.version for one in self.learners.values() if one.model is model), 0)
 
-    def _save(self, directory: Path) -> None:
+    def start(self) -> None:
+        self.streams.load_state(None)
+        left_out = {"duplicate": self.problems.duplicates, "overlong": self.environment.overlong}
+        self.streams.count("problems", {"records": self.problems.records, **left_out})
+        self.streams.write_counts()
+
+    def save(self, directory: Path) -> State:
         versions = {}
         for role, learner in self.learners.items():
             below = directory / role
             below.mkdir()
             learner.save(below)
             self.tokenizer.save(below)
-            (below / "state.json").write_text(json.dumps({"version": learner.version}) + "\n")
+            (below / STATE).write_text(json.dumps({"version": learner.version}) + "\n")
             versions[role] = learner.version
-        state = {"environment": self.environment.state(), "versions": versions, "streams": self.streams.state()}
-        (directory / "state.json").write_text(json.dumps(state) + "\n")
+        return {"environment": self.environment.state(), "versions": versions, "streams": self.streams.state()}
 
-    def _load(self, directory: Path | None) -> None:
-        """Goes on from a checkpoint; from nothing without one."""
-        state: Mapping[str, Any] | None = None
-        if directory is not None:
-            state = json.loads((directory / "state.json").read_text())
-            self.environment.load_state(state["environment"])
-            for role, learner in self.learners.items():
-                learner.load(directory / role)
-                learner.version = state["versions"][role]
-        self.streams.load_state(None if state is None else state["streams"])
-        if state is None:
-            left_out = {"duplicate": self.problems.duplicates, "overlong": self.environment.overlong}
-            self.streams.count("problems", {"records": self.problems.records, **left_out})
-            self.streams.write_counts()
+    def load(self, directory: Path, state: State) -> None:
+        self.environment.load_state(state["environment"])
+        for role, learner in self.learners.items():
+            learner.load(directory / role)
+            learner.version = state["versions"][role]
+        self.streams.load_state(state["streams"])
 
 
 def _judges_config(config: SelfplayConfig) -> SelfplayConfig:

@@ -25,8 +25,9 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import classification, cross_entropy
 from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
 from nmoe.model.head import Head, load_head
+from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads
-from nmoe.recipes.supervised import Held, Supervised, supervise
+from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Message
 from nmoe.verifier.form import Form, Group, form_batch
@@ -95,13 +96,14 @@ def verifier(config: VerifierConfig) -> Path:
     epochs = config.run.steps * section.tokens_per_step / sum(sizes)
     counts = Counter(label for one in train for label in one.labels if label is not None)
     recipe = Supervised(
+        config,
         learner,
         tokenizer,
         cross_entropy if head is None else classification,
         examples,
         section.prm_source,
         next_batch=lambda: form_batch(examples.take(section.tokens_per_step), section.language_weight),
-        notes=[
+        data_notes=[
             *reading.lines(),
             *(
                 [f"dropped: {train_long + probe_long:,} solutions longer than the context of {context:,} tokens"]
@@ -112,10 +114,10 @@ def verifier(config: VerifierConfig) -> Path:
             + ", ".join(f"{counts[label]:,} labelled {label!r}" for label in form.classes),
             f"evaluating on {len(probe):,} solutions to other problems",
         ],
-        evaluate=lambda: evaluate(judge, probe, section.mode, section.held_out_source or section.prm_source),
+        held_out=lambda: evaluate(judge, probe, section.mode, section.held_out_source or section.prm_source),
         save_more=described.save,
     )
-    return supervise(config, threads, recipe)
+    return supervise(recipe, threads)
 
 
 def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
@@ -170,7 +172,7 @@ def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection
     return found
 
 
-def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset: str) -> Held:
+def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset: str) -> HeldOut:
     """Accuracy, calibration and, of steps, F1; the first result decides which checkpoint is the best."""
     said = judge.probabilities([(one.messages, one.steps) for one in probe])
     classes = judge.form.classes
@@ -218,7 +220,7 @@ def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset
     curve = [
         {"count": count, "probability": probability, "rate": share} for count, probability, share in calibrated.curve
     ]
-    return Held(
+    return HeldOut(
         metrics, f"held-out {note}", results, {"calibration": curve, "ece": calibrated.ece, "brier": calibrated.brier}
     )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nmoe.recipes import supervised
-from nmoe.recipes.interrupt import Interruptible
+from nmoe.recipes import run_loop
+from nmoe.recipes.run_loop import Interruptible
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def interrupted_at(step: int) -> Iterator[None]:
         def requested(self, value: bool) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "Interruptible", Interrupted)
+        patch.setattr(run_loop, "Interruptible", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             yield
 

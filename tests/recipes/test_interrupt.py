@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from nmoe.recipes.interrupt import Interruptible
+from nmoe.recipes.run_loop import Interruptible
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

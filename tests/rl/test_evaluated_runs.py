@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.rl.records import StepRecords
+from nmoe.recipes.run_loop import Step
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
+from nmoe.rl.train import PolicyGradient
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 
@@ -46,7 +47,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
         assert isinstance(engine, NativeEngine)
         before = engine.stats().prefix_hit_tokens
         rollouts = sample(self, step)
-        tokens.setdefault(self._run.path.name, {})[step] = engine.stats().prefix_hit_tokens - before
+        tokens.setdefault(self._failures._run.path.name, {})[step] = engine.stats().prefix_hit_tokens - before
         return rollouts
 
     monkeypatch.setattr(RolloutSampler, "sample", counted)
@@ -71,16 +72,16 @@ def test_evaluated_or_not_killed_or_not(
     monkeypatch: pytest.MonkeyPatch,
     keys: tuple[str, ...],
 ) -> None:
-    record = StepRecords.step
+    step_of = PolicyGradient.step
 
-    def stop_after_two(self: StepRecords, step: int, *rest: Any) -> None:
-        record(self, step, *rest)
+    def stop_after_two(self: PolicyGradient, step: int) -> Step:
         if step == 2:
             signal.raise_signal(signal.SIGINT)
+        return step_of(self, step)
 
     def killed(name: str, *more: str) -> Path:
         with monkeypatch.context() as patched:
-            patched.setattr(StepRecords, "step", stop_after_two)
+            patched.setattr(PolicyGradient, "step", stop_after_two)
             with pytest.raises(KeyboardInterrupt):
                 reinforce(*SMALL, *keys, *more, f"--run.name={name}")
         return reinforce(*SMALL, *keys, *more, f"--run.name={name}", "--run.resume=true")

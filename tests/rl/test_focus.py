@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rl.policy_cases import answer, settings
 
 from nmoe.envs.pools.pool import Drawn
-from nmoe.rl.focus import DECAY, LEAST, Focus
+from nmoe.rl.rollouts import DECAY, LEAST, Focus
 from nmoe.types import Group, Problem
 
 

@@ -62,11 +62,16 @@ class Run:
         per_microbatch = config.batch.tokens_per_microbatch
         self.learner = Watched(model, optimizer_settings(config), 10, per_microbatch, head=head)
         before = tiny_model(seed=1) if config.algorithm.kl_coef else None
-        self.reference = Reference(config, self.learner, before) if before is not None else None
+        every = config.algorithm.reference_every_steps
+        self.reference = None if before is None else Reference(self.learner, before, every)
         self.critic = None
         if critic is not None:
-            own = None if critic.shared else (tiny_model(seed=2), Head(32, 1, "value"))
-            self.critic = Critic(config, self.learner, own)
+            own = None
+            if not critic.shared:
+                value, settings_ = Head(32, 1, "value"), optimizer_settings(config)
+                settings_ = replace(settings_, learning_rate=critic.learning_rate)
+                own = Learner(tiny_model(seed=2), settings_, 10, per_microbatch, head=value, head_only=True)
+            self.critic = Critic(critic, self.learner, own)
         self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, LIMIT)
 
     def __call__(self, groups: list[Group], steps: int = 1) -> dict[str, float]:
@@ -108,9 +113,9 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_split(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert one.keys() == other.keys()
     assert other["loss"] == pytest.approx(one["loss"], abs=1e-6)
-    if whole.critic is not None and whole.critic._learner is not None:
+    if whole.critic is not None and whole.critic._own is not None:
         for mine, theirs in zip(
-            whole.critic._learner.model.parameters(), split.critic._learner.model.parameters(), strict=True
+            whole.critic._own.model.parameters(), split.critic._own.model.parameters(), strict=True
         ):
             torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-4)
 
@@ -275,7 +280,7 @@ def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     chosen = replace(optimizer_settings(config), head_learning_rate=0.25)
     learner = Learner(tiny_model(), chosen, 10, 1000, head=head)
     before = [parameter.clone() for parameter in learner.model.parameters()]
-    PolicyUpdate(config, learner, None, Critic(config, learner, None), LIMIT).update(1, GROUPS)
+    PolicyUpdate(config, learner, None, Critic(config.critic, learner, None), LIMIT).update(1, GROUPS)
     # Adam's first step is as long as the learning rate.
     assert float(head.bias.detach().abs()) == pytest.approx(0.25, rel=1e-3)
     assert (

@@ -16,7 +16,8 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model
 from nmoe.model.head import Head
-from nmoe.rl.records import StepRecords
+from nmoe.recipes.run_loop import Step
+from nmoe.rl.train import PolicyGradient
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Grade, Problem, Turn
@@ -64,15 +65,15 @@ def test_an_interrupted_run_goes_on_number_for_number(
     reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], inside: set[str]
 ) -> None:
     whole = reinforce(*SMALL, *keys, "--run.name=whole")
-    record = StepRecords.step
+    step_of = PolicyGradient.step
 
-    def stop_after_two(self: StepRecords, step: int, *rest: Any) -> None:
-        record(self, step, *rest)
+    def stop_after_two(self: PolicyGradient, step: int) -> Step:
         if step == 2:
             signal.raise_signal(signal.SIGINT)
+        return step_of(self, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(StepRecords, "step", stop_after_two)
+        patched.setattr(PolicyGradient, "step", stop_after_two)
         with pytest.raises(KeyboardInterrupt):
             reinforce(*SMALL, *keys, "--run.name=broken")
     broken = reinforce(*SMALL, *keys, "--run.name=broken", "--run.resume=true")

@@ -160,7 +160,7 @@ def test_every_bundle_replays(directory: Path, tmp_path: Path) -> None:
 
 
 def test_schedule() -> None:
-    schedule = Schedule(rounds=2, batches=3, updates=2)
+    schedule = Schedule(rounds=2, problems=7, batches=3, updates=2)
     assert schedule.steps == 10
     assert [schedule.at(step) for step in (1, 3, 4, 5, 6, 10)] == [
         Moment(1, False, 0),
@@ -170,7 +170,7 @@ def test_schedule() -> None:
         Moment(2, False, 0),
         Moment(2, True, 1),
     ]
-    assert [step for step in range(1, 11) if schedule.ends_round(step)] == [5, 10]
+    assert schedule.round_steps == 5
 
 
 def test_examples_are_dealt_out_evenly() -> None:

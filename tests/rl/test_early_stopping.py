@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.rl.standstill import Rates, rates_of, read_rates, reason_to_end
+from nmoe.rl.early_stopping import Rates, rates_of, read_rates, reason_to_end
 
 CLIMBING: list[Rates] = [{"a": 0.5, "b": 0.1}, {"a": 0.6, "b": 0.1}, {"a": 0.96, "b": 0.1}]
 

@@ -1,7 +1,7 @@
-"""When a run may end before its last step: every source of problems is solved often enough, or none has got better for long.
+"""Early stopping: a run may end before its last step where every source of problems is solved often enough, or no source has
+improved for a number of evaluations (Prechelt 1998, "Early Stopping - But When?", criterion UP).
 
-Sources are looked at one by one: of three skills, two that are learned would hide in the mean that the third still climbs. Early
-stopping by patience is Prechelt 1998, "Early Stopping - But When?", the criterion UP.
+Each source counts by itself: the mean over three skills would hide that the third still improves after two are learned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Rates = Mapping[str, float]
 
 
 def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The rate of each source in an evaluation's results: of the datasets "skills/add", "skills/sort", or of "sort" where there is
-    one source."""
-    # Levels and subjects, "skills/level=3", are parts of sources, and too small to decide by.
+    """The rate of each source in an evaluation's results, by dataset: "skills/add" and "skills/sort", or "sort" for a single
+    source."""
+    # Levels and subjects, "skills/level=3", are parts of sources, too small to decide by.
     kinds = tuple(f"{kind}=" for kind in GROUPS)
     named = [result for result in results if "/" in result["dataset"]]
     parts = [one for one in named if not one["dataset"].rpartition("/")[2].startswith(kinds)] or results[:1]
@@ -30,7 +30,7 @@ def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def read_rates(evaluations: Path) -> list[dict[str, float]]:
-    """The rates of a run's evaluations so far, oldest first, from its directory `eval`: a resumed run decides by the same ones."""
+    """The rates of a run's evaluations so far, oldest first, from its directory `eval`, so that a resumed run decides alike."""
     return [rates_of(json.loads(path.read_text())["results"]) for path in sorted(evaluations.glob("step_*.json"))]
 
 

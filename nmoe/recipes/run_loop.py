@@ -1,0 +1,214 @@
+"""The run loop of every recipe: start or resume, take the steps, evaluate, save, stop on request, and report.
+
+A recipe says what one step does, how it is evaluated and what belongs in its checkpoint; the loop does the rest and owns the run's
+files. Any run can be killed at any time: after resuming it produces the same numbers as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from nmoe.config import to_toml
+from nmoe.config.commands.base import RunConfig
+from nmoe.recipes.setup import provenance_of, run_path
+from nmoe.runs.checkpoint import mark_best, save_checkpoint
+from nmoe.runs.directory import RunDirectory
+from nmoe.runs.progress import Progress
+from nmoe.runs.watch import ExpertWatch
+
+STATE = "state.json"
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one step: its line of metrics.jsonl, and the few numbers of the progress line."""
+
+    metrics: Mapping[str, Any]
+    shown: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The result of one evaluation on held-out data.
+
+    metrics: joined to those of the step.
+    note: the line to print.
+    results: for eval/ (`nmoe.runs.ledger.Ledger.evaluation`); the first decides which checkpoint is the best.
+    record: anything else to keep in the same file.
+    """
+
+    metrics: Mapping[str, float]
+    note: str
+    results: Sequence[Mapping[str, Any]] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Recipe(ABC):
+    """One kind of training, as the run loop sees it.
+
+    evaluate_every: steps between evaluations; the last step is evaluated too. 0: none.
+    evaluate_first: whether a new run is evaluated before its first step, as the baseline.
+    experts: routed experts of a layer, whose load is watched; 0: not watched.
+    """
+
+    evaluate_every: int = 0
+    evaluate_first: bool = False
+    experts: int = 0
+
+    @abstractmethod
+    def notes(self) -> Sequence[str]:
+        """Lines to print before the first step."""
+
+    @abstractmethod
+    def step(self, step: int) -> Step:
+        """Takes the step of this number; the first is 1."""
+
+    @abstractmethod
+    def evaluate(self) -> HeldOut | None:
+        """Evaluates the present weights on held-out data; None where there is none."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> State:
+        """Writes the weights and optimizers into a checkpoint's directory. Returns the other state, which `load` gets back as
+        JSON has it."""
+
+    @abstractmethod
+    def load(self, directory: Path, state: State) -> None:
+        """Continues from what `save` wrote. Raises UserError where that does not fit the recipe."""
+
+    def start(self) -> None:  # noqa: B027 (most recipes have nothing to do)
+        """Prepares a run that starts at step 0, with nothing to load."""
+
+    def reason_to_end(self) -> str | None:
+        """Why the run ends before its last step, asked after each evaluation; None where it goes on."""
+        return None
+
+
+class Run:
+    """A run in progress: its directory, and what is told to whoever watches."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress, steps: int) -> None:
+        self.directory, self.ledger = directory, directory.ledger
+        self._checkpoint, self._progress, self._steps = config.checkpoint, progress, steps
+
+    def note(self, text: str) -> None:
+        """Prints and logs a line."""
+        self._progress.note(text)
+
+    def alert(self, step: int, message: str) -> None:
+        """Prints a line, and records it in alerts.jsonl."""
+        self.ledger.alert({"step": step, "message": message})
+        self.note(f"step {step}: {message}")
+
+    def follow(self, recipe: Recipe) -> None:
+        """Takes the steps that are left. Raises KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
+        for line in recipe.notes():
+            self.note(line)
+        with Interruptible() as interrupt:
+            first = self._begin(recipe)
+            watch = ExpertWatch(recipe.experts)
+            for step in range(first + 1, self._steps + 1):
+                done = recipe.step(step)
+                last = step == self._steps
+                metrics = dict(done.metrics)
+                if recipe.evaluate_every and (last or step % recipe.evaluate_every == 0):
+                    metrics |= self._evaluate(recipe, step)
+                    if not last and (reason := recipe.reason_to_end()) is not None:
+                        self.note(f"step {step}: ends here, since {reason}")
+                        last = True
+                self.ledger.metrics(step, metrics)
+                if recipe.experts and (message := watch.observe(metrics)) is not None:
+                    self.alert(step, message)
+                self._progress.step(step, done.shown)
+                best = self.ledger.is_best(step)
+                # Read once: a signal that arrives during the save is handled after the next step.
+                stopping = interrupt.requested
+                if last or best or stopping or step % self._checkpoint.every_steps == 0:
+                    self._save(recipe, step, best)
+                if last:
+                    return
+                if stopping:
+                    self.note(f"interrupted: saved step {step}; go on with --run.resume=true")
+                    raise KeyboardInterrupt
+
+    def _begin(self, recipe: Recipe) -> int:
+        """Brings the recipe to where the run starts. Returns the last step that is done, which is the run's last where the run
+        has ended already."""
+        checkpoint, first = self.directory.resumed_from, self.directory.start_step
+        if checkpoint is None:
+            recipe.start()
+            if recipe.evaluate_first:
+                self._evaluate(recipe, 0)
+            return 0
+        recipe.load(checkpoint, json.loads((checkpoint / STATE).read_text()))
+        self.note(f"resumed from step {first}")
+        # The run may have been killed between the checkpoint and its mark.
+        if self.ledger.is_best(first):
+            mark_best(checkpoint)
+        if (reason := recipe.reason_to_end()) is not None:
+            self.note(f"step {first}: ended here, since {reason}")
+            return self._steps
+        return first
+
+    def _evaluate(self, recipe: Recipe, step: int) -> Mapping[str, float]:
+        """Evaluates and records; returns the figures that belong in the step's metrics."""
+        held_out = recipe.evaluate()
+        if held_out is None:
+            return {}
+        if held_out.results:
+            self.ledger.evaluation(step, {"results": list(held_out.results), **held_out.record})
+        self.note(f"step {step}: {held_out.note}")
+        return held_out.metrics
+
+    def _save(self, recipe: Recipe, step: int, best: bool) -> None:
+        def write(directory: Path) -> None:
+            (directory / STATE).write_text(json.dumps(recipe.save(directory)) + "\n")
+
+        saved = save_checkpoint(self.directory.checkpoints, step, write, self._checkpoint.keep)
+        if best:
+            mark_best(saved)
+
+
+@contextmanager
+def open_run(config: RunConfig, threads: int, steps: int | None = None) -> Iterator[Run]:
+    """Creates the run's directory, or opens it to resume, for the `with` block. `steps` is the number of the last step, by default
+    run.steps. Raises UserError (`RunDirectory.create`)."""
+    total = config.run.steps if steps is None else steps
+    start = run_path(config), to_toml(config), provenance_of(config, threads), config.run.resume
+    with (
+        RunDirectory.create(*start) as directory,
+        Progress(total, directory.log, config.run.name, directory.start_step) as progress,
+    ):
+        yield Run(config, directory, progress, total)
+
+
+class Interruptible:
+    """Makes Ctrl-C a request: in the `with` block the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts at
+    once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interruptible:
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
