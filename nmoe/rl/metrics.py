@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.learner.learner import PassResult
 from nmoe.learner.metrics import optimizer_metrics, routing_metrics
 from nmoe.learner.objectives.divergence import kl_estimate
@@ -56,6 +57,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["response_length_mean"] = _mean([t.sampled_tokens for t in everything])
     metrics["grader_error_rate"] = failures["grader_error"] / len(everything)
     metrics["turns_mean"] = _mean([len(t.turns) for t in everything])
+    if any(isinstance(TASKS[t.problem.task_type], ConversationTask) for t in everything):
+        metrics["branches_mean"] = _mean([len(t.branches) for t in everything])
     metrics["tool_calls_mean"] = _mean([len(t.tool_events) for t in everything])
     for source in sorted({t.problem.source for t in closed}):
         metrics[f"correctness/{source}"] = _mean(
