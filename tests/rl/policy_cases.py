@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ def answer(
     extras = {"correctness": float(reward > 0) if correct is None else correct}
     grade = Grade(reward, components or {}, "ok", extras, "", weights=weights or {}, step_rewards=steps)
     return Trajectory(Problem("p", "sort", "q", "a", "s"), 0, prompt, (Turn((), sample),), grade, Sampling(LIMIT))
+
+
+def branched(reward: float, *turns: Sequence[int], steps: tuple[tuple[int, float], ...] = ()) -> Trajectory:
+    """One graded sample whose turns are branches, each with a prompt of two tokens of its own."""
+    whole = answer(reward, turns[0], steps=steps)
+    later = [Turn((5, place), answer(0.0, ids).turns[0].sample, "prompt") for place, ids in enumerate(turns[1:], 8)]
+    return replace(whole, turns=(*whole.turns, *later))
 
 
 def group(*trajectories: Trajectory) -> Group:

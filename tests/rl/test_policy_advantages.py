@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import LIMIT, answer, group, settings
+from policy_cases import LIMIT, answer, branched, group, settings
 
 from nmoe.learner.batch import Batch
 from nmoe.rl.advantages import with_advantages
@@ -123,3 +123,37 @@ def test_rewards_of_one_step_by_several_verifiers_add_up() -> None:
 def test_a_step_that_ends_where_nothing_was_sampled_is_an_error() -> None:
     with pytest.raises((AssertionError, IndexError)):
         advantages([group(answer(1.0, steps=((5, 1.0),)), answer(0.0))])
+
+
+# The first sample has branches of the tokens [7, 2] and [3].
+BRANCHED = [group(branched(1.0, [7, 2], [3]), answer(0.0, [7]))]
+
+
+def test_branches_share_the_advantage_of_their_sample() -> None:
+    batch, figures = advantages(BRANCHED)
+    assert (batch.lengths, figures) == ((3, 2, 2), [0.5, -0.5])
+    assert scored(batch) == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_the_divergence_of_all_branches_is_taken_off_their_samples_reward() -> None:
+    _, figures = advantages(
+        BRANCHED, {"reference_logprobs_T": [-2.0, -1.5, -4.0, -1.0]}, algorithm={"kl_coef": 0.1, "kl_in": "reward"}
+    )
+    reward = 1 - 0.1 * (1 + 0.5 + 3)
+    assert figures == pytest.approx([reward / 2, -reward / 2])
+
+
+def test_estimators_over_tokens_see_the_reward_at_the_end_of_each_branch() -> None:
+    batch, _ = advantages(BRANCHED, algorithm={"advantage": "reinforce_pp"})
+    a, b, c, d = scored(batch)
+    assert a == b == c > d
+
+
+def test_step_rewards_are_at_the_tokens_of_their_branch() -> None:
+    """The second branch's only token is the fifth after the first prompt: [7, 2], the prompt [5, 8], [3]."""
+    groups = [group(branched(0.0, [7, 2], [3], steps=((1, 0.25), (4, 1.0))), answer(0.0, [7]))]
+    batch, _ = advantages(groups, algorithm={"advantage": "reinforce_pp", "step_reward_coef": 1.0})
+    first, second, third, other = scored(batch)
+    # Returns 0.25, 0.25, 1 and 0, whitened.
+    assert first == second
+    assert (third - first) / (first - other) == pytest.approx(3.0, rel=1e-4)

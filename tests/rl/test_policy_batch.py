@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.batch import policy_batch, selected
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 PROBLEM = Problem("demo/0", "reverse", "Reverse: 12", "21", "demo")
@@ -109,3 +109,63 @@ def test_what_tools_answered_is_read_and_not_learned() -> None:
     assert (of_turns.mask, of_turns.versions) == ([1, 1, 0, 0, 0, 1, 1], [3, 3, -1, -1, -1, 3, 4])
     assert of_turns.spans == (("sampled", 0, 0, 2), ("tool", 1, 2, 5), ("sampled", 1, 5, 7))
     assert of_turns.sampled_tokens == 4
+
+
+def of_branches() -> Trajectory:
+    """A prompt [5, 6], the turn [7, 2], and a branch that begins with [5, 4, 4], whose turns are [8, 2] and, after the user's [9],
+    [3]."""
+    routes = np.arange(12, dtype=np.int16).reshape(12, 1, 1)
+    turns = (
+        Turn((), Sample([7, 2], [-0.5, -0.25], [3, 3], "stop", kept_ids=[[7, 0], [2]], routes=routes[:3])),
+        Turn((5, 4, 4), Sample([8, 2], [-2.0, -3.0], [3, 4], "stop", routes=routes[4:8]), "prompt"),
+        Turn((9,), Sample([3], [-4.0], [4], "stop", routes=routes[4:10]), "user"),
+    )
+    return Trajectory(PROBLEM, 0, (5, 6), turns, GRADE, Sampling(4))
+
+
+def test_a_branch_is_a_sequence_and_shares_its_trajectorys_advantage() -> None:
+    trajectories = [two()[1], of_branches()]
+    batch = policy_batch(trajectories, ADVANTAGES_B, "sequence", 4)
+    assert batch.lengths == (1, 3, 6)
+    assert batch.samples == (0, 1, 1)
+    assert batch.inputs_T.tolist() == [9, 5, 6, 7, 5, 4, 4, 8, 2, 9]
+    assert batch.targets_T.tolist() == [8, 6, 7, 2, 4, 4, 8, 2, 9, 3]
+    assert batch.scored_T.tolist() == [True, False, True, True, False, False, True, True, False, True]
+    assert batch.behaviour_logprobs_T is not None
+    assert batch.behaviour_logprobs_T.tolist() == [-1.0, 0, -0.5, -0.25, 0, 0, -2.0, -3.0, 0, -4.0]
+    assert batch.advantages_T is not None
+    assert batch.advantages_T.tolist() == [0.75] + [-0.5] * 9
+    # Five tokens of the second trajectory weigh as much as the one of the first.
+    assert batch.weights_T.tolist() == pytest.approx([0.5, 0, 0.1, 0.1, 0, 0, 0.1, 0.1, 0, 0.1])
+    assert batch.routes_TYK is None
+    alone = policy_batch(trajectories[1:], None, "sequence", 4)
+    assert alone.routes_TYK is not None
+    assert alone.routes_TYK.flatten().tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert alone.kept_TM is not None
+    assert alone.kept_TM.tolist() == [[-1, -1], [7, 0], [2, -1], *[[-1, -1]] * 6]
+    assert policy_batch(two(), ADVANTAGES_B, "sequence", 4).samples is None
+
+
+def test_a_part_of_a_batch_counts_the_samples_that_are_in_it() -> None:
+    batch = policy_batch([two()[1], of_branches(), two()[0]], None, "constant", 4)
+    part = selected(batch, [1, 2, 3], "constant", 4)
+    assert part.samples == (1, 1, 2)
+    assert part.weights_T.max() == pytest.approx(1 / 8)
+
+
+def test_what_a_branched_trajectory_says_of_its_tokens() -> None:
+    whole = of_branches()
+    assert whole.token_ids == [7, 2, 5, 4, 4, 8, 2, 9, 3]
+    assert whole.mask == [1, 1, 0, 0, 0, 1, 1, 0, 1]
+    assert whole.versions == [3, 3, -1, -1, -1, 3, 4, -1, 4]
+    assert whole.spans == (
+        ("sampled", 0, 0, 2),
+        ("prompt", 1, 2, 5),
+        ("sampled", 1, 5, 7),
+        ("user", 2, 7, 8),
+        ("sampled", 2, 8, 9),
+    )
+    assert [(branch.prompt_ids, branch.token_ids) for branch in whole.branches] == [
+        ((5, 6), [7, 2]),
+        ((5, 4, 4), [8, 2, 9, 3]),
+    ]

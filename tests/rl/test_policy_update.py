@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import LIMIT, answer, group, random_groups, settings
+from policy_cases import LIMIT, answer, branched, group, random_groups, settings
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -179,6 +179,39 @@ def test_a_sample_that_ran_out_between_its_turns_is_not_trained_on_either(run: C
     masked([group(answer(1.0, [7, 2, 5]), called, answer(0.0, [8]))])
     (batch,) = masked.learner.batches
     assert batch.lengths == (4, 2)
+
+
+BRANCHED = [
+    group(branched(1.0, [7, 2], [3, 4, 2]), answer(0.0, [3, 4, 9]), branched(0.0, [8], [9, 2])),
+    group(branched(0.0, [4, 4], [1], [6, 2]), answer(1.0, prompt=(5, 9))),
+]
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo"])
+def test_the_gradient_of_branches_does_not_depend_on_how_a_batch_is_split(run: Callable[..., Run], loss: str) -> None:
+    keys = {"algorithm": {"aggregation": "sequence", "loss": loss}}
+    whole, split = run(**keys), run(**keys, batch={"tokens_per_microbatch": 5})
+    whole(BRANCHED)
+    split(BRANCHED)
+    (expected,), (found,) = whole.learner.gradients, split.learner.gradients
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_branches_are_dealt_and_cut_with_their_sample(run: Callable[..., Run]) -> None:
+    cut = branched(0.0, [8], [9, 2])
+    groups = [
+        BRANCHED[0],
+        group(*BRANCHED[1].trajectories, replace(cut, grade=replace(cut.grade, failure="truncated"))),
+    ]
+    dealt = run(algorithm={"aggregation": "sequence", "mask_truncated": True}, batch={"updates_per_step": 2})
+    dealt(groups)
+    first, second = sorted(dealt.learner.batches, key=lambda batch: batch.samples or ())
+    assert (first.samples, second.samples) == ((0, 0, 1, 2, 2), (3, 3, 3, 4))
+    for batch, samples in ((first, 3), (second, 2)):
+        owner_T = torch.repeat_interleave(batch.sample_ids(), torch.tensor(batch.lengths))
+        weights = [float(batch.weights_T[owner_T == sample].sum()) for sample in sorted(set(batch.samples or ()))]
+        assert weights == pytest.approx([1 / samples] * samples)
 
 
 def prompt_of(token: int) -> Any:
