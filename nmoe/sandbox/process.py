@@ -12,10 +12,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from nmoe.sandbox.api import Access, Limits, Result, SandboxFileError
+from nmoe.sandbox.cgroups import Cgroup
 from nmoe.sandbox.inside.protocol import SIZES, parse_answer, request
 from nmoe.types import FAILURES, Failure
 
@@ -182,11 +183,14 @@ def _text(descriptor: int) -> str:
 class ProcessSandbox:
     """`Sandbox` over an agent (nmoe.sandbox.api)."""
 
-    def __init__(self, process: Process, limits: Limits, uid_lock: socket.socket | None) -> None:
-        """`limits` are those of calls that name none; `uid_lock` is closed when the last process of the uid is gone."""
+    def __init__(
+        self, process: Process, limits: Limits, uid_lock: socket.socket | None, cgroup: Cgroup | None = None
+    ) -> None:
+        """`limits` are those of calls that name none; `uid_lock` is closed and `cgroup` removed when the last process is gone."""
         self._process: Process | None = process
         self._limits = limits
         self._uid_lock = uid_lock
+        self._cgroup = cgroup
         self._lock = asyncio.Lock()
         self._lost: Failure = "internal_error"
 
@@ -236,10 +240,14 @@ class ProcessSandbox:
         """Ends the process; returns it where it had not been ended before, its socket still to be closed."""
         process, self._process = self._process, None
         if process is not None:
+            if self._cgroup is not None:
+                self._cgroup.kill()
             process.kill()
             try:
                 await asyncio.shield(process.ended())
             finally:
+                if self._cgroup is not None:
+                    self._cgroup.remove()
                 if self._uid_lock is not None:
                     self._uid_lock.close()
         return process
@@ -275,12 +283,19 @@ class ProcessSandbox:
             if process is None:
                 return Result(self._lost, None, b"", b"the sandbox is closed", 0.0)
             message = request({**header, "limits": asdict(limits)}, blobs)
+            killed = 0
             try:
+                if self._cgroup is not None:
+                    self._cgroup.limit(limits, len(message))
+                    killed = self._cgroup.kills()
                 async with asyncio.timeout(limits.wall_s + limits.starved_s + _GRACE_S):
-                    return await self._exchange(process.control, message, channel, limits)
+                    result = await self._exchange(process.control, message, channel, limits)
+                if self._cgroup is not None and self._cgroup.kills() > killed:
+                    result = replace(result, failure="out_of_memory", exit_code=None)
+                return result
             except (TimeoutError, LostError, OSError, ValueError) as error:
                 # An agent that is late is held up by what it runs; one that is gone was killed by something else.
-                self._lost = "timeout" if isinstance(error, TimeoutError) else "internal_error"
+                self._lost = "timeout" if isinstance(error, TimeoutError) else self._why_lost(killed)
                 if await self._end() is not None:
                     process.control.close()
                 return Result(self._lost, None, b"", b"the sandbox was lost", time.monotonic() - began)
@@ -288,6 +303,13 @@ class ProcessSandbox:
                 if await self._end() is not None:
                     process.control.close()
                 raise
+
+    def _why_lost(self, killed: int) -> Failure:
+        """`killed`: how many processes had been killed for want of memory before the call."""
+        with contextlib.suppress(OSError):
+            if self._cgroup is not None and self._cgroup.kills() > killed:
+                return "out_of_memory"
+        return "internal_error"
 
     async def _exchange(
         self, control: socket.socket, message: bytes, channel: socket.socket | None, limits: Limits

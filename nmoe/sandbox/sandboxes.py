@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
+from nmoe.sandbox.cgroups import cgroups_of
 from nmoe.sandbox.interpreter import interpreter_of
 from nmoe.sandbox.process import ProcessSandbox, Starter
 from nmoe.sandbox.uids import free_uid, has_uids
@@ -49,6 +50,7 @@ class Sandboxes:
         path = ":".join([*self.interpreter.directories, _ENVIRONMENT["PATH"]])
         self._starter = Starter(self.interpreter.python, _ROOT, {**_ENVIRONMENT, "PATH": path})
         self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
+        self._cgroups, self._cgroups_said = cgroups_of(self.settings)
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
         # Imported here, for the checks open sandboxes by this class.
@@ -71,7 +73,7 @@ class Sandboxes:
         user = "a uid of its own each" if own else f"uid {os.getuid()} in a user namespace each"
         return (
             f"{entered}, seccomp, no network, {user}, memory and CPU time of the process tree watched every 20 ms, "
-            f"disk {self.limits.disk_mb} MB, Python {self.interpreter.python}"
+            f"{self._cgroups_said}, disk {self.limits.disk_mb} MB, Python {self.interpreter.python}"
         )
 
     async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
@@ -113,15 +115,22 @@ class Sandboxes:
             "python": self.interpreter.python,
             "bubblewrap": self._bubblewrap,
         }
+        cgroup = None
         try:
+            if self._cgroups is not None:
+                cgroup = self._cgroups.make(self.limits.disk_mb)
+            plan["members"] = None if cgroup is None else cgroup.members
             process = await self._starter.start(plan, _START_DEADLINE_S)
         except BaseException as error:
+            if cgroup is not None:
+                cgroup.kill()
+                cgroup.remove()
             if lock is not None:
                 lock.close()
             if isinstance(error, OSError):
                 raise SandboxSetupError(_remedy(self.settings.level, str(error))) from None
             raise
-        return ProcessSandbox(process, self.limits, lock)
+        return ProcessSandbox(process, self.limits, lock, cgroup)
 
 
 def _find_bubblewrap() -> str:

@@ -1,10 +1,11 @@
 """The settings of sandboxes: what has to be in force, and what they show of the machine."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from nmoe.config.base import Array, Section
+from nmoe.config.base import Array, Conflict, Section
 
 
 class SandboxSettings(Section):
@@ -28,3 +29,22 @@ class SandboxSettings(Section):
         le=2**31 - 2,
         description="as root, each live sandbox has a uid of its own, from this one on; nobody else may have them",
     )
+    cgroup: Literal["auto", "required", "off"] = Field(
+        default="auto",
+        description="`required` refuses to start without cgroup v2 limits; `auto` uses them where the host delegates a cgroup",
+    )
+    cgroup_directory: str | None = Field(
+        default=None,
+        description="a delegated cgroup v2 directory to make the sandboxes' cgroups in; without it, that of this process's own",
+    )
+    cpus: float | None = Field(
+        default=None,
+        gt=0,
+        description="the CPUs that one sandbox may use at a time, such as 1.5, by its cgroup; needs one",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.cgroup == "off":
+            for name in ("cgroup_directory", "cpus"):
+                if getattr(self, name) is not None:
+                    yield Conflict(name, 'needs cgroups, which cgroup = "off" does without')

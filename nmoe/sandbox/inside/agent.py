@@ -32,6 +32,7 @@ _MIB = 1 << 20
 # Beyond `memory_mb`, which bounds what is resident: room in the address space for libraries and the stacks of threads.
 _ADDRESS_SPACE_SLACK_MB = 1024
 _OPEN_FILES = 256
+_FIRST_TO_GO = b"1000"
 # A disk with less left counts as full: a program that filled it may have had its last few pages taken back.
 _FULL_BYTES = 64 * 1024
 
@@ -40,13 +41,15 @@ _STATED = frozenset({"out_of_memory", "disk_full", "sandbox_denied", "command_no
 
 
 class Agent:
-    def __init__(self, control: socket.socket, workspace: str, readable: list[str], held: int) -> None:
-        """`readable`: what is visible outside the workspace. `held`: how many processes of the user namespace are not a call's."""
+    def __init__(self, control: socket.socket, workspace: str, readable: list[str], held: int, score: int) -> None:
+        """`readable`: what is visible outside the workspace. `held`: how many processes of the user namespace are not a call's.
+        `score`: a descriptor of this process's own oom_score_adj."""
         self._control = control
         self._workspace = workspace
         self._cwd = workspace
         self._readable = readable
         self._held = held
+        self._score, self._own_score = score, os.pread(score, 16, 0)
         self._rules: list[tuple[str, int]] | None = None  # what `access` leaves of the workspace
 
     def serve(self) -> NoReturn:
@@ -108,6 +111,8 @@ class Agent:
         out, err, status = os.pipe(), os.pipe(), os.pipe()
         feed = os.pipe() if stdin else (os.open(os.devnull, os.O_RDONLY), -1)
         began = time.monotonic()
+        # A child inherits this: where memory ends, the kernel takes one of the call's processes and leaves the agent.
+        os.pwrite(self._score, _FIRST_TO_GO, 0)
         pid = os.fork()
         if pid == 0:
             try:
@@ -116,6 +121,7 @@ class Agent:
             except BaseException as error:
                 child.end_by(error)
             os._exit(0)
+        os.pwrite(self._score, self._own_score, 0)
         for descriptor in (out[1], err[1], status[1], feed[0], *([] if channel is None else [channel])):
             os.close(descriptor)
         watched = _Call(self._control, pid, out[0], err[0], feed[1], stdin, limits, began)

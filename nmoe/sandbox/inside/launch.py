@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CONTROL = 3
 WORKSPACE, INSIDE_ID = "/workspace", 1000
+_SCORE = "/proc/self/oom_score_adj"
 
 # A directory that every Linux has and that nothing which a sandbox shows lies in: here the parts are staged, seen by nobody
 # outside, because the mount namespace is this process's own.
@@ -51,7 +52,7 @@ for name, code in modules:
     setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
 sys.path += {site!r}
 import _socket
-module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, held=1).serve()
+module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, 1, os.open({score!r}, os.O_RDWR)).serve()
 """
 
 
@@ -60,6 +61,8 @@ def main(plan: dict[str, Any]) -> NoReturn:
     os.dup2(0, CONTROL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
+        if plan["members"] is not None:
+            _join(plan["members"])
         _stage(plan)
         _drop_user(plan["uid"])
         if plan["level"] == "bubblewrap":
@@ -68,6 +71,12 @@ def main(plan: dict[str, Any]) -> NoReturn:
     except OSError as error:
         print(error, file=sys.stderr)
         os._exit(1)
+
+
+def _join(members: str) -> None:
+    """Moves this process, and with it all that it will start, to the cgroup whose members that file lists."""
+    with open(members, "wb", buffering=0) as file:
+        file.write(b"0")
 
 
 def _stage(plan: dict[str, Any]) -> None:
@@ -160,7 +169,7 @@ def _enter_bubblewrap(plan: dict[str, Any]) -> NoReturn:
     program = _file_with(seccomp.filter_program())
     code = _file_with(_CODE)
     arguments += ["--seccomp", str(program), plan["python"], "-S", "-s", "-P", "-c"]
-    shown = {"workspace": WORKSPACE, "readable": _readable(plan), "site": plan["site"]}
+    shown = {"workspace": WORKSPACE, "readable": _readable(plan), "site": plan["site"], "score": _SCORE}
     arguments += [_BOOTSTRAP.format(code=code, control=CONTROL, **shown)]
     os.execv(arguments[0], arguments)
 
@@ -187,6 +196,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     try:
         _build_root(plan)
         kernel.drop_capabilities()
+        score = os.open(_SCORE, os.O_RDWR)
         rules = [*agent.system_rules(_readable(plan)), ("/", landlock.LIST), (WORKSPACE, landlock.WRITE)]
         landlock.restrict(rules, network=True)
         kernel.set_seccomp_filter(seccomp.filter_program())
@@ -197,7 +207,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     sys.path[:] = [*sys.path[1:], *plan["site"]]
     sys.argv = [""]
     # The parent is in this user namespace as well.
-    agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan), held=2).serve()
+    agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan), 2, score).serve()
 
 
 def _build_root(plan: dict[str, Any]) -> None:

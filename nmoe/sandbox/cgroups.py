@@ -1,0 +1,252 @@
+"""cgroup v2 limits of memory, processes and CPU: a cgroup for each sandbox, below a directory that the host has delegated.
+
+A cgroup holds all processes of its sandbox, the agent among them. Moving a process takes about 11 ms: the launcher moves itself,
+once, and no call waits for it. What each file does: Documentation/admin-guide/cgroup-v2.rst of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nmoe.config.sandbox import SandboxSettings
+from nmoe.sandbox.api import Limits, SandboxSetupError
+
+# A cgroup whose children have limits holds no processes itself: those that were there move to this child.
+_LEAF = "nmoe"
+_PREFIX = "nmoe-sandbox-"
+_CPU_PERIOD_US = 100_000
+_MIB = 1 << 20
+# What is not the code's: the launcher and the agent, as processes and with their interpreter's memory.
+_KEEPERS, _KEEPERS_MB = 2, 32
+# How often a request passes through the agent's memory until its files are written.
+_COPIES = 4
+
+
+class NotDelegatedError(Exception):
+    """There is no cgroup that sandboxes could be given limits in; the message says why."""
+
+
+def cgroups_of(settings: SandboxSettings) -> tuple[Cgroups | None, str]:
+    """What holds the limits of sandboxes, None for the agent alone, and in words for the log.
+
+    Raises SandboxSetupError, with a remedy, where the settings demand cgroups and there are none.
+    """
+    if settings.cgroup == "off":
+        return None, "no cgroup limits (sandbox.cgroup is off)"
+    try:
+        found = Cgroups.claim(settings.cgroup_directory, settings.cpus)
+    except NotDelegatedError as error:
+        demands = {
+            'sandbox.cgroup = "required"': settings.cgroup == "required",
+            "sandbox.cgroup_directory": settings.cgroup_directory is not None,
+            "sandbox.cpus": settings.cpus is not None,
+        }
+        demanded = [name for name, is_set in demands.items() if is_set]
+        if demanded:
+            raise SandboxSetupError(
+                f"sandbox_setup_failed: {' and '.join(demanded)} cannot be had: {error}; start the command in a delegated cgroup, "
+                'such as by `systemd-run --user --scope -p "Delegate=yes" nmoe ...` (docs/sandbox.md), or leave these settings out'
+            ) from None
+        return None, f"no cgroup limits ({error})"
+    return found, f"cgroup limits of memory and processes{'' if settings.cpus is None else f', {settings.cpus:g} CPUs'}"
+
+
+@dataclass(frozen=True)
+class Cgroups:
+    """A delegated directory, such as `/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/run-r1.scope`, whose
+    children can be given limits."""
+
+    directory: str
+    cpus: float | None = None
+
+    @classmethod
+    def claim(cls, directory: str | None = None, cpus: float | None = None) -> Cgroups:
+        """Prepares a directory, by default that of this process's own cgroup, and tries a cgroup there. Raises NotDelegatedError.
+
+        Processes in the directory itself move to its child `nmoe`. Cgroups that a killed run has left are removed.
+        """
+        try:
+            found = cls(directory or _own_directory(), cpus)
+            with _locked(found.directory):
+                found._enable(["memory", "pids", *([] if cpus is None else ["cpu"])])
+                found._sweep()
+            found._try_out()
+        except OSError as error:
+            raise NotDelegatedError(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from None
+        return found
+
+    def make(self, disk_mb: int) -> Cgroup:
+        """A cgroup for one sandbox with a disk of that size. Raises OSError."""
+        path = f"{self.directory}/{_PREFIX}{secrets.token_hex(8)}"
+        with _locked(self.directory):
+            os.mkdir(path)
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        made = Cgroup(path, disk_mb, lock)
+        try:
+            if os.path.exists(f"{path}/memory.swap.max"):  # a kernel that counts no swap has none of it
+                _write(f"{path}/memory.swap.max", "0")
+            if self.cpus is not None:
+                _write(f"{path}/cpu.max", f"{round(self.cpus * _CPU_PERIOD_US)} {_CPU_PERIOD_US}")
+        except BaseException:
+            made.remove()
+            raise
+        return made
+
+    def _enable(self, controllers: list[str]) -> None:
+        missing = set(controllers) - set(_read(f"{self.directory}/cgroup.controllers").split())
+        if missing:
+            raise NotDelegatedError(f"{self.directory} has no controller {' and '.join(sorted(missing))}")
+        if set(controllers) <= set(_read(f"{self.directory}/cgroup.subtree_control").split()):
+            return
+        # The root of the hierarchy, which has no type, may keep its processes.
+        if os.path.exists(f"{self.directory}/cgroup.type"):
+            leaf = f"{self.directory}/{_LEAF}"
+            os.makedirs(leaf, exist_ok=True)
+            while members := _read(f"{self.directory}/cgroup.procs").split():
+                for pid in members:
+                    with contextlib.suppress(ProcessLookupError):
+                        _write(f"{leaf}/cgroup.procs", pid)
+        _write(f"{self.directory}/cgroup.subtree_control", " ".join(f"+{one}" for one in controllers))
+
+    def _sweep(self) -> None:
+        """Removes the cgroups of sandboxes whose host is gone: nobody has them locked."""
+        for name in os.listdir(self.directory):
+            if not name.startswith(_PREFIX):
+                continue
+            path = f"{self.directory}/{name}"
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+            else:
+                left = Cgroup(path, 0, lock)
+                left.kill()
+                left.remove()
+
+    def _try_out(self) -> None:
+        """One process is put into a cgroup, held there, and killed by it."""
+        made = self.make(disk_mb=0)
+        try:
+            made.limit(Limits())
+            with subprocess.Popen(["/bin/sleep", "60"], stdin=subprocess.DEVNULL) as tried:
+                try:
+                    _write(made.members, str(tried.pid))
+                    if str(tried.pid) not in _read(made.members).split():
+                        raise NotDelegatedError(f"{made.path} does not keep a process that was put there")
+                finally:
+                    made.kill()
+                    tried.kill()
+        finally:
+            made.remove()
+
+
+class Cgroup:
+    """The cgroup of one sandbox."""
+
+    def __init__(self, path: str, disk_mb: int, lock: int) -> None:
+        """`lock`: a descriptor of the directory, locked for as long as it is used."""
+        self.path = path
+        self.members = f"{path}/cgroup.procs"
+        self._disk_mb = disk_mb
+        self._lock = lock
+        self._in_force: tuple[int, int] | None = None
+
+    def limit(self, limits: Limits, message_bytes: int = 0) -> None:
+        """The limits of the call that comes next, for which the agent takes a request of so many bytes.
+
+        Files on the disk are memory of the cgroup, and so is the output that the agent holds.
+        """
+        agent = _KEEPERS_MB * _MIB + _COPIES * message_bytes + 2 * limits.output_kb * 1024
+        wanted = (limits.memory_mb + self._disk_mb) * _MIB + agent, limits.processes + _KEEPERS
+        if wanted != self._in_force:
+            _write(f"{self.path}/memory.max", str(wanted[0]))
+            _write(f"{self.path}/pids.max", str(wanted[1]))
+            self._in_force = wanted
+
+    def kills(self) -> int:
+        """How many processes the kernel has killed here for want of memory."""
+        counts = dict(line.split() for line in _read(f"{self.path}/memory.events").splitlines())
+        return int(counts["oom_kill"])
+
+    def kill(self) -> None:
+        """Kills everything here at once. A kernel before 5.14 cannot; there the pid namespace's end does it alone."""
+        with contextlib.suppress(OSError):
+            if os.path.exists(f"{self.path}/cgroup.kill"):
+                _write(f"{self.path}/cgroup.kill", "1")
+
+    def remove(self) -> None:
+        """Removes what no process is in any more. One that cannot be removed is left to the next run. Safe to call twice."""
+        if self._lock < 0:
+            return
+        for _ in range(50):
+            try:
+                os.rmdir(self.path)
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    break
+                time.sleep(0.002)  # the last process has ended and is not yet taken off
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _own_directory() -> str:
+    """The directory of this process's cgroup, or the one above where that is the leaf of an earlier claim."""
+    own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
+    mounts = [line.split() for line in _read("/proc/self/mountinfo").splitlines()]
+    mounted = next(((row[3], row[4]) for row in mounts if row[row.index("-") + 1] == "cgroup2"), None)
+    if own is None or mounted is None:
+        raise NotDelegatedError("cgroup v2 is not mounted")
+    root, directory = mounted
+    beneath = own.removeprefix(root.rstrip("/"))
+    path = os.path.normpath(f"{directory}/{beneath}")
+    if os.path.basename(path) == _LEAF:
+        path, beneath = os.path.dirname(path), os.path.dirname(beneath)
+    for name in ("cgroup.procs", "cgroup.subtree_control"):
+        if not os.access(f"{path}/{name}", os.W_OK):
+            raise NotDelegatedError(f"{path}/{name} is not writable")
+    # Root may write everywhere: only the mark of a delegation, or being the root of the hierarchy, makes a cgroup its own.
+    if os.getuid() == 0 and beneath.strip("/") and not _is_marked(path):
+        raise NotDelegatedError(f"{path} is not marked as delegated")
+    return path
+
+
+def _is_marked(path: str) -> bool:
+    """By systemd's extended attributes."""
+    for name in ("trusted.delegate", "user.delegate"):
+        with contextlib.suppress(OSError):
+            if os.getxattr(path, name) == b"1":
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """While this is held nobody else makes, removes or enables anything in the directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    # Unbuffered: the kernel's answer to each write is that of one call.
+    with open(path, "wb", buffering=0) as file:
+        file.write(text.encode())
