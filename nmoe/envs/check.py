@@ -263,6 +263,8 @@ def _grade(environment: Environment, problem: Problem, answer: str, wanted: bool
 def _checked_golds(environment: Environment) -> Iterator[str]:
     notes: list[str] = []
     sandboxes = _sandboxes(environment) if environment.wants_sandbox else None
+    if sandboxes is not None:
+        notes.append(f"sandbox: {sandboxes.describe()}")
     check_golds(environment, sandboxes, notes.append)
     yield from notes
 

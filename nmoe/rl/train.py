@@ -74,7 +74,7 @@ def train(config: RLConfig) -> Path:
         tools = held_out_tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
         if held_out is not None and config.eval.environment is not None:
             held_out_tools = stack.enter_context(ToolRuntime(held_out, config.sandbox))
-        run = stack.enter_context(open_run(config, threads))
+        run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
         run.follow(PolicyGradient(config, run, tokenizer, environment, tools, held_out, held_out_tools, update))
     return run.directory.path
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nmoe.config.sandbox import SandboxSettings
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.api import Limits, SandboxSetupError
 
 # A cgroup whose children have limits holds no processes itself: those that were there move to this child.

@@ -120,7 +120,7 @@ def selfplay(config: SelfplayConfig) -> Path:
     with ExitStack() as stack:
         tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
         held_out_tools = None if held_out is None else stack.enter_context(ToolRuntime(held_out, config.sandbox))
-        run = stack.enter_context(open_run(config, threads, schedule.steps))
+        run = stack.enter_context(open_run(config, threads, schedule.steps, tools.provenance()))
         run.follow(Selfplay(config, run, tokenizer, environment, tools, held_out, held_out_tools, roles, schedule))
     return run.directory.path
 

@@ -71,6 +71,9 @@ def test_a_run_says_what_is_in_force(run: Path, capfd: pytest.CaptureFixture[str
     directory = start(run)
     log = (directory / "log.txt").read_text()
     assert "sandbox: Landlock and namespaces, without bubblewrap, seccomp, no network" in log
+    said = log.partition("sandbox: ")[2].partition("\n")[0]
+    assert "cgroup limits" in said, "there are some, or there is a reason why not"
+    assert json.loads((directory / "provenance.json").read_text())["sandbox"] == said
     assert len(read_metrics(directory)) == 2
     (workspace,) = (run.parent / "workspaces").iterdir()
     assert (workspace / "tree/data.txt").read_text() == "1\n"

@@ -27,12 +27,12 @@ class Box(Protocol):
     def __call__(self, work: Coroutine[Any, Any, T]) -> T: ...
 
 
-def sandboxes_of(level: Literal["bubblewrap", "landlock"], warm: int = 0) -> Sandboxes:
+def sandboxes_of(level: Literal["bubblewrap", "landlock"], warm: int = 0, **more: Any) -> Sandboxes:
     """Skips the test where the level can not be had here; one that starts and does not hold is a failure."""
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed (apt-get install bubblewrap): the bubblewrap level is not tested")
     try:
-        return Sandboxes(SandboxSettings(level=level, warm=warm), LIMITS)
+        return Sandboxes(SandboxSettings(level=level, warm=warm, **more), LIMITS)
     except SandboxSetupError as error:
         if "can not be started" in str(error):
             pytest.skip(f"the {level} level is not tested: {error}")

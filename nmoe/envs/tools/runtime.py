@@ -40,6 +40,10 @@ class ToolRuntime:
             return None
         return {"settings": self._settings.model_dump(mode="json"), "in_force": self.sandboxes.describe()}
 
+    def provenance(self) -> dict[str, str]:
+        """For a run's provenance: what holds around the policy's code, nothing where none is run."""
+        return {} if self.sandboxes is None else {"sandbox": self.sandboxes.describe()}
+
     def close(self) -> None:
         if self.workspaces is not None:
             self.workspaces.close()
