@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CI = (".ci/run", ".ci/long")
 
-OWED = frozenset({"scripts/gpu_check.sh"})
-"""Commands that no machine of continuous integration can run: they need a GPU."""
+OWED = frozenset({"scripts/gpu_check.sh", "scripts/cgroup_check.sh"})
+"""Commands that no machine of continuous integration can run: they need a GPU, or the package user-mode-linux."""
 
 _START = re.compile(
     r"(?:nmoe|\./speedrun\.sh|python -m nmoe[\w.]*|torchrun|(?:python )?(?:benchmarks|scripts|examples)/[\w.]+)(?= |$)"
