@@ -184,7 +184,7 @@ def open_run(
     config: RunConfig, threads: int, steps: int | None = None, around: Mapping[str, str] | None = None
 ) -> Iterator[Run]:
     """Creates the run's directory, or opens it to resume, for the `with` block. `steps` is the number of the last step, by default
-    run.steps, and `around` what its provenance says besides (`ToolRuntime.provenance`). Raises UserError (`RunDirectory.create`)."""
+    run.steps, and `around` more of its provenance (`ToolRuntime.provenance`). Raises UserError (`RunDirectory.create`)."""
     total = config.run.steps if steps is None else steps
     start = run_path(config), to_toml(config), provenance_of(config, threads) | dict(around or {}), config.run.resume
     with (
