@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import SFTConfig
 from nmoe.data.prm import split_steps

@@ -21,7 +21,7 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nmoe.config import Locator, Place, Section, parse
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.config.tables.pools import TaskPool

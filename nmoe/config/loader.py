@@ -3,8 +3,9 @@
 import copy
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -22,12 +23,17 @@ S = TypeVar("S", bound=Section)
 _SYNTAX_PLACE = re.compile(r"(.*) \(at line (\d+), column (\d+)\)", re.DOTALL)
 
 
-def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
+def load(
+    path: Path,
+    schema: type[S],
+    overrides: Sequence[str] = (),
+    commands: Mapping[str, type[Section]] = MappingProxyType({}),
+) -> S:
     """Reads the TOML file `path` and lays `overrides` ("--section.key=value", the last one wins) over it.
 
     Sections that lie in files of their own (`FromFile`) are read and checked with it. Raises ConfigError with all
-    problems: a file that can not be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
-    missing keys, conflicts.
+    mistakes: a file that cannot be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
+    missing keys, conflicts. `commands` has the schemas of all commands, to say which of them an unknown key belongs to.
     """
     problems = [
         Mistake(Place(text, is_override=True), "not an override; those are written --section.key=value")
@@ -41,7 +47,7 @@ def load(path: Path, schema: type[S], overrides: Sequence[str] = ()) -> S:
     for text in overrides:
         if override := read_override(text):
             lay_over(data, where, *override_document(*override, text))
-    return _check(data, schema, where, problems)
+    return _check(data, schema, where, problems, commands)
 
 
 def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
@@ -49,10 +55,16 @@ def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
 
     Raises ConfigError with all problems.
     """
-    return _check(copy.deepcopy(data), schema, where, [])
+    return _check(copy.deepcopy(data), schema, where, [], {})
 
 
-def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list[Mistake]) -> S:
+def _check(
+    data: dict[str, Any],
+    schema: type[S],
+    where: Locator,
+    problems: list[Mistake],
+    commands: Mapping[str, type[Section]],
+) -> S:
     unread = _read_sections(data, schema, where, (), problems)
     try:
         settings = schema.model_validate(data)
@@ -60,7 +72,7 @@ def _check(data: dict[str, Any], schema: type[S], where: Locator, problems: list
         for error in errors.errors(include_url=False):
             path, _ = follow(schema, error["loc"])
             if not _follows_from(unread, path, error["type"]):
-                problems.extend(explain(error, schema, where))
+                problems.extend(explain(error, schema, where, commands))
     if problems:
         raise ConfigError(problems, first=where.root.source)
     return settings

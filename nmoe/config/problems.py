@@ -1,7 +1,7 @@
 """Words each problem of a configuration as one line: where it is, what stands there, what is wrong, what would be right."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from typing import Any
@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from nmoe.config.base import ConflictError, Section
 from nmoe.config.locate import KeyPath, Locator, Place
+from nmoe.config.moved import key_today
 from nmoe.config.schema import TAG, choices_of, follow, keys_of, paths_of, sections_of, tag_of
 from nmoe.config.toml import toml_value
 from nmoe.errors import UserError
@@ -84,8 +85,13 @@ def key_name(path: KeyPath, is_table: bool = False) -> str:
     return " ".join(part for part in (f"[{table}]" if table else "", key) if part)
 
 
-def explain(error: ErrorDetails, schema: type[Section], where: Locator) -> Iterator[Mistake]:
-    """The problems that one error of pydantic stands for: a section's conflicts come as one error, all else singly."""
+def explain(
+    error: ErrorDetails, schema: type[Section], where: Locator, commands: Mapping[str, type[Section]]
+) -> Iterator[Mistake]:
+    """The mistakes that one error of pydantic stands for: the conflicts of a section come as one error, all others singly.
+
+    `commands` has the schema of each command, to say which of them an unknown key belongs to.
+    """
     path, annotations = follow(schema, error["loc"])
     value, kind, context = error["input"], error["type"], error.get("ctx", {})
     conflict = context.get("error")
@@ -95,7 +101,7 @@ def explain(error: ErrorDetails, schema: type[Section], where: Locator) -> Itera
             yield at(where, path + below, message, _value_at(value, below))
     elif kind == "extra_forbidden":
         place = where.place_of_key(path)
-        yield _named(place, path, _unknown_key(place, path, annotations[-2], schema), value)
+        yield _named(place, path, _unknown_key(place, path, annotations[-2], schema, commands), value)
     elif kind == "missing":
         yield _missing(path, annotations, where)
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -117,8 +123,18 @@ def explain(error: ErrorDetails, schema: type[Section], where: Locator) -> Itera
         yield at(where, path, error["msg"], value)
 
 
-def _unknown_key(place: Place, path: KeyPath, table: Any, schema: type[Section]) -> str:
-    """Suggests a key of the same table that is spelled alike, else the same key of another table."""
+def _unknown_key(
+    place: Place, path: KeyPath, table: Any, schema: type[Section], commands: Mapping[str, type[Section]]
+) -> str:
+    """Names what the key is called today or the commands that have it; else suggests a key of the same table that is spelled alike,
+    or the same key of another table."""
+    keys = tuple(key for key in path if isinstance(key, str))
+    if (today := key_today(keys)) is not None:
+        return f"unknown key; it is called {today} now"
+    owners = [f"`nmoe {command}`" for command, other in commands.items() if keys in paths_of(other)]
+    if owners:
+        this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
+        return f"unknown key; {this} does not have it, {', '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
     key, known = str(path[-1]), keys_of(table)
     alike = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
     if alike:

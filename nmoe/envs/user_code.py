@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.moved import module_today
 from nmoe.errors import UserError
 
 
@@ -25,7 +26,10 @@ def load_function(kind: str, name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the module may raise anything while it is imported
-        raise UserError(f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        hint = _moved(error.name) if isinstance(error, ImportError) and error.name else ""
+        raise UserError(
+            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
+        ) from error
     finally:
         sys.path.remove(here)
     function = getattr(module, attribute, None)
@@ -100,7 +104,13 @@ def _file_of(module: str, what: str) -> Path:
     for path in candidates:
         if path.suffix == ".py" and path.is_file():
             return path
-    raise UserError(f"{what}: there is no source of the module {module!r}")
+    raise UserError(f"{what}: there is no source of the module {module!r}{_moved(module)}")
+
+
+def _moved(module: str) -> str:
+    """What to add to an error about a module of an older version."""
+    today = module_today(module)
+    return "" if today is None else f"; {module} is {today} now"
 
 
 def _top_level(tree: ast.Module, name: str) -> ast.stmt | None:

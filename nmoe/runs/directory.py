@@ -187,9 +187,10 @@ def _refuse_other_config(stored_path: Path, config_toml: str) -> None:
     ]
     if differing:
         raise UserError(
-            f"{stored_path}: the run can not go on with another configuration. These keys differ:\n"
+            f"{stored_path}: the run cannot resume with another configuration. These keys differ:\n"
             + "\n".join(differing)
-            + "\nPut them back, or start another run with --run.name=NAME."
+            + "\nPut them back, or start another run with --run.name=NAME. A key that is absent now because the command "
+            "no longer has it can be deleted from that file."
         )
 
 

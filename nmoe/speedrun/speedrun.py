@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from nmoe.config.commands.base import RunConfig, load_run
+from nmoe.config.commands import load_run
+from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig

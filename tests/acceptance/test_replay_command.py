@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Result
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.rl.train import train
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands import COMMANDS
-from nmoe.config.commands.base import RunConfig, load_run
+from nmoe.config.commands import COMMANDS, load_run
+from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.supervised import PretrainConfig, SFTConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nmoe.config import ConfigError, load
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings, load_environment
 from nmoe.config.packaged import SHIPPED, Packaged, find_environment, packaged_environments

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nmoe.config import ConfigError, Locator, Place, load, parse, to_toml
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands import COMMANDS
-from nmoe.config.commands.base import RunConfig, load_run
+from nmoe.config.commands import COMMANDS, load_run
+from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig
 from nmoe.config.schema import paths_of

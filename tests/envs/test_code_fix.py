@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig
 from nmoe.data.pairs import completion_pair
 from nmoe.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from interrupted_runs import figures, interrupted_at
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.data.documents import Document, read_documents
 from nmoe.errors import UserError

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nmoe.config import ConfigError
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import SFTConfig
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples

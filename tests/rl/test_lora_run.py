@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment

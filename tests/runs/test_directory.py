@@ -134,11 +134,12 @@ def test_resuming_with_another_configuration_names_every_key(tmp_path: Path) -> 
     with pytest.raises(UserError) as caught:
         create(tmp_path, other, resume=True)
     assert str(caught.value).splitlines() == [
-        f"{tmp_path}/config.toml: the run can not go on with another configuration. These keys differ:",
+        f"{tmp_path}/config.toml: the run cannot resume with another configuration. These keys differ:",
         "  algorithm.clip.high: absent in the run, 0.2 now",
         "  algorithm.clip.low: 0.2 in the run, absent now",
         "  optimizer.learning_rate: 0.1 in the run, 0.3 now",
-        "Put them back, or start another run with --run.name=NAME.",
+        "Put them back, or start another run with --run.name=NAME. A key that is absent now because the command no longer has it "
+        "can be deleted from that file.",
     ]
 
 

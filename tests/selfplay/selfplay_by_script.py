@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import nmoe.selfplay.loop as recipe
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.engine.api import Request
 from nmoe.envs.pools.order import stable_hash

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nmoe.config import ConfigError
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.envs.tasks.score import CLOSING, OPENING
 from nmoe.model.checkpoint import save_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS, Attempt

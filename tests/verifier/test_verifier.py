@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import VerifierConfig
 from nmoe.config.tables.verifier import VerifierSection
 from nmoe.data.prm import LabelledSteps

@@ -4,19 +4,15 @@ Relative paths start from the directory that the command runs in, except those t
 from the file they stand in, as do the paths in that file.
 """
 
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterator
 
 from pydantic import Field
 
 from nmoe.config.base import Conflict, Section
-from nmoe.config.loader import load
 from nmoe.config.tables.batch import MicroBatchSection
 from nmoe.config.tables.evaluation import PeriodSection
 from nmoe.config.tables.model import LoraSection, ModelSection
-from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR, OptimizerSection
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.run import CheckpointSection, RunSection
 
 
@@ -54,21 +50,3 @@ class SupervisedConfig(AdaptableConfig):
     """A run that learns from given examples."""
 
     eval: PeriodSection = Field(default=PeriodSection(), description="evaluation during the run")
-
-
-C = TypeVar("C", bound=RunConfig)
-
-
-def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
-    """Loads a run's configuration. A run without a name is called after its file; an adapter without a learning rate has ten times
-    the command's default. Raises ConfigError with all problems."""
-    config = load(path, schema, overrides)
-    if "learning_rate" not in config.optimizer.model_fields_set:
-        adapts = isinstance(config, AdaptableConfig) and config.lora is not None
-        rate = config.optimizer.learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
-        optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
-        config = config.model_copy(update={"optimizer": optimizer})
-    if "name" in config.run.model_fields_set:
-        return config
-    name = re.sub(r"^\W|[^\w.+=-]", "_", path.stem)
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
