@@ -35,12 +35,11 @@ def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Ten
     if layer.sinks_H is not None:
         sinks_H11 = layer.sinks_H.detach().double().view(-1, 1, 1)
         highest_BHL1 = torch.maximum(highest_BHL1, sinks_H11)
-    coarse_BHLS, fine_BHLS = _weights(scores_BHLS.sub_(highest_BHL1))
-    total_BHL1 = coarse_BHLS.sum(-1, keepdim=True) + fine_BHLS.sum(-1, keepdim=True)
+    weights_BJPRS = _weights(scores_BHLS.sub_(highest_BHL1).view(b, kv_heads, -1, scores_BHLS.shape[-1]))
+    total_BHL1 = weights_BJPRS.sum(-1, keepdim=True).sum(2).view(b, heads, length, 1)
     if layer.sinks_H is not None:
-        total_BHL1 = total_BHL1 + sum(_weights(sinks_H11 - highest_BHL1))
-    shape = (b, kv_heads, q_BJRC.shape[2], -1)
-    mixed_BJRU = _mixed(coarse_BHLS.view(shape), v_BJSU) + _mixed(fine_BHLS.view(shape), v_BJSU)
+        total_BHL1 = total_BHL1 + _weights(sinks_H11 - highest_BHL1).sum(2)
+    mixed_BJRU = _mixed(weights_BJPRS.flatten(2, 3), v_BJSU).unflatten(2, (2, -1)).sum(2)
     return (mixed_BJRU.view(b, heads, length, -1) / total_BHL1).to(q_BHLC.dtype)
 
 
@@ -55,27 +54,43 @@ def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJ
     return attention(layer, q_BHLC, k_BJSC, v_BJSU, seen_LS)
 
 
-def _weights(shifted: Tensor) -> tuple[Tensor, Tensor]:
-    """`exp` of numbers up to 0 as the sum of two: multiples of 2^-22 and, for what these leave, of 2^-44."""
-    whole = shifted.float().exp().double()
+def _weights(shifted_BJRS: Tensor) -> Tensor:
+    """`exp` of numbers up to 0 in two parts, `[B, J, 2, R, S]`: multiples of 2^-22 and, for what these leave, of 2^-44."""
+    whole = shifted_BJRS.float().exp_()
     coarse = rounded(whole, 2.0**-BITS)
-    return coarse, rounded(whole - coarse, 2.0 ** (-2 * BITS))
+    parts = torch.empty(*whole.shape[:2], 2, *whole.shape[2:], dtype=torch.float64, device=whole.device)
+    parts[:, :, 0] = coarse
+    parts[:, :, 1] = rounded(whole.sub_(coarse), 2.0 ** (-2 * BITS))
+    return parts
 
 
 def _mixed(weights_BJRS: Tensor, v_BJSU: Tensor) -> Tensor:
     """`weights @ v`: a sum of each grid's 512 positions is exact, and those sums are added in one order. What has no weight adds
     nothing, so that neither keys after a query nor the largest value of another sequence change its bits."""
-    rest_BJSU = v_BJSU.double()
+    width = v_BJSU.shape[-1]
+    slices_BJSV = _slices(v_BJSU)
+    pieces = zip(weights_BJRS.split(PIECE, -1), slices_BJSV.split(PIECE, -2), strict=True)
+    sums = [weights_BJRs @ values_BJsV for weights_BJRs, values_BJsV in pieces]
+    out_BJRU = weights_BJRS.new_zeros(*weights_BJRS.shape[:-1], width)
+    for start in range(0, slices_BJSV.shape[-1], width):
+        for sum_BJRV in sums:
+            out_BJRU += sum_BJRV[..., start : start + width]
+    return out_BJRU
+
+
+def _slices(v_BJSU: Tensor) -> Tensor:
+    """The slices of all values in fp64, one after another along the last axis."""
+    rest_BJSU = v_BJSU.float()
     largest = float(rest_BJSU.abs().amax()) if rest_BJSU.numel() else 0.0
     above = max(0, math.ceil((math.log2(largest) - _HIGHEST) / BITS)) if 0 < largest < math.inf else 0
-    out_BJRU = weights_BJRS.new_zeros(*weights_BJRS.shape[:-1], v_BJSU.shape[-1])
+    if above:  # fp32 has no room for the anchors of the largest
+        rest_BJSU = rest_BJSU.double()
+    slices = []
     for i in range(-above, _SLICES):
         step = 2.0 ** (_HIGHEST - BITS * (i + 1))
         slice_BJSU = rounded(rest_BJSU, step)
         if i < 0:  # there only for larger values: the others are cut as if there were none
             slice_BJSU.masked_fill_(rest_BJSU.abs() <= step, 0.0)
+        slices.append(slice_BJSU)
         rest_BJSU = rest_BJSU - slice_BJSU
-        pieces = zip(weights_BJRS.split(PIECE, -1), slice_BJSU.split(PIECE, -2), strict=True)
-        for weights_BJRs, values_BJsU in pieces:
-            out_BJRU += weights_BJRs @ values_BJsU
-    return out_BJRU
+    return torch.cat(slices, -1).double()
