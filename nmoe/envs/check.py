@@ -44,6 +44,7 @@ from nmoe.envs.pools import Shard
 from nmoe.envs.pools.records import record_order
 from nmoe.envs.rewards.judge import template_of
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.unimported import check_source
@@ -163,6 +164,11 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         yield f"  right answer {_short(right.answer)}: {right.said}"
         yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
         mistakes += _verdict_mistakes(problem, right, wrong)
+        if isinstance(TASKS[problem.task_type], ConversationTask):
+            try:
+                yield from _conversation(environment, tokenizer, problem, wrong)
+            except UserError as error:
+                mistakes.append(f"problem {problem.id}: {error}")
     yield ""
     if settings.workspace is not None:
         try:
@@ -285,6 +291,24 @@ def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Itera
         yield f"problem {problem.id}: its gold answer {_short(right.answer)} has to be graded correct, and is {right.said}"
     if not wrong.as_wanted:
         yield f"problem {problem.id}: the wrong answer {_short(wrong.answer)} has to be graded incorrect, and is {wrong.said}"
+
+
+def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Problem, wrong: _Graded) -> Iterator[str]:
+    """What follows the wrong answer. Raises UserError for a task that answers one turn in two ways, which could not replay."""
+    turns = single_turn(wrong.completion_ids)
+    exchange, again = (environment.respond(problem, 0, 0, turns, ()) for _ in range(2))
+    if exchange != again:
+        raise UserError(
+            f"its task answers one turn in two ways, {exchange} and {again}: such a conversation does not replay"
+        )
+    if exchange is None or exchange.user is None:
+        yield f"  after the wrong answer the conversation is over, in the state {exchange and exchange.state}"
+        return
+    kind, given_ids = environment.follow_up(problem, turns, (), [exchange])
+    yield f"  after the wrong answer the user says {_short(exchange.user)}, in the state {exchange.state}; " + (
+        "a new branch begins:" if kind == "prompt" else "the same branch goes on:"
+    )
+    yield from _indented(tokenizer.decode(given_ids))
 
 
 def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, right: _Graded) -> Iterator[str]:

@@ -29,6 +29,8 @@ SETTINGS = (
     "--sampling.max_new_tokens=40",
     "--algorithm.aggregation=sequence",
     "--monitor.replay_sample_rate=1.0",
+    "--eval.every_steps=3",
+    "--eval.problems=6",
 )
 
 
@@ -72,6 +74,8 @@ def test_a_run_learns_from_branches_and_its_trajectories_replay(
     for batch in batches:
         assert batch.samples is not None
         assert len(batch.samples) > len(set(batch.samples))
+    (results,) = [json.loads(path.read_text())["results"] for path in directory.glob("eval/step_000003.json")]
+    assert results[0]["problems"] == 6
     samples = read_lines(directory / "samples/step_000001.jsonl")
     assert any(len(sample["exchanges"]) == 2 for sample in samples)
     first = [

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 
 from nmoe.engine.api import Request
+from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
+from nmoe.envs.rewards.conversation import completion_of, samples_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import Response, Said, State, plain_json
 from nmoe.envs.tasks.guess import GuessTask
@@ -30,7 +32,7 @@ from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Exchange, Message, Problem, Sample, Trajectory
+from nmoe.types import Exchange, Message, Problem, Sample, TrainerState, Trajectory
 
 Make = Callable[..., Environment]
 
@@ -487,3 +489,42 @@ def test_halving_finds_every_number_in_time(seed: int, difficulty: int) -> None:
         low, high = (middle + 1, high) if exchange.user == "higher" else (low, middle - 1)
     assert exchange is not None
     assert (exchange.user, exchange.reward) == (None, 1.0)
+
+
+def test_rewards_read_the_users_words_between_the_turns(
+    environment: Make, harmony: Harmony, tokenizer: Tokenizer
+) -> None:
+    demo = environment(POOL + RUBRIC)
+    (trajectory,), _ = play(demo, [said(harmony, "41", "low?"), said(harmony, "43", None)])
+    assert completion_of(demo, trajectory) == [
+        {"role": "assistant", "content": "41", "reasoning_content": "low?"},
+        {"role": "user", "content": "higher"},
+        {"role": "assistant", "content": "43"},
+    ]
+    assert samples_of(demo, [trajectory], TrainerState()).answers == ["43"]
+    boxed = environment(f'format = "boxed"\n{POOL}{RUBRIC}')
+    end = tokenizer.special_id("<|endoftext|>")
+    (trajectory,), _ = play(boxed, [[*tokenizer.encode(rf"\boxed{{{guess}}}"), end] for guess in (41, 43)])
+    assert completion_of(boxed, trajectory) == "\\boxed{41}\nhigher\n\\boxed{43}"
+
+
+def test_the_packaged_conversation_passes_its_check_and_shows_how_it_goes_on() -> None:
+    lines = list(check_environment(Path("guess"), None))
+    assert lines[-1] == "ok"
+    place = next(n for n, line in enumerate(lines) if line.startswith("  after the wrong answer the user says "))
+    assert lines[place].endswith("a new branch begins:")
+    assert "<|message|>lower<|end|>" in lines[place + 1] or "<|message|>higher<|end|>" in lines[place + 1]
+
+
+def test_a_task_that_answers_one_turn_in_two_ways_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(GuessTask):
+        count = 0
+
+        def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+            self.count += 1
+            return Response({}, f"word {self.count}")
+
+    monkeypatch.setitem(TASKS, "guess", Forgetful())
+    # Its example answers come out wrong, too.
+    with pytest.raises(UserError, match="its task answers one turn in two ways"):
+        list(check_environment(Path("guess"), None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from nmoe.envs.rewards.reward import Completion, Prompt, Samples
@@ -39,7 +40,7 @@ def columns_of(problem: Problem) -> dict[str, Any]:
 
 
 def completion_of(environment: Environment, trajectory: Trajectory) -> Completion:
-    """A string of plain text, or messages: those of every turn, and the tools' answers between them.
+    """A string of plain text, or messages: those of every turn, and the tools' answers and the user's words between them.
 
     [{"role": "assistant", "content": "",
       "tool_calls": [{"type": "function", "function": {"name": "python", "arguments": "{...}"}}]},
@@ -47,8 +48,10 @@ def completion_of(environment: Environment, trajectory: Trajectory) -> Completio
      {"role": "assistant", "content": "The answer is 42.", "reasoning_content": "6 * 7 is 42."}]
     """
     form = environment.format
+    users = {exchange.turn: exchange.user for exchange in trajectory.exchanges if exchange.user is not None}
     if environment.settings.format == "boxed":
-        return form.said(trajectory.turns[-1].sample.token_ids)[1]
+        texts = [form.said(turn.sample.token_ids)[1] for turn in trajectory.turns]
+        return "\n".join(text for pair in zip_longest(texts, users.values()) for text in pair if text is not None)
     messages: list[dict[str, Any]] = []
     for place, turn in enumerate(trajectory.turns):
         reasoning, content = form.said(turn.sample.token_ids)
@@ -65,4 +68,6 @@ def completion_of(environment: Environment, trajectory: Trajectory) -> Completio
             for event in trajectory.tool_events
             if event.call.call_id.startswith(f"{place}/")
         ]
+        if place in users:
+            messages.append({"role": "user", "content": users[place]})
     return messages
