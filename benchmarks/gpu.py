@@ -26,7 +26,7 @@ from machine import machine, versions
 from torch import Tensor
 
 from nmoe.engine.api import Request
-from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 from nmoe.model.logprobs import head_logprobs
@@ -95,22 +95,22 @@ def requests(count: int, seed: int) -> list[Request]:
     return [Request(tuple(row), 1, Sampling(NEW, seed=i), f"{seed}/{i}") for i, row in enumerate(ids)]
 
 
-def decode_run(core: EngineCore, count: int, seed: int) -> dict[str, Any]:
+def decode_run(engine: LLMEngine, count: int, seed: int) -> dict[str, Any]:
     """All prompts in the first step, which also samples the first token; the steps after it only decode."""
     asked = requests(count, seed)
-    jobs = [core.add(request) for request in asked]
+    groups = [engine.add(request) for request in asked]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    core.step()
+    engine.step()
     torch.cuda.synchronize()
     prefilled = time.perf_counter()
     steps = 0
-    while not core.idle:
-        core.step()
+    while not engine.idle:
+        engine.step()
         steps += 1
     torch.cuda.synchronize()
     ended = time.perf_counter()
-    samples = [sample for job in jobs for sample in job.samples if sample is not None]
+    samples = [sample for group in groups for sample in group.samples if sample is not None]
     assert len(samples) == count
     assert all(len(sample.token_ids) == NEW for sample in samples)
     left = sum(len(sample.token_ids) for sample in samples) - (NEW - steps) * count
@@ -126,18 +126,18 @@ def decode_run(core: EngineCore, count: int, seed: int) -> dict[str, Any]:
 
 def decode(model: Transformer, bandwidth: float, count: int) -> dict[str, Any]:
     cache_bytes = (count * (PROMPT + NEW + 16) + 4096) * KV_BYTES
-    core = EngineCore(model, count, cache_bytes=cache_bytes, prefill_tokens=count * PROMPT)
-    decode_run(core, count, 0)  # compiles and records
-    runs = [decode_run(core, count, seed) for seed in (1, 2, 3)]
+    engine = LLMEngine(model, count, cache_bytes=cache_bytes, prefill_tokens=count * PROMPT)
+    decode_run(engine, count, 0)  # compiles and records
+    runs = [decode_run(engine, count, seed) for seed in (1, 2, 3)]
     rate = statistics.median(run["tokens_per_s"] for run in runs)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     context = PROMPT + NEW / 2
     bound = count * bandwidth / (weights + count * context * KV_BYTES)
     for request in requests(count, 9):
-        core.add(request)
-    core.step()
-    kernels = largest_kernels(core.step)
-    core.abort_all()
+        engine.add(request)
+    engine.step()
+    kernels = largest_kernels(engine.step)
+    engine.abort_all()
     return {
         "sequences": count,
         "tokens_per_s": round(rate),

@@ -24,7 +24,7 @@ from machine import machine, versions
 
 from nmoe.data.documents import Document
 from nmoe.engine.api import Request
-from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.learner.optimizer import OptimizerSettings
@@ -97,20 +97,20 @@ def decode(model: Transformer, count: int, repeats: int) -> tuple[float, float, 
     generator = np.random.default_rng(count)
     seconds = []
     for _ in range(repeats):
-        core = EngineCore(model, count)
+        engine = LLMEngine(model, count)
         prompts = [tuple(generator.integers(model.config.vocab_size, size=PROMPT).tolist()) for _ in range(count)]
-        jobs = [core.add(Request(p, 1, Sampling(NEW, seed=i), str(i))) for i, p in enumerate(prompts)]
-        core.step()
+        groups = [engine.add(Request(p, 1, Sampling(NEW, seed=i), str(i))) for i, p in enumerate(prompts)]
+        engine.step()
         began = time.perf_counter()
-        while not core.idle:
-            core.step()
+        while not engine.idle:
+            engine.step()
         seconds.append((time.perf_counter() - began) / (NEW - 2))
     differences = []
     with torch.no_grad():
-        for job in jobs:
-            (sample,) = job.samples
+        for group in groups:
+            (sample,) = group.samples
             assert sample is not None, "the engine is idle"
-            ids = torch.tensor([*job.request.prompt_ids, *sample.token_ids])
+            ids = torch.tensor([*group.request.prompt_ids, *sample.token_ids])
             positions = torch.arange(len(ids) - 1)
             attend = PackedAttention([len(ids) - 1], ids.device)
             logits = model.logits(model(ids[:-1], positions, attend, RouterTrace())[PROMPT - 1 :])

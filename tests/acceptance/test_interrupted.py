@@ -20,14 +20,14 @@ from nmoe.text.tokenizer import Tokenizer
 # The engine is interrupted at a step of its choice, as by the signal that arrives there.
 INTERRUPTED = """
 from nmoe.cli import main
-from nmoe.engine.native.core import EngineCore
-step, steps = EngineCore.step, [0]
-def interrupted(core):
+from nmoe.engine.native.llm_engine import LLMEngine
+step, steps = LLMEngine.step, [0]
+def interrupted(engine):
     steps[0] += 1
     if steps[0] == {at}:
         raise KeyboardInterrupt
-    return step(core)
-EngineCore.step = interrupted
+    return step(engine)
+LLMEngine.step = interrupted
 main()
 """
 

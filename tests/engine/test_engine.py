@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nmoe.engine.api import Delta, Request
-from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.errors import DivergenceError, UserError
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample
@@ -40,11 +40,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(model: Transformer, request: Request) -> list[Sample | None]:
-    core = EngineCore(model, request.n)
-    job = core.add(request)
-    while not core.idle:
-        core.step()
-    return job.samples
+    engine = LLMEngine(model, request.n)
+    group = engine.add(request)
+    while not engine.idle:
+        engine.step()
+    return group.samples
 
 
 async def all_of(engine: NativeEngine, requests: list[Request]) -> list[list[Sample]]:

@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, tiny_family
 
 from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.native.cache import bytes_per_block
-from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
@@ -33,11 +33,11 @@ def requests() -> list[Request]:
     ]
 
 
-def answers(core: EngineCore, asked: Iterable[Request]) -> Answers:
-    jobs = [core.add(request) for request in asked]
-    while not core.idle:
-        core.step()
-    return [(job.request, sample) for job in jobs for sample in job.samples if sample is not None]
+def answers(engine: LLMEngine, asked: Iterable[Request]) -> Answers:
+    groups = [engine.add(request) for request in asked]
+    while not engine.idle:
+        engine.step()
+    return [(group.request, sample) for group in groups for sample in group.samples if sample is not None]
 
 
 def compare(ours: Answers, theirs: Answers, exact: bool) -> None:
@@ -65,37 +65,37 @@ def exact_where_it_can_be(numerics: Numerics) -> bool:
 
 
 def in_a_batch(model: Transformer) -> tuple[Answers, EngineStats]:
-    core = EngineCore(model, 32)
-    return answers(core, requests()), core.stats()
+    engine = LLMEngine(model, 32)
+    return answers(engine, requests()), engine.stats()
 
 
 def in_few_rows(model: Transformer) -> tuple[Answers, EngineStats]:
-    core = EngineCore(model, 5)
-    return answers(core, requests()), core.stats()
+    engine = LLMEngine(model, 5)
+    return answers(engine, requests()), engine.stats()
 
 
 def in_parts(model: Transformer) -> tuple[Answers, EngineStats]:
-    core = EngineCore(model, 7, prefill_tokens=6)
-    found = answers(core, requests())
-    assert core.stats().decode_steps > 30
-    return found, core.stats()
+    engine = LLMEngine(model, 7, prefill_tokens=6)
+    found = answers(engine, requests())
+    assert engine.stats().decode_steps > 30
+    return found, engine.stats()
 
 
 def after_a_prefix_hit(model: Transformer) -> tuple[Answers, EngineStats]:
-    core = EngineCore(model, 32)
-    answers(core, requests())
-    assert core.stats().prefix_hit_tokens == 0  # all were computed at once
-    found = answers(core, requests())
+    engine = LLMEngine(model, 32)
+    answers(engine, requests())
+    assert engine.stats().prefix_hit_tokens == 0  # all were computed at once
+    found = answers(engine, requests())
     # Whole blocks of 16, and the last token always computed: 17, 40, 33, 34 and 23 tokens long.
-    assert core.stats().prefix_hit_tokens == 16 + 32 + 32 + 32 + 16
-    return found, core.stats()
+    assert engine.stats().prefix_hit_tokens == 16 + 32 + 32 + 32 + 16
+    return found, engine.stats()
 
 
 def in_little_memory(model: Transformer) -> tuple[Answers, EngineStats]:
-    core = EngineCore(model, 32, cache_bytes=7 * bytes_per_block(model.config, model.embedding.weight.dtype))
-    found = answers(core, requests())
-    assert core.stats().preemptions > 3
-    return found, core.stats()
+    engine = LLMEngine(model, 32, cache_bytes=7 * bytes_per_block(model.config, model.embedding.weight.dtype))
+    found = answers(engine, requests())
+    assert engine.stats().preemptions > 3
+    return found, engine.stats()
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
@@ -134,17 +134,17 @@ def test_scores_are_the_logprobs_of_what_was_sampled(
     alone: Callable[[str, Numerics], tuple[Transformer, Answers]], family: str, numerics: Numerics
 ) -> None:
     model, expected = alone(family, numerics)
-    core = EngineCore(model, 3, prefill_tokens=13)
-    jobs = [
-        core.add_scoring([*request.prompt_ids, *s.token_ids], 1.0, f"{i}") for i, (request, s) in enumerate(expected)
+    engine = LLMEngine(model, 3, prefill_tokens=13)
+    groups = [
+        engine.add_scoring([*request.prompt_ids, *s.token_ids], 1.0, f"{i}") for i, (request, s) in enumerate(expected)
     ]
-    while not core.idle:
-        core.step()
+    while not engine.idle:
+        engine.step()
     scores: list[float] = []
-    for job, (request, sample) in zip(jobs, expected, strict=True):
-        assert job.scores is not None
-        assert len(job.scores) == len(request.prompt_ids) + len(sample.token_ids) - 1
-        scores += job.scores[len(request.prompt_ids) - 1 :]
+    for group, (request, sample) in zip(groups, expected, strict=True):
+        assert group.scores is not None
+        assert len(group.scores) == len(request.prompt_ids) + len(sample.token_ids) - 1
+        scores += group.scores[len(request.prompt_ids) - 1 :]
     emitted = torch.tensor([p for _, sample in expected for p in sample.logprobs])
     check(torch.tensor(scores), emitted, exact_where_it_can_be(numerics))
 
@@ -157,7 +157,7 @@ def alone() -> Callable[[str, Numerics], tuple[Transformer, Answers]]:
     def of(family: str, numerics: Numerics) -> tuple[Transformer, Answers]:
         if (family, numerics) not in known:
             model = tiny_family(family).set_numerics(numerics)
-            known[family, numerics] = model, [a for r in requests() for a in answers(EngineCore(model, r.n), [r])]
+            known[family, numerics] = model, [a for r in requests() for a in answers(LLMEngine(model, r.n), [r])]
         return known[family, numerics]
 
     return of

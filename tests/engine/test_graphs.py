@@ -10,8 +10,8 @@ import torch
 from nmoe.engine.api import Request
 from nmoe.engine.native.attend import DecodeAttention
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.graphs import DecodeGraphs, run_plainly
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
 
@@ -101,13 +101,15 @@ def test_the_engine_samples_the_same(tiny_model: MakeModel, request_of: MakeRequ
     model = tiny_model(**KINDS[kind])
     results = []
     for recorded in (False, True):
-        core = EngineCore(model, 4)
+        engine = LLMEngine(model, 4)
         if recorded:
-            core.runner.graphs = DecodeGraphs(model, core.cache, core.pool.take(1)[0], run_plainly)
-        jobs = [core.add(request_of(*shape)) for shape in [("a", 5, 3, 20), ("b", 1, 2, 30), ("c", BLOCK_TOKENS, 2, 9)]]
-        while not core.idle:
-            core.step()
-        results.append([sample for job in jobs for sample in job.samples])
+            engine.runner.graphs = DecodeGraphs(model, engine.cache, engine.scheduler.blocks.take(1)[0], run_plainly)
+        groups = [
+            engine.add(request_of(*shape)) for shape in [("a", 5, 3, 20), ("b", 1, 2, 30), ("c", BLOCK_TOKENS, 2, 9)]
+        ]
+        while not engine.idle:
+            engine.step()
+        results.append([sample for group in groups for sample in group.samples])
     for plain, graph in zip(*results, strict=True):
         assert plain.token_ids == graph.token_ids
         assert graph.logprobs == pytest.approx(plain.logprobs, abs=1e-5)

@@ -10,8 +10,8 @@ import torch
 from tiny_models import tiny_family
 
 from nmoe.engine.api import Request
-from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
@@ -45,13 +45,13 @@ def test_learner_recomputes_the_engines_logprobs(
     tiny_model: MakeModel, request_of: MakeRequest, sampling: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     model = tiny_model(**changes)
-    core = EngineCore(model, 5)
+    engine = LLMEngine(model, 5)
     # Stop ids that the samples meet at some place or other.
     requests = [request_of(n, 3 + 7 * i, 4, 8 + 9 * i, stop_ids=(4, 30), **sampling) for i, n in enumerate("abc")]
-    jobs = [core.add(request) for request in requests]
-    while not core.idle:
-        core.step()
-    trajectories = trajectories_of((job.request, sample) for job in jobs for sample in job.samples)
+    groups = [engine.add(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    trajectories = trajectories_of((group.request, sample) for group in groups for sample in group.samples)
     assert {reason for t in trajectories for reason in t.finish_reasons} == {"stop", "length"}
     batch = policy_batch(trajectories, torch.randn(12, generator=torch.Generator().manual_seed(0)), "token", 35)
     assert (batch.kept_TM is not None) == ("top_p" in sampling or "top_k" in sampling)
@@ -78,11 +78,11 @@ def test_an_adapter_on_what_expands_latents_takes_part(request_of: MakeRequest, 
     requests = [request_of(f"r{i}", 3 + 9 * i, 2, 12 + 5 * i) for i in range(4)]
 
     def emitted() -> Iterable[tuple[Request, Sample | None]]:
-        core = EngineCore(model, 5)
-        jobs = [core.add(request) for request in requests]
-        while not core.idle:
-            core.step()
-        return [(job.request, sample) for job in jobs for sample in job.samples]
+        engine = LLMEngine(model, 5)
+        groups = [engine.add(request) for request in requests]
+        while not engine.idle:
+            engine.step()
+        return [(group.request, sample) for group in groups for sample in group.samples]
 
     plain = [sample.token_ids for _, sample in emitted() if sample is not None]
     lora = Lora(model, LoraSettings(4, 6.0), choose(model, ("kv_b_proj",)), "base", "f").initialize(1)

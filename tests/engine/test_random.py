@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from nmoe.engine.native.random import uniforms
+from nmoe.engine.native.sampler import uniforms
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -7,8 +7,8 @@ import torch
 from tiny_models import DENSE, FAMILIES, MOE, peaked_model
 
 from nmoe.engine.api import Request
-from nmoe.engine.native.core import EngineCore
 from nmoe.engine.native.graphs import CudaRecorder
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.config import ModelConfig
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
@@ -28,26 +28,26 @@ ENGINE_MODELS = {
 }
 
 
-def sampled(core: EngineCore) -> list[Sample]:
+def sampled(engine: LLMEngine) -> list[Sample]:
     shapes = [(5, 3, 40), (17, 9, 24), (33, 2, 16), (1, 1, 60)]
-    jobs = [
-        core.add(Request(tuple(range(3, 3 + length)), n, Sampling(new, seed=n), f"request {n}"))
+    groups = [
+        engine.add(Request(tuple(range(3, 3 + length)), n, Sampling(new, seed=n), f"request {n}"))
         for length, n, new in shapes
     ]
-    while not core.idle:
-        core.step()
-    return [sample for job in jobs for sample in job.samples if sample is not None]
+    while not engine.idle:
+        engine.step()
+    return [sample for group in groups for sample in group.samples if sample is not None]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ENGINE_MODELS)
 def test_recorded_decoding_agrees_with_the_learner(name: str, precision: Precision) -> None:
     model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS[name])), precision).to("cuda")
-    core = EngineCore(model, 12)
-    assert core.runner.graphs is not None
+    engine = LLMEngine(model, 12)
+    assert engine.runner.graphs is not None
     recorded = not model.config.experts or precision == "bfloat16"
-    assert isinstance(core.runner.graphs.record, CudaRecorder) == recorded
-    samples = sampled(core)
+    assert isinstance(engine.runner.graphs.record, CudaRecorder) == recorded
+    samples = sampled(engine)
     assert len(samples) == 15
     prompts = [5] * 3 + [17] * 9 + [33] * 2 + [1]
     differences = []
@@ -70,12 +70,12 @@ def test_recorded_decoding_agrees_with_the_learner(name: str, precision: Precisi
 
 def test_new_weights_are_read_where_they_lie() -> None:
     model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), "bfloat16").to("cuda")
-    core = EngineCore(model, 16)
-    before = sampled(core)
+    engine = LLMEngine(model, 16)
+    before = sampled(engine)
     with torch.no_grad():
         for block in model.blocks:
             block.attention.o_proj.weight.mul_(-1)
-    core.commit(1)
-    after, fresh = sampled(core), sampled(EngineCore(model, 16))
+    engine.commit(1)
+    after, fresh = sampled(engine), sampled(LLMEngine(model, 16))
     assert [s.token_ids for s in after] == [s.token_ids for s in fresh]
     assert [s.token_ids for s in after] != [s.token_ids for s in before]

@@ -17,7 +17,7 @@ from tiny_models import tiny_family
 from torch import Tensor, nn
 
 from nmoe.engine.api import Request
-from nmoe.engine.native.core import EngineCore
+from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.errors import DivergenceError
 from nmoe.model import products
@@ -318,11 +318,11 @@ def test_where_nothing_can_be_compiled_all_goes_on(monkeypatch: pytest.MonkeyPat
     try:
         with pytest.warns(UserWarning, match=r"could not be compiled .*no-compiler.*; install g\+\+"):
             assert library.library() is None
-        core = EngineCore(tiny_family("qwen3_moe"), 2)
-        job = core.add(Request((1, 2), 2, Sampling(5), "r"))
-        while not core.idle:
-            core.step()
-        assert [len(sample.token_ids) for sample in job.samples if sample] == [5, 5]
+        engine = LLMEngine(tiny_family("qwen3_moe"), 2)
+        group = engine.add(Request((1, 2), 2, Sampling(5), "r"))
+        while not engine.idle:
+            engine.step()
+        assert [len(sample.token_ids) for sample in group.samples if sample] == [5, 5]
     finally:
         library.library.cache_clear()
 
@@ -417,10 +417,10 @@ def test_what_the_engine_uses_them_for(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {"exact": exact, "fast": {*(f"nmoe_{kind}_fp32" for kind in kinds), "nmoe_sample"}}
     for numerics in ("exact", "fast"):
         called.clear()
-        core = EngineCore(tiny_family("qwen3_moe").set_numerics(numerics), 2)  # type: ignore[arg-type]
-        core.add(Request((1, 2), 2, Sampling(3), "r"))
-        while not core.idle:
-            core.step()
+        engine = LLMEngine(tiny_family("qwen3_moe").set_numerics(numerics), 2)  # type: ignore[arg-type]
+        engine.add(Request((1, 2), 2, Sampling(3), "r"))
+        while not engine.idle:
+            engine.step()
         assert called == expected[numerics]
 
 

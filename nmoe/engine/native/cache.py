@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 
 # Positions of a block. Smaller shares more of a common prefix and wastes less at a sequence's end, larger makes fewer pieces to
@@ -23,8 +24,24 @@ from nmoe.model.config import ModelConfig
 BLOCK_TOKENS = 16
 
 
+# The default bound of the cache's memory.
+_CACHE_BYTES = 4 * 2**30
+
+
+def cache_blocks(config: ModelConfig, dtype: torch.dtype, max_sequences: int, cache_bytes: int = 0) -> int:
+    """How many blocks a cache of `cache_bytes` has; with 0, as many as `max_sequences` can fill at the model's full context, up to
+    4 GiB. Raises UserError if there is not room for one."""
+    size = bytes_per_block(config, dtype)
+    # One block more per sequence, for its copy of the last block of a prompt that it shares.
+    wanted = max_sequences * (-(-config.context_tokens // BLOCK_TOKENS) + 1)
+    blocks = cache_bytes // size if cache_bytes else min(wanted, _CACHE_BYTES // size)
+    if blocks < 1:
+        raise UserError(f"a cache of {cache_bytes} bytes holds not even one block of this model ({size} bytes)")
+    return blocks
+
+
 def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What one block takes, keys, values and routes together."""
+    """The size of one block: keys, values and routes together."""
     heads, width, value_width = _shape(config)
     numbers = config.layers * heads * BLOCK_TOKENS * (width + value_width)
     routes = len(config.moe_layers) * config.experts_per_token * BLOCK_TOKENS

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nmoe.engine.api import Delta, EngineStats, Request
-from nmoe.engine.native.core import EngineCore
-from nmoe.engine.native.jobs import Job
+from nmoe.engine.native.llm_engine import LLMEngine
+from nmoe.engine.native.sequence import SequenceGroup
 from nmoe.errors import UserError
 from nmoe.model.lora import Lora
 from nmoe.model.transformer import Transformer
@@ -38,13 +38,13 @@ class NativeEngine:
     """
 
     def __init__(self, model: Transformer, max_sequences: int, cache_mb: int = 0) -> None:
-        self._core = EngineCore(model, max_sequences, cache_mb * 2**20)
+        self._engine = LLMEngine(model, max_sequences, cache_mb * 2**20)
         self._wake = threading.Condition()  # guards what both threads touch: inbox, pending, error
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
         self._outbox: list[Callable[[], None]] = []  # the event loop's alone
-        self._futures: dict[Job, asyncio.Future[Any]] = {}  # the core's thread's alone
+        self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # the core's thread's alone
         self._scorings = 0
         self._running = False
 
@@ -84,7 +84,7 @@ class NativeEngine:
             self._inbox, self._outbox, self._running = [], [], False
             self._pending.clear()
             self._futures.clear()
-            self._core.abort_all()
+            self._engine.abort_all()
 
     async def generate(self, request: Request) -> list[Sample]:
         """The request's n samples, in order of their index. Raises UserError where it can never fit the context. A caller that
@@ -101,7 +101,7 @@ class NativeEngine:
         def on_sample(index: int, sample: Sample) -> None:
             _tell(loop, finished.put_nowait, (index, sample))
 
-        ended = self._submit(lambda: self._core.add(request, on_sample=on_sample))
+        ended = self._submit(lambda: self._engine.add(request, on_sample=on_sample))
         ended.add_done_callback(lambda _: finished.put_nowait(None))
         try:
             while (one := await finished.get()) is not None:
@@ -117,7 +117,9 @@ class NativeEngine:
         self._scorings += 1
         request_id = f"score/{self._scorings}"
         try:
-            scores: list[float] = await self._submit(lambda: self._core.add_scoring(token_ids, temperature, request_id))
+            scores: list[float] = await self._submit(
+                lambda: self._engine.add_scoring(token_ids, temperature, request_id)
+            )
         except asyncio.CancelledError:
             self.abort(request_id)
             raise
@@ -133,7 +135,7 @@ class NativeEngine:
         def on_token(index: int, delta: Delta) -> None:
             _tell(loop, deltas.put_nowait, delta)
 
-        samples = self._submit(lambda: self._core.add(request, on_token))
+        samples = self._submit(lambda: self._engine.add(request, on_token))
         samples.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -147,8 +149,8 @@ class NativeEngine:
         """Ends a request, if it still runs; whoever waits for it gets what it has, marked "abort"."""
 
         def end() -> None:
-            for job in self._core.abort(request_id):
-                self._finish(job)
+            for group in self._engine.abort(request_id):
+                self._finish(group)
 
         # What was asked for earlier in this turn of the event loop goes first.
         self._flush(end)
@@ -157,12 +159,12 @@ class NativeEngine:
         """The learner's module is the engine's, its adapter included, so only the version changes: tokens sampled from here on
         carry it."""
         model = source.model if isinstance(source, Lora) else source
-        if model is not self._core.model:
+        if model is not self._engine.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
         committed: asyncio.Future[None] = self._waiter()
 
         def commit() -> None:
-            self._core.commit(version)
+            self._engine.commit(version)
             self._settle(committed, _resolve, None)
 
         self._flush(commit)
@@ -173,10 +175,10 @@ class NativeEngine:
         other bits than one that is computed. To be called between two runs."""
         if self._running:
             raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
-        self._core.pool.forget()
+        self._engine.scheduler.blocks.forget()
 
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        return self._engine.stats()
 
     def _live(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R], cancel: Future[Callable[[], None]]) -> None:
         """The event loop's thread. `cancel` receives what ends the coroutine from another thread."""
@@ -201,15 +203,15 @@ class NativeEngine:
     def _turn(self, outcome: Future[R]) -> None:
         """Waits for something to do, does what was asked, and takes one step."""
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or outcome.done() or not self._core.idle)
+            self._wake.wait_for(lambda: self._inbox or outcome.done() or not self._engine.idle)
             actions, self._inbox = self._inbox, []
         for action in actions:
             action()
-        if not self._core.idle:
-            for job in self._core.step():
-                self._finish(job)
+        if not self._engine.idle:
+            for group in self._engine.step():
+                self._finish(group)
 
-    def _submit(self, add: Callable[[], Job]) -> asyncio.Future[Any]:
+    def _submit(self, add: Callable[[], SequenceGroup]) -> asyncio.Future[Any]:
         future = self._waiter()
         if not self._outbox:
             future.get_loop().call_soon(self._flush)
@@ -237,16 +239,16 @@ class NativeEngine:
             self._inbox += [*outbox, *actions]
             self._wake.notify()
 
-    def _add(self, add: Callable[[], Job], future: asyncio.Future[Any]) -> None:
+    def _add(self, add: Callable[[], SequenceGroup], future: asyncio.Future[Any]) -> None:
         try:
-            job = add()
+            group = add()
         except UserError as error:
             self._settle(future, _fail, error)
         else:
-            self._futures[job] = future
+            self._futures[group] = future
 
-    def _finish(self, job: Job) -> None:
-        self._settle(self._futures.pop(job), _resolve, job.scores if job.scoring else job.samples)
+    def _finish(self, group: SequenceGroup) -> None:
+        self._settle(self._futures.pop(group), _resolve, group.scores if group.scoring else group.samples)
 
     def _settle(self, future: asyncio.Future[R], settle: Callable[[asyncio.Future[R], Any], None], with_: Any) -> None:
         with self._wake:

@@ -1,14 +1,16 @@
-"""What the engine computes in a step: the model over pieces of prompts, over one token of every running row, and the draws.
+"""The runner: what a step computes with the model. Chunks of prompts, the first tokens of sequences that start, and one token of
+every running sequence.
 
-It knows nothing of requests, nor of who holds which block.
+It decides nothing: the scheduler says what is computed.
 """
 
-# Shapes: B running rows, T packed tokens, L tokens to score, V vocabulary, D width, Y layers, K chosen experts.
+# Shapes: B slots, T packed tokens, L tokens to score, V vocabulary, D width, Y layers, K chosen experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,43 +19,93 @@ from torch import Tensor
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs
-from nmoe.engine.native.rows import Rows
+from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
+from nmoe.engine.native.scheduler import Chunk, Start
+from nmoe.engine.native.sequence import Sequence
 from nmoe.model.kernels.cpu.library import in_use
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.products import PackedWeights
 from nmoe.model.transformer import Transformer
-from nmoe.types import Sampling
 
 # Weights up to this size are held a second time on a CPU, packed for small batches.
 _PACKED_BYTES = 2 * 2**30
 
 
-class Runner:
-    """The learner's own module over the engine's cache and rows. On a GPU decoding goes by `graphs`."""
+@dataclass(frozen=True)
+class Sampled:
+    """What sampling gave the sequences in `slots`: whether each met a stop id and whether it has finished, `[B]`, and the kept sets
+    `[B, V]` if any of them has top-k or top-p. The tokens are in the running batch."""
 
-    def __init__(self, model: Transformer, cache: PagedCache, rows: Rows, graphs: DecodeGraphs | None) -> None:
-        self.model, self.cache, self.rows, self.graphs = model, cache, rows, graphs
+    slots: slice
+    stopped_B: Tensor
+    finished_B: Tensor
+    kept_BV: Tensor | None
+
+
+class Runner:
+    """The learner's own module over the engine's cache and running batch. On a GPU, decoding replays `graphs`.
+
+    `version` is the version of the module's weights.
+    """
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, running: RunningBatch, graphs: DecodeGraphs | None
+    ) -> None:
+        self.model, self.cache, self.running, self.graphs = model, cache, running, graphs
+        self.version = 0
         size = sum(parameter.nbytes for parameter in model.parameters())
         self._packs = PackedWeights() if size <= _PACKED_BYTES else None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """What is computed here takes packed weights and, unless numerics are exact, the CPU's kernels."""
+        """Has what is computed inside use packed weights and, unless numerics are exact, the CPU kernels."""
         with self._packs.active() if self._packs else nullcontext(), nullcontext() if self.model.exact else in_use():
             yield
 
-    def weights_changed(self) -> None:
-        """Frees what was packed of the weights before."""
+    def weights_changed(self, version: int) -> None:
+        """Notes the new version, and frees what was packed of the old weights."""
+        self.version = version
         if self._packs:
             self._packs.clear()
 
-    def prefill(self, pieces: Sequence[Piece], token_ids: Sequence[int], replay_TYK: Tensor | None) -> Tensor:
-        """Final hidden states `[T, D]` of the pieces' tokens, end to end, those that start at 0 first; keys, values and routes go
-        to the cache. With `replay` the routes are those. Raises DivergenceError where a state is not finite: a prompt that ends
-        before its logits are computed would leave its NaN in the cache."""
-        device = self.rows.device
+    def prefill(self, chunks: list[Chunk]) -> dict[Sequence, Tensor]:
+        """Computes the chunks: keys, values and routes go to the cache, scores to the sequences that are scored. Returns the logits
+        `[1, V]` after each prompt that is complete.
+
+        Chunks that replay routes run in a forward pass of their own, after the others."""
+        logits: dict[Sequence, Tensor] = {}
+        for replays in (False, True):
+            part = [chunk for chunk in chunks if (chunk.sequence.routes_LYK is not None) == replays]
+            if part:
+                logits |= self._prefill(part, replays)
+        return logits
+
+    def _prefill(self, chunks: list[Chunk], replays: bool) -> dict[Sequence, Tensor]:
+        replay_TYK = torch.cat([_replayed(chunk) for chunk in chunks]) if replays else None
+        x_TD = self._states(chunks, replay_TYK)
+        end, prompts = 0, {}
+        for chunk in chunks:
+            start, end = end, end + chunk.stop - chunk.start
+            sequence = chunk.sequence
+            if sequence.group.scoring:
+                targets = sequence.prefill_ids[chunk.start + 1 : chunk.stop + 1]
+                sequence.logprobs += self._scores(x_TD[start:end], targets, sequence.group.request.sampling.temperature)
+            elif chunk.last and not sequence.started:
+                prompts[sequence] = end - 1
+        if not prompts:
+            return {}
+        rows = torch.tensor(list(prompts.values()), device=x_TD.device)
+        return dict(zip(prompts, self.model.logits(x_TD[rows]).split(1), strict=True))
+
+    def _states(self, chunks: list[Chunk], replay_TYK: Tensor | None) -> Tensor:
+        """Final hidden states `[T, D]` of the chunks' tokens, end to end, those that start at 0 first. With `replay_TYK` the routes
+        are those. Raises DivergenceError if a state is not finite: a prompt that ends before its logits are computed would
+        leave NaN in the cache."""
+        device = self.running.device
+        pieces = [Piece(chunk.sequence.block_table, chunk.start, chunk.stop) for chunk in chunks]
+        token_ids = [token for chunk in chunks for token in chunk.sequence.prefill_ids[chunk.start : chunk.stop]]
         attend = PrefillAttention(self.cache, pieces, self.model.exact)
         trace = RouterTrace(replay=None if replay_TYK is None else replay_TYK.to(device))
         positions_T = torch.from_numpy(attend.positions_T).to(device)
@@ -65,16 +117,12 @@ class Runner:
             raise diverged("hidden states")
         return x_TD
 
-    def logits(self, x_TD: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Of some of the tokens, `[len(tokens), V]`."""
-        return self.model.logits(x_TD[torch.tensor(tokens, device=self.rows.device)])
-
-    def scores(self, x_TD: Tensor, targets: Sequence[int], temperature: float) -> list[float]:
-        """The log-probability of each target after the token of its row; the last row may have none. Raises DivergenceError where
-        one is not finite."""
+    def _scores(self, x_TD: Tensor, targets: list[int], temperature: float) -> list[float]:
+        """The log-probability of each target after the token of its row; the last row may have none. Raises DivergenceError if one
+        is not finite."""
         if not targets:
             return []
-        targets_L = torch.tensor(targets, device=self.rows.device)
+        targets_L = torch.tensor(targets, device=self.running.device)
         logprobs_L, _ = head_logprobs(
             x_TD[: len(targets)], self.model.head_weight, targets_L, temperature, exact=self.model.exact
         )
@@ -82,36 +130,50 @@ class Runner:
             raise diverged("log-probabilities")
         return logprobs_L.tolist()
 
-    def decode(self, running: slice) -> Tensor:
-        """Logits `[B, V]` after the last token of each row, which takes its position."""
-        positions = self.rows.position[running].copy()
-        table = self.rows.table[running, : int(self.rows.held[running].max())]
+    def start(self, start: Start) -> Sampled:
+        """Samples the first token of sequences that start, from the logits of their prompts."""
+        if start.copies:
+            self.cache.copy([source for source, _ in start.copies], [target for _, target in start.copies])
+        logits_BV = torch.cat([prompt.logits_1V.expand(count, -1) for prompt, count in start.prompts])
+        return self._sample(logits_BV, start.slots)
+
+    def decode(self, slots: slice) -> Sampled:
+        """Samples the next token of every sequence in the slots. Their last tokens are fed and take their positions."""
+        running = self.running
+        positions = running.position[slots].copy()
+        table = running.table[slots, : int(running.held[slots].max())]
         if self.graphs is not None:
-            x_BD, routes_BYK = self.graphs.run(self.rows["last_token"][running], positions, table)
+            x_BD, routes_BYK = self.graphs.run(running["last_token"][slots], positions, table)
         else:
             attend, trace = DecodeAttention(self.cache, positions, table, self.model.exact), RouterTrace()
-            positions_B = torch.from_numpy(positions).to(self.rows.device)
-            x_BD = self.model(self.rows["last_token"][running], positions_B, attend, trace)
+            positions_B = torch.from_numpy(positions).to(running.device)
+            x_BD = self.model(running["last_token"][slots], positions_B, attend, trace)
             routes_BYK = trace.routes() if trace.chosen_TK else None
         if routes_BYK is not None:
             blocks_B = table[np.arange(len(positions)), positions // BLOCK_TOKENS]
             self.cache.write_routes(blocks_B, positions, routes_BYK)
-        self.rows.position[running] += 1
-        return self.model.logits(x_BD)
+        running.position[slots] += 1
+        return self._sample(self.model.logits(x_BD), slots)
 
-    def sample(
-        self, logits_BV: Tensor, rows: slice, settings: Sequence[Sampling], version: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draws and records each row's next token, by `settings`, which are those of the rows. Returns which rows met a stop id and
-        which are finished, `[B]` each, and the kept sets `[B, V]` where some row cuts its support."""
+    def _sample(self, logits_BV: Tensor, slots: slice) -> Sampled:
+        """Draws each sequence's next token and records it in the running batch."""
+        running = self.running
         columns = SamplingColumns(
-            self.rows["temperature"][rows],
-            self.rows["top_p"][rows],
-            self.rows["top_k"][rows],
-            plain=all(s.temperature == 1 for s in settings),
-            cuts=any(s.top_p < 1 or s.top_k for s in settings),
+            running["temperature"][slots],
+            running["top_p"][slots],
+            running["top_k"][slots],
+            plain=bool(running.plain[slots].all()),
+            cuts=bool(running.cuts[slots].any()),
         )
-        at_B1 = torch.from_numpy(self.rows.generated[rows]).to(self.rows.device).unsqueeze(-1)
-        uniforms_B = self.rows["uniforms"][rows].gather(1, at_B1).squeeze(-1)
+        at_B1 = torch.from_numpy(running.generated[slots]).to(running.device).unsqueeze(-1)
+        uniforms_B = running["uniforms"][slots].gather(1, at_B1).squeeze(-1)
         tokens_B, logprobs_B, kept_BV = sample(logits_BV, columns, uniforms_B)
-        return *self.rows.record(rows, tokens_B, logprobs_B, version), kept_BV
+        stopped_B, finished_B = running.record(slots, tokens_B, logprobs_B, self.version)
+        return Sampled(slots, stopped_B, finished_B, kept_BV)
+
+
+def _replayed(chunk: Chunk) -> Tensor:
+    """The routes that a chunk replays, `[T, Y, K]`."""
+    routes_LYK = chunk.sequence.routes_LYK
+    assert routes_LYK is not None, "only chunks with routes are asked for them"
+    return routes_LYK[chunk.start : chunk.stop]

@@ -1,4 +1,5 @@
-"""Sampling from a batch of logits, every row by its own settings and its own uniform draw."""
+"""Sampling from a batch of logits, every row with its own settings and its own uniform draw; the counter-based draws; and which
+settings a request may have."""
 
 # Shapes: B rows, V vocabulary.
 
@@ -6,18 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.errors import DivergenceError
+from nmoe.errors import DivergenceError, UserError
 from nmoe.model.kernels.cpu import library, operations
 from nmoe.model.numerics import row_sums
+from nmoe.types import Sampling
+
+# Beyond these, logits divided in fp32 overflow or are all alike. Near the lower one the largest logit has all mass already.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+_MOST_INTEGER = 2**63 - 1
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """The rows' settings. `plain` says that every row samples at temperature 1 from its whole support; `cuts` that some row has
-    top-k or top-p."""
+    """The rows' settings. `plain` says that every row samples at temperature 1, `cuts` that some row has top-k or top-p."""
 
     temperature_B: Tensor
     top_p_B: Tensor
@@ -27,10 +36,11 @@ class SamplingColumns:
 
 
 def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens `[B]`, their log-probabilities `[B]` under what was sampled from, and the kept mask `[B, V]` where rows cut.
+    """Sample one token per row: tokens `[B]`, their log-probabilities `[B]` under the distribution they were sampled from, and,
+    if any row has top-k or top-p, the kept mask `[B, V]`.
 
-    Greedy rows (temperature 0) take the largest logit, with log-probability 0: all mass is there. Raises DivergenceError for
-    logits that are not finite.
+    Greedy rows (temperature 0) take the largest logit, with log-probability 0, since all mass is there. Raises DivergenceError if
+    a logit is not finite.
     """
     if not columns.cuts and library.usable(logits_BV):
         tokens_B, logprobs_B, finite = operations.sample(logits_BV, columns.temperature_B, uniforms_B)
@@ -47,14 +57,14 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
     masses_BV = shifted_BV.exp()
     cumulative_BV = masses_BV.cumsum(-1)
-    # Inverse CDF: the first token whose cumulative mass exceeds the draw. The draw stays below the total, so a token of
-    # no mass is never met.
+    # Inverse CDF: the first token whose cumulative mass exceeds the draw. The draw stays below the total, so that a token without
+    # mass is never chosen.
     total_B1 = cumulative_BV[:, -1:]
     draw_B1 = torch.minimum(uniforms_B.unsqueeze(-1) * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
     tokens_B1 = torch.searchsorted(cumulative_BV, draw_B1, right=True)
     if greedy_B is not None:
         tokens_B1 = torch.where(greedy_B.unsqueeze(-1), logits_BV.argmax(-1, keepdim=True), tokens_B1)
-    # A cumulative sum adds in another order than a sum; the learner's log-sum-exp adds as `sum` does.
+    # A cumulative sum adds in another order than a sum, and the learner's log-sum-exp adds in the order of `sum`.
     log_total_B = row_sums(masses_BV).log()
     _check_finite(bool(log_total_B.isfinite().all()))
     logprobs_B = shifted_BV.gather(-1, tokens_B1).squeeze(-1) - log_total_B
@@ -69,7 +79,7 @@ def _check_finite(finite: bool) -> None:
 
 
 def diverged(what: str) -> DivergenceError:
-    """The error for a model that computed `what` with NaN or infinite values."""
+    """The error for a model whose `what` ("logits", say) have NaN or infinite values."""
     return DivergenceError(
         f"the model's {what} are not finite: its weights have diverged, or hold NaN. Go back to the last checkpoint, with a lower "
         "optimizer.learning_rate if this model is being trained"
@@ -77,8 +87,9 @@ def diverged(what: str) -> DivergenceError:
 
 
 def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
-    """The tokens that top-k, then top-p leave: the k largest, and of their renormalised mass the fewest that reach p (Holtzman
-    et al. 2019, arXiv:1904.09751). Equal logits are kept in order of token id. The largest is always kept."""
+    """The mask `[B, V]` of tokens that remain after top-k and then top-p: the k largest, and of these the fewest whose renormalised
+    mass reaches p (Holtzman et al. 2019, arXiv:1904.09751). Ties are kept in order of token id. The largest logit is always kept.
+    """
     sorted_BV, order_BV = logits_BV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
     within_BV = (rank_V < top_k_B.unsqueeze(-1)) | (top_k_B == 0).unsqueeze(-1)
@@ -87,3 +98,42 @@ def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
     within_BV &= (before_BV < top_p_B.unsqueeze(-1)) | (top_p_B >= 1).unsqueeze(-1)
     within_BV[:, 0] = True
     return torch.zeros_like(within_BV).scatter_(-1, order_BV, within_BV)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 14)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seed: int, samples: int, positions: int) -> NDArray[np.float32]:
+    """Uniform draws in [0, 1), `[samples, positions]`, on a grid of 2^-24. Each is a pure function of (seed, sample, position).
+
+    The samples of a seed and the positions of a sample are each a SplitMix64 stream, so that a draw does not depend on how many
+    samples or positions are asked for.
+    """
+    with np.errstate(over="ignore"):
+        root = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+        sample = _mix(root + _GOLDEN * np.arange(1, samples + 1, dtype=np.uint64))
+        draws = _mix(sample[:, None] + _GOLDEN * np.arange(1, positions + 1, dtype=np.uint64))
+    return (draws >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def check_sampling(request_id: str, settings: Sampling) -> None:
+    """Raise UserError, naming the request, for settings that mean nothing or do not fit the columns of the running batch. A request
+    is checked before it is queued, because a step samples for all requests at once."""
+    temperature, top_p, top_k = settings.temperature, settings.top_p, settings.top_k
+    if temperature != 0 and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
+        raise UserError(
+            f"request {request_id}: temperature = {temperature} must be 0 (greedy) or lie in {LEAST_TEMPERATURE:g}.."
+            f"{MOST_TEMPERATURE:g}"
+        )
+    if not 0 < top_p <= 1:
+        raise UserError(f"request {request_id}: top_p = {top_p} must lie in (0, 1]")
+    if not 0 <= top_k <= _MOST_INTEGER:
+        raise UserError(f"request {request_id}: top_k = {top_k} must be 0 (off) or a positive number of 63 bits")
+    if bad := [stop_id for stop_id in settings.stop_ids if not 0 <= stop_id <= _MOST_INTEGER]:
+        raise UserError(
+            f"request {request_id}: stop_ids has {bad[0]}, which is no token id: they count from 0, in 63 bits"
+        )

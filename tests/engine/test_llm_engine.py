@@ -1,4 +1,4 @@
-"""The step machine, driven by hand: every number against a plain forward pass, and who gets a row when."""
+"""The synchronous engine, driven by hand: every number against a plain forward pass, and which sequence runs when."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ from torch import Tensor
 from nmoe.engine.api import Delta, Request
 from nmoe.engine.native import runner
 from nmoe.engine.native.cache import bytes_per_block
-from nmoe.engine.native.core import GATHER_STEPS, EngineCore
-from nmoe.engine.native.random import uniforms
-from nmoe.engine.native.sampler import kept_mask
+from nmoe.engine.native.llm_engine import LLMEngine
+from nmoe.engine.native.sampler import kept_mask, uniforms
+from nmoe.engine.native.scheduler import GATHER_STEPS
 from nmoe.errors import DivergenceError, UserError
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -35,17 +35,17 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def samples_of(model: Transformer, rows: int, *requests: Request) -> list[list[Sample]]:
-    core = EngineCore(model, rows)
-    jobs = [core.add(request) for request in requests]
-    finished = run(core)
-    assert sorted(map(id, finished)) == sorted(map(id, jobs))
-    return [whole(job.samples) for job in jobs]
+    engine = LLMEngine(model, rows)
+    groups = [engine.add(request) for request in requests]
+    finished = run(engine)
+    assert sorted(map(id, finished)) == sorted(map(id, groups))
+    return [whole(group.samples) for group in groups]
 
 
-def run(core: EngineCore) -> list:
+def run(engine: LLMEngine) -> list:
     finished = []
-    while not core.idle:
-        finished += core.step()
+    while not engine.idle:
+        finished += engine.step()
     return finished
 
 
@@ -117,9 +117,9 @@ def test_more_samples_or_tokens_asked_for_change_none(tiny_model: MakeModel, req
 def test_a_finished_sequence_frees_its_place_at_once(tiny_model: MakeModel, request_of: MakeRequest, rows: int) -> None:
     model = tiny_model()
     shapes = [("a", 3, 2, 9), ("b", 4, 1, 2), ("c", 2, 3, 5), ("d", 6, 1, 30), ("e", 3, 4, 1), ("f", 8, 2, 12)]
-    core = EngineCore(model, rows)
+    engine = LLMEngine(model, rows)
     for shape in shapes:
-        core.add(request_of(*shape))
+        engine.add(request_of(*shape))
     # A sample samples its first token when it is admitted and another in the same step: it holds a row for its tokens less
     # one. In order of arrival, each takes the row that is free first.
     free_at = [0] * rows
@@ -127,9 +127,9 @@ def test_a_finished_sequence_frees_its_place_at_once(tiny_model: MakeModel, requ
         for _ in range(n):
             free_at.sort()
             free_at[0] += max(1, tokens - 1)
-    while not core.idle:
-        core.step()
-        stats = core.stats()
+    while not engine.idle:
+        engine.step()
+        stats = engine.stats()
         assert stats.running <= rows
     assert stats.decode_steps == max(free_at)
     assert stats.generated_tokens == sum(n * tokens for _, _, n, tokens in shapes)
@@ -138,13 +138,13 @@ def test_a_finished_sequence_frees_its_place_at_once(tiny_model: MakeModel, requ
 
 
 def test_stats_count_samples_that_run_and_wait(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = EngineCore(tiny_model(), 3)
-    core.add(request_of("a", 3, 2, 9))
-    core.add(request_of("b", 3, 4, 9))
-    assert (core.stats().running, core.stats().waiting) == (0, 6)
-    core.step()
-    assert (core.stats().running, core.stats().waiting) == (3, 3)
-    assert core.stats().generated_tokens == 6
+    engine = LLMEngine(tiny_model(), 3)
+    engine.add(request_of("a", 3, 2, 9))
+    engine.add(request_of("b", 3, 4, 9))
+    assert (engine.stats().running, engine.stats().waiting) == (0, 6)
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (3, 3)
+    assert engine.stats().generated_tokens == 6
 
 
 @pytest.mark.parametrize(("newcomers", "steps"), [(1, GATHER_STEPS), (3, 0)])
@@ -152,32 +152,34 @@ def test_a_few_newcomers_gather_beside_many_running_rows(
     tiny_model: MakeModel, request_of: MakeRequest, newcomers: int, steps: int
 ) -> None:
     """One beside 40 waits for others, three do not: 3 * 16 > 40. Either way they get the tokens that they get alone."""
-    core = EngineCore(tiny_model(), 64)
-    core.add(request_of("many", 3, 40, 30))
-    core.step()
-    late = [core.add(request_of(f"late{place}", 4, 1, 5)) for place in range(newcomers)]
+    engine = LLMEngine(tiny_model(), 64)
+    engine.add(request_of("many", 3, 40, 30))
+    engine.step()
+    late = [engine.add(request_of(f"late{place}", 4, 1, 5)) for place in range(newcomers)]
     waited = 0
-    while core.stats().running == 40:
-        core.step()
-        waited += core.stats().running == 40
+    while engine.stats().running == 40:
+        engine.step()
+        waited += engine.stats().running == 40
     assert waited == steps
-    run(core)
-    alone = samples_of(tiny_model(), 4, *(job.request for job in late))
-    assert [[s.token_ids for s in whole(job.samples)] for job in late] == [[s.token_ids for s in one] for one in alone]
+    run(engine)
+    alone = samples_of(tiny_model(), 4, *(group.request for group in late))
+    assert [[s.token_ids for s in whole(group.samples)] for group in late] == [
+        [s.token_ids for s in one] for one in alone
+    ]
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = EngineCore(tiny_model(), 3)
-    core.add(request_of("a", 11, 8, 4))
-    core.add(request_of("b", 7, 1, 4))
-    run(core)
-    assert core.stats().prefilled_tokens == 11 + 7
+    engine = LLMEngine(tiny_model(), 3)
+    engine.add(request_of("a", 11, 8, 4))
+    engine.add(request_of("b", 7, 1, 4))
+    run(engine)
+    assert engine.stats().prefilled_tokens == 11 + 7
 
 
 def test_long_prompts_take_several_steps_and_the_others_decode_meanwhile(
     tiny_model: MakeModel, request_of: MakeRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = EngineCore(tiny_model(), 4, prefill_tokens=20)
+    engine = LLMEngine(tiny_model(), 4, prefill_tokens=20)
     calls = []
     forward = Transformer.forward
 
@@ -186,122 +188,122 @@ def test_long_prompts_take_several_steps_and_the_others_decode_meanwhile(
         return forward(self, token_ids_T, *rest)
 
     monkeypatch.setattr(Transformer, "forward", counting)
-    core.add(request_of("short", 5, 1, 8))
-    core.add(request_of("long", 50, 1, 4))
-    core.step()
+    engine.add(request_of("short", 5, 1, 8))
+    engine.add(request_of("long", 50, 1, 4))
+    engine.step()
     assert calls == [20, 1]  # 5 + 15 of 50, then the short one's second token
-    core.step()
-    core.step()
+    engine.step()
+    engine.step()
     assert calls[2:] == [20, 1, 15, 2]
-    assert core.stats().prefilled_tokens == 55
+    assert engine.stats().prefilled_tokens == 55
 
 
-def fill(core: EngineCore) -> None:
+def fill(engine: LLMEngine) -> None:
     """Steps until a sequence had to give way."""
-    while core.stats().preemptions == 0:
-        core.step()
+    while engine.stats().preemptions == 0:
+        engine.step()
 
 
-def small(model: Transformer, blocks: int, rows: int = 8) -> EngineCore:
-    return EngineCore(model, rows, cache_bytes=blocks * bytes_per_block(model.config, torch.float32))
+def small(model: Transformer, blocks: int, rows: int = 8) -> LLMEngine:
+    return LLMEngine(model, rows, cache_bytes=blocks * bytes_per_block(model.config, torch.float32))
 
 
 def test_the_youngest_gives_way_and_comes_back(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
     asked = [request_of(name, 10, 1, 50) for name in ("old", "mid", "new")]
     (expected,) = zip(*samples_of(model, 3, *asked), strict=True)
-    core = small(model, 7)  # each wants four blocks in the end
-    jobs = [core.add(request) for request in asked]
-    fill(core)
-    assert [job.request.request_id for job, _ in core._running] == ["old", "mid"]
-    assert core.stats().waiting == 1
-    finished = run(core)
-    assert [job.request.request_id for job in finished] == ["old", "mid", "new"]
-    for job, sample in zip(jobs, expected, strict=True):
-        assert job.samples[0] is not None
-        assert job.samples[0].token_ids == sample.token_ids
-        assert job.samples[0].logprobs == pytest.approx(sample.logprobs, abs=1e-5)
-        assert (job.samples[0].routes == sample.routes).all()
+    engine = small(model, 7)  # each wants four blocks in the end
+    groups = [engine.add(request) for request in asked]
+    fill(engine)
+    assert [sequence.group.request.request_id for sequence in engine.running.sequences] == ["old", "mid"]
+    assert engine.stats().waiting == 1
+    finished = run(engine)
+    assert [group.request.request_id for group in finished] == ["old", "mid", "new"]
+    for group, sample in zip(groups, expected, strict=True):
+        assert group.samples[0] is not None
+        assert group.samples[0].token_ids == sample.token_ids
+        assert group.samples[0].logprobs == pytest.approx(sample.logprobs, abs=1e-5)
+        assert (group.samples[0].routes == sample.routes).all()
 
 
 def test_a_sequence_that_gave_way_can_be_aborted(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = small(tiny_model(), 7)
-    jobs = [core.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
-    fill(core)
-    assert core.abort("new") == [jobs[2]]
-    sample = jobs[2].samples[0]
+    engine = small(tiny_model(), 7)
+    groups = [engine.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
+    fill(engine)
+    assert engine.abort("new") == [groups[2]]
+    sample = groups[2].samples[0]
     assert sample is not None
     assert sample.finish_reason == "abort"
     assert 0 < len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) < 50
     assert sample.routes.shape[0] == 10 + len(sample.token_ids) - 1
-    run(core)
-    assert core.stats().cache_use == 0
+    run(engine)
+    assert engine.stats().cache_use == 0
 
 
 def test_a_sequence_that_gave_way_keeps_its_tokens_versions(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = small(tiny_model(), 7)
-    jobs = [core.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
-    fill(core)
-    core.commit(5)
-    run(core)
-    versions = jobs[2].samples[0].versions
+    engine = small(tiny_model(), 7)
+    groups = [engine.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
+    fill(engine)
+    engine.commit(5)
+    run(engine)
+    versions = groups[2].samples[0].versions
     assert versions == sorted(versions)
     assert set(versions) == {0, 5}
 
 
 def test_many_samples_of_one_prompt_fit_where_they_share_it(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model(experts=0)
-    core = small(model, 9, rows=6)  # 32 positions shared, and a block of their own each: 8 in all
-    job = core.add(request_of("many", 32, 6, 14))
-    run(core)
-    assert core.stats().preemptions == 0
-    expected = samples_of(model, 6, job.request)[0]
-    assert [s.token_ids for s in whole(job.samples)] == [s.token_ids for s in expected]
+    engine = small(model, 9, rows=6)  # 32 positions shared, and a block of their own each: 8 in all
+    group = engine.add(request_of("many", 32, 6, 14))
+    run(engine)
+    assert engine.stats().preemptions == 0
+    expected = samples_of(model, 6, group.request)[0]
+    assert [s.token_ids for s in whole(group.samples)] == [s.token_ids for s in expected]
 
 
 def test_a_prefix_is_found_until_the_weights_change(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = EngineCore(tiny_model(), 4)
+    engine = LLMEngine(tiny_model(), 4)
     for hits, prefilled in ((0, 40), (32, 8)):
-        before = core.stats()
-        core.add(request_of("again", 40, 2, 3))
-        run(core)
-        assert core.stats().prefix_hit_tokens - before.prefix_hit_tokens == hits
-        assert core.stats().prefilled_tokens - before.prefilled_tokens == prefilled
-    core.commit(1)
-    core.add(request_of("again", 40, 2, 3))
-    run(core)
-    assert core.stats().prefix_hit_tokens == 32
+        before = engine.stats()
+        engine.add(request_of("again", 40, 2, 3))
+        run(engine)
+        assert engine.stats().prefix_hit_tokens - before.prefix_hit_tokens == hits
+        assert engine.stats().prefilled_tokens - before.prefilled_tokens == prefilled
+    engine.commit(1)
+    engine.add(request_of("again", 40, 2, 3))
+    run(engine)
+    assert engine.stats().prefix_hit_tokens == 32
 
 
 def test_a_next_turn_finds_the_one_before(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
-    core = EngineCore(model, 4)
-    first = core.add(request_of("turn", 20, 1, 15))
-    run(core)
+    engine = LLMEngine(model, 4)
+    first = engine.add(request_of("turn", 20, 1, 15))
+    run(engine)
     sample = whole(first.samples)[0]
     ids = (*first.request.prompt_ids, *sample.token_ids, 3, 1)
     second = Request(ids, 1, Sampling(10, seed=4), "turn/2")
-    job = core.add(second)
-    run(core)
-    assert core.stats().prefix_hit_tokens == 32  # of the 34 that were fed
-    assert whole(job.samples)[0].token_ids == samples_of(model, 1, second)[0][0].token_ids
+    group = engine.add(second)
+    run(engine)
+    assert engine.stats().prefix_hit_tokens == 32  # of the 34 that were fed
+    assert whole(group.samples)[0].token_ids == samples_of(model, 1, second)[0][0].token_ids
 
 
 def test_what_is_longer_than_the_cache_is_refused_and_stalls_nobody(
     tiny_model: MakeModel, request_of: MakeRequest
 ) -> None:
-    core = small(tiny_model(), 2)
+    engine = small(tiny_model(), 2)
     with pytest.raises(
         UserError, match=r"prompt of 20 tokens \+ max_new_tokens = 14 exceeds the cache of 32 tokens; raise"
     ):
-        core.add(request_of("long", 20, 1, 14))
+        engine.add(request_of("long", 20, 1, 14))
     with pytest.raises(UserError, match="exceeds the cache of 32"):  # the prompt's last block beside a sample's copy
-        core.add(request_of("two", 20, 2, 13))
-    core.add(request_of("fits", 20, 1, 13))
-    core.add(request_of("fits too", 1, 2, 16))
-    assert len(run(core)) == 2
+        engine.add(request_of("two", 20, 2, 13))
+    engine.add(request_of("fits", 20, 1, 13))
+    engine.add(request_of("fits too", 1, 2, 16))
+    assert len(run(engine)) == 2
     with pytest.raises(UserError, match="holds not even one block"):
-        EngineCore(tiny_model(), 1, cache_bytes=10)
+        LLMEngine(tiny_model(), 1, cache_bytes=10)
 
 
 @pytest.mark.parametrize(
@@ -321,12 +323,12 @@ def test_what_is_longer_than_the_cache_is_refused_and_stalls_nobody(
 def test_impossible_sampling_is_refused(
     tiny_model: MakeModel, request_of: MakeRequest, sampling: dict[str, Any], message: str
 ) -> None:
-    core = EngineCore(tiny_model(), 2)
-    other = core.add(request_of("yes", 3, 1, 3))
-    core.step()
+    engine = LLMEngine(tiny_model(), 2)
+    other = engine.add(request_of("yes", 3, 1, 3))
+    engine.step()
     with pytest.raises(UserError, match=message):
-        core.add(request_of("no", 3, 1, 3, **sampling))
-    run(core)
+        engine.add(request_of("no", 3, 1, 3, **sampling))
+    run(engine)
     assert len(whole(other.samples)[0].token_ids) == 3
 
 
@@ -343,30 +345,30 @@ def test_sampling_at_the_edge_of_what_is_allowed(
 
 
 def test_two_requests_of_one_id_at_once_are_refused(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = EngineCore(tiny_model(), 2)
+    engine = LLMEngine(tiny_model(), 2)
     again = "request a: another request of this id is running"
     for _ in range(2):  # an id is free again once its request has ended
-        first = core.add(request_of("a", 3, 1, 3))
-        for second in (lambda: core.add(request_of("a", 5, 1, 3)), lambda: core.add_scoring([1, 2], 1.0, "a")):
+        first = engine.add(request_of("a", 3, 1, 3))
+        for second in (lambda: engine.add(request_of("a", 5, 1, 3)), lambda: engine.add_scoring([1, 2], 1.0, "a")):
             with pytest.raises(UserError, match=again):
                 second()
-        run(core)
+        run(engine)
         assert len(whole(first.samples)[0].token_ids) == 3
-    core.add(request_of("a", 3, 1, 3))
-    core.step()
-    core.abort("a")
-    scored = core.add_scoring([1, 2, 3], 1.0, "a")
-    run(core)
+    engine.add(request_of("a", 3, 1, 3))
+    engine.step()
+    engine.abort("a")
+    scored = engine.add_scoring([1, 2, 3], 1.0, "a")
+    run(engine)
     assert scored.scores is not None
-    core.add(request_of("a", 3, 1, 3))
+    engine.add(request_of("a", 3, 1, 3))
 
 
 def test_scoring_beside_sampling_and_its_bad_input(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
-    core = EngineCore(model, 1, prefill_tokens=7)
-    sampled = core.add(request_of("s", 6, 2, 9))
-    scored = core.add_scoring(range(20), 0.7, "score")
-    run(core)
+    engine = LLMEngine(model, 1, prefill_tokens=7)
+    sampled = engine.add(request_of("s", 6, 2, 9))
+    scored = engine.add_scoring(range(20), 0.7, "score")
+    run(engine)
     assert len(whole(sampled.samples)) == 2
     ids = torch.arange(20)
     with torch.no_grad():
@@ -379,14 +381,14 @@ def test_scoring_beside_sampling_and_its_bad_input(tiny_model: MakeModel, reques
         ([1, 99], 1.0, "0..47"),
     ):
         with pytest.raises(UserError, match=message):
-            core.add_scoring(token_ids, temperature, "no")
+            engine.add_scoring(token_ids, temperature, "no")
     with pytest.raises(UserError, match="exceeds the model's context"):
-        core.add_scoring([1] * 65, 1.0, "no")
-    aborted = core.add_scoring(range(20), 1.0, "stop")
-    core.step()
-    assert core.abort("stop") == [aborted]
-    assert core.idle
-    assert core.stats().cache_use == 0
+        engine.add_scoring([1] * 65, 1.0, "no")
+    aborted = engine.add_scoring(range(20), 1.0, "stop")
+    engine.step()
+    assert engine.abort("stop") == [aborted]
+    assert engine.idle
+    assert engine.stats().cache_use == 0
 
 
 @contextmanager
@@ -413,27 +415,27 @@ def test_after_weights_that_are_not_finite_the_engine_works_again(
     model = tiny_model()
     requests = [request_of("a", 5, 3, 20, top_k=5), request_of("b", 33, 2, 20), request_of("c", 21, 4, 9)]
     expected = samples_of(model, 3, *requests)
-    core = EngineCore(model, 3, prefill_tokens=12)
+    engine = LLMEngine(model, 3, prefill_tokens=12)
     value_rows = model.blocks[0].attention.qkv_proj.weight[-1:]  # NaN reaches the cache
     for steps in (0, 1, 2, 5):
-        jobs = [core.add(request) for request in requests]
+        groups = [engine.add(request) for request in requests]
         for _ in range(steps):
-            core.step()
+            engine.step()
         with diverged(value_rows), pytest.raises(DivergenceError, match="are not finite: its weights have diverged"):
-            run(core)
-        assert all(job.aborted for job in jobs)
-        assert core.idle
-        assert (core.stats().running, core.stats().waiting, core.stats().cache_use) == (0, 0, 0)
-        assert core.cache.keys.isfinite().all()
-        assert core.cache.values.isfinite().all()
-        core.abort_all()
-    core.add_scoring(range(20), 1.0, "score")
+            run(engine)
+        assert all(group.aborted for group in groups)
+        assert engine.idle
+        assert (engine.stats().running, engine.stats().waiting, engine.stats().cache_use) == (0, 0, 0)
+        assert engine.cache.keys.isfinite().all()
+        assert engine.cache.values.isfinite().all()
+        engine.abort_all()
+    engine.add_scoring(range(20), 1.0, "score")
     with diverged(value_rows), pytest.raises(DivergenceError, match="are not finite"):
-        run(core)
-    jobs = [core.add(request) for request in requests]
-    run(core)
-    for job, samples in zip(jobs, expected, strict=True):
-        for sample, other in zip(whole(job.samples), samples, strict=True):
+        run(engine)
+    groups = [engine.add(request) for request in requests]
+    run(engine)
+    for group, samples in zip(groups, expected, strict=True):
+        for sample, other in zip(whole(group.samples), samples, strict=True):
             assert sample.token_ids == other.token_ids
             assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-5)
             assert sample.kept_ids == other.kept_ids
@@ -441,15 +443,15 @@ def test_after_weights_that_are_not_finite_the_engine_works_again(
 
 def test_divergence_is_seen_where_only_the_head_shows_it(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
-    core = EngineCore(model, 1)
+    engine = LLMEngine(model, 1)
     for temperature in (0.0, 1.0):
-        core.add(request_of("nan", 3, 1, 3, temperature=temperature))
+        engine.add(request_of("nan", 3, 1, 3, temperature=temperature))
         with diverged(model.head.weight), pytest.raises(DivergenceError, match="logits are not finite"):
-            run(core)
-    core.add_scoring([1, 2, 3], 1.0, "nan")
+            run(engine)
+    engine.add_scoring([1, 2, 3], 1.0, "nan")
     with diverged(model.head.weight), pytest.raises(DivergenceError, match="log-probabilities are not finite"):
-        run(core)
-    assert core.idle
+        run(engine)
+    assert engine.idle
 
 
 def test_an_interrupted_step_leaves_an_empty_core(tiny_model: MakeModel, request_of: MakeRequest) -> None:
@@ -459,14 +461,14 @@ def test_an_interrupted_step_leaves_an_empty_core(tiny_model: MakeModel, request
     def interrupt(index: int, delta: Delta) -> None:
         raise KeyboardInterrupt
 
-    core = EngineCore(model, 2)
-    core.add(request_of("a", 5, 2, 9), on_token=interrupt)
+    engine = LLMEngine(model, 2)
+    engine.add(request_of("a", 5, 2, 9), on_token=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        core.step()
-    assert core.idle
-    job = core.add(request_of("a", 5, 2, 9))
-    run(core)
-    assert [sample.token_ids for sample in whole(job.samples)] == [sample.token_ids for sample in expected]
+        engine.step()
+    assert engine.idle
+    group = engine.add(request_of("a", 5, 2, 9))
+    run(engine)
+    assert [sample.token_ids for sample in whole(group.samples)] == [sample.token_ids for sample in expected]
 
 
 @settings(max_examples=25, deadline=None)
@@ -482,19 +484,19 @@ def test_everything_ends_and_gives_back_its_blocks(
 ) -> None:
     model = tiny_model()
     cache = blocks * bytes_per_block(model.config, torch.float32)
-    core = EngineCore(model, rows, cache_bytes=cache, prefill_tokens=prefill)
-    jobs = [core.add(request_of(f"{i}", *shape)) for i, shape in enumerate(shapes)]
+    engine = LLMEngine(model, rows, cache_bytes=cache, prefill_tokens=prefill)
+    groups = [engine.add(request_of(f"{i}", *shape)) for i, shape in enumerate(shapes)]
     for step in range(3000):
-        if core.idle:
+        if engine.idle:
             break
         if step == commit:
-            core.commit(1)
-        core.step()
-    assert core.idle
-    assert core.stats().cache_use == 0
-    for job in jobs:
-        for sample in whole(job.samples):
-            assert len(sample.token_ids) == job.request.sampling.max_new_tokens == len(sample.logprobs)
+            engine.commit(1)
+        engine.step()
+    assert engine.idle
+    assert engine.stats().cache_use == 0
+    for group in groups:
+        for sample in whole(group.samples):
+            assert len(sample.token_ids) == group.request.sampling.max_new_tokens == len(sample.logprobs)
             assert sample.versions == sorted(sample.versions)
 
 
@@ -548,26 +550,26 @@ def test_an_abort_keeps_what_there_is_and_frees_the_rows(tiny_model: MakeModel, 
         request_of("last", 4, 2, 9),
     ]
     expected = [samples_of(model, 8, request)[0] for request in requests]
-    core = EngineCore(model, 5)
-    jobs = [core.add(request) for request in requests]
-    core.step()
-    core.step()
-    assert (core.stats().running, core.stats().waiting) == (5, 3)
-    assert core.abort("gone") == [jobs[1]]
-    assert (core.stats().running, core.stats().waiting) == (1, 2)
-    samples = whole(jobs[1].samples)
+    engine = LLMEngine(model, 5)
+    groups = [engine.add(request) for request in requests]
+    engine.step()
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (5, 3)
+    assert engine.abort("gone") == [groups[1]]
+    assert (engine.stats().running, engine.stats().waiting) == (1, 2)
+    samples = whole(groups[1].samples)
     assert [sample.finish_reason for sample in samples] == ["abort"] * 5
     assert [len(sample.token_ids) for sample in samples] == [3, 3, 3, 3, 0]
     for sample, full in zip(samples[:4], expected[1][:4], strict=True):
         assert sample.token_ids == full.token_ids[:3]
         assert sample.logprobs == pytest.approx(full.logprobs[:3], abs=1e-5)
         assert (sample.routes == full.routes[:8]).all()
-    core.step()
-    assert core.stats().running == 3
-    run(core)
-    for job, full in ((jobs[0], expected[0]), (jobs[2], expected[2])):
-        assert [sample.token_ids for sample in whole(job.samples)] == [sample.token_ids for sample in full]
-        assert {sample.finish_reason for sample in whole(job.samples)} == {"length"}
+    engine.step()
+    assert engine.stats().running == 3
+    run(engine)
+    for group, full in ((groups[0], expected[0]), (groups[2], expected[2])):
+        assert [sample.token_ids for sample in whole(group.samples)] == [sample.token_ids for sample in full]
+        assert {sample.finish_reason for sample in whole(group.samples)} == {"length"}
 
 
 def test_an_abort_moves_the_rows_behind_it_up(tiny_model: MakeModel, request_of: MakeRequest) -> None:
@@ -575,29 +577,29 @@ def test_an_abort_moves_the_rows_behind_it_up(tiny_model: MakeModel, request_of:
     requests = [request_of(name, 3 + i, 1, 10, stop_ids=(90, 91)) for i, name in enumerate("abcd")]
     expected = [samples_of(model, 1, request)[0][0] for request in requests]
     for gone in "abcd":
-        core = EngineCore(model, 4)
-        jobs = {request.request_id: core.add(request) for request in requests}
-        core.step()
-        core.abort(gone)
-        run(core)
+        engine = LLMEngine(model, 4)
+        groups = {request.request_id: engine.add(request) for request in requests}
+        engine.step()
+        engine.abort(gone)
+        run(engine)
         for request, full in zip(requests, expected, strict=True):
-            (sample,) = whole(jobs[request.request_id].samples)
+            (sample,) = whole(groups[request.request_id].samples)
             assert sample.token_ids == full.token_ids[: 2 if request.request_id == gone else 10]
             assert sample.logprobs == pytest.approx(full.logprobs[: len(sample.logprobs)], abs=1e-5)
 
 
 def test_an_abort_of_what_waits_or_is_not_there(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = EngineCore(tiny_model(), 1)
-    waiting = core.add(request_of("a", 3, 2, 5))
-    assert core.abort("b") == []
-    assert core.abort("a") == [waiting]
+    engine = LLMEngine(tiny_model(), 1)
+    waiting = engine.add(request_of("a", 3, 2, 5))
+    assert engine.abort("b") == []
+    assert engine.abort("a") == [waiting]
     assert [(s.token_ids, s.finish_reason) for s in whole(waiting.samples)] == [([], "abort")] * 2
-    assert core.idle
-    core.add(request_of("c", 3, 2, 5))
-    core.add(request_of("d", 3, 2, 5))
-    core.step()
-    core.abort_all()
-    assert core.idle
+    assert engine.idle
+    engine.add(request_of("c", 3, 2, 5))
+    engine.add(request_of("d", 3, 2, 5))
+    engine.step()
+    engine.abort_all()
+    assert engine.idle
 
 
 @pytest.mark.parametrize(
@@ -619,10 +621,10 @@ def test_an_abort_of_what_waits_or_is_not_there(tiny_model: MakeModel, request_o
 def test_what_can_never_fit_is_refused_at_once(
     tiny_model: MakeModel, request_of: MakeRequest, prompt: tuple[int, ...], n: int, max_new_tokens: int, message: str
 ) -> None:
-    core = EngineCore(tiny_model(), 2)
+    engine = LLMEngine(tiny_model(), 2)
     with pytest.raises(UserError, match=message):
-        core.add(Request(prompt, n, request_of("x", 1, 1, max_new_tokens).sampling, "r"))
-    assert core.idle
+        engine.add(Request(prompt, n, request_of("x", 1, 1, max_new_tokens).sampling, "r"))
+    assert engine.idle
 
 
 def test_a_request_may_fill_the_context_to_its_end(tiny_model: MakeModel, request_of: MakeRequest) -> None:
@@ -631,29 +633,29 @@ def test_a_request_may_fill_the_context_to_its_end(tiny_model: MakeModel, reques
 
 
 def test_every_token_carries_the_version_it_was_sampled_with(tiny_model: MakeModel, request_of: MakeRequest) -> None:
-    core = EngineCore(tiny_model(), 2)
-    job = core.add(request_of("a", 3, 3, 6))
-    core.step()
-    core.commit(4)
-    core.step()
-    core.commit(9)
-    run(core)
-    assert [sample.versions for sample in whole(job.samples)] == [[0, 0, 4, 9, 9, 9]] * 2 + [[9] * 6]
+    engine = LLMEngine(tiny_model(), 2)
+    group = engine.add(request_of("a", 3, 3, 6))
+    engine.step()
+    engine.commit(4)
+    engine.step()
+    engine.commit(9)
+    run(engine)
+    assert [sample.versions for sample in whole(group.samples)] == [[0, 0, 4, 9, 9, 9]] * 2 + [[9] * 6]
 
 
 def test_samples_that_start_after_a_commit_start_from_the_new_weights(
     tiny_model: MakeModel, request_of: MakeRequest, full_forward: FullForward
 ) -> None:
     model, request = tiny_model(), request_of("a", 7, 2, 5)
-    core = EngineCore(model, 1)
-    job = core.add(request)
-    core.step()
+    engine = LLMEngine(model, 1)
+    group = engine.add(request)
+    engine.step()
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.mul_(1.2)
-    core.commit(1)
-    run(core)
-    sample = whole(job.samples)[1]
+    engine.commit(1)
+    run(engine)
+    sample = whole(group.samples)[1]
     assert sample.versions == [1] * 5
     logits, _ = full_forward(model, request.prompt_ids, sample.token_ids)
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids).unsqueeze(-1)).squeeze(-1)
@@ -702,14 +704,14 @@ def test_greedy_takes_the_likeliest_token_every_time(
 
 def test_tokens_are_streamed_as_they_are_sampled(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
-    core = EngineCore(model, 3)
+    engine = LLMEngine(model, 3)
     heard: dict[int, list[Delta]] = {0: [], 1: [], 2: []}
-    job = core.add(request_of("a", 5, 3, 7), lambda index, delta: heard[index].append(delta))
-    core.add(request_of("b", 5, 3, 7))
-    core.step()
+    group = engine.add(request_of("a", 5, 3, 7), lambda index, delta: heard[index].append(delta))
+    engine.add(request_of("b", 5, 3, 7))
+    engine.step()
     assert [len(deltas) for deltas in heard.values()] == [2, 2, 2]
-    run(core)
-    for index, sample in enumerate(whole(job.samples)):
+    run(engine)
+    for index, sample in enumerate(whole(group.samples)):
         assert [delta.token_id for delta in heard[index]] == sample.token_ids
         assert [delta.logprob for delta in heard[index]] == sample.logprobs
         assert [delta.finish_reason for delta in heard[index]] == [None] * 6 + ["length"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 _ROOT = 0
 
 
-class BlockPool:
+class BlockManager:
     """Blocks of `block_tokens` positions each, counted by reference.
 
     A full block can be remembered under the tokens it holds and all before them. It stays findable after its last holder let

@@ -1,0 +1,219 @@
+"""The synchronous engine: requests in, one `step()` at a time. A test can drive it by hand; `NativeEngine` puts asyncio in front.
+
+It runs the learner's own module, so that there is one definition of the model and one set of weights.
+"""
+
+# Shapes: B slots, V vocabulary.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from nmoe.engine.api import Delta, EngineStats, Request
+from nmoe.engine.native.block_manager import BlockManager
+from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, cache_blocks
+from nmoe.engine.native.graphs import decode_graphs
+from nmoe.engine.native.runner import Runner, Sampled
+from nmoe.engine.native.running_batch import RunningBatch
+from nmoe.engine.native.sampler import check_sampling
+from nmoe.engine.native.scheduler import PREFILL_TOKENS, Scheduler
+from nmoe.engine.native.sequence import Sequence, SequenceGroup, Status
+from nmoe.errors import UserError
+from nmoe.model.transformer import Transformer
+from nmoe.types import FinishReason, Sample, Sampling
+
+
+class LLMEngine:
+    """Continuous batching of up to `max_sequences` sequences over at most `cache_bytes` of cache (0: room for all of them at the
+    model's full context, at most 4 GiB)."""
+
+    def __init__(
+        self, model: Transformer, max_sequences: int, cache_bytes: int = 0, prefill_tokens: int = PREFILL_TOKENS
+    ) -> None:
+        weight = model.embedding.weight
+        self.model = model
+        blocks = cache_blocks(model.config, weight.dtype, max_sequences, cache_bytes)
+        # On a GPU one block more, which the block manager knows nothing of, for padding to write to.
+        on_gpu = weight.device.type == "cuda"
+        self.cache = PagedCache(model.config, blocks + on_gpu, weight.device, weight.dtype)
+        context_blocks = -(-model.config.context_tokens // BLOCK_TOKENS)
+        self.running = RunningBatch(max_sequences, context_blocks, self.cache)
+        self.scheduler = Scheduler(BlockManager(blocks, BLOCK_TOKENS), self.running, prefill_tokens)
+        graphs = decode_graphs(model, self.cache, scratch=blocks) if on_gpu else None
+        self.runner = Runner(model, self.cache, self.running, graphs)
+        self._generated_tokens = self._prefilled_tokens = 0
+        self._busy_s = 0.0
+
+    def add(
+        self,
+        request: Request,
+        on_token: Callable[[int, Delta], None] | None = None,
+        on_sample: Callable[[int, Sample], None] | None = None,
+    ) -> SequenceGroup:
+        """Queues a request. The callbacks are called for every token, and for every sample as it ends. Raises UserError if the
+        request can never run."""
+        settings = request.sampling
+        if not request.prompt_ids or request.n < 1 or settings.max_new_tokens < 1:
+            raise UserError(f"request {request.request_id}: prompt, n and max_new_tokens must not be empty")
+        check_sampling(request.request_id, settings)
+        self._check_fits(request, len(request.prompt_ids) + settings.max_new_tokens)
+        return self._queue(request, on_token, on_sample)
+
+    def add_scoring(self, token_ids: Iterable[int], temperature: float, request_id: str) -> SequenceGroup:
+        """Queues tokens to be scored: the group's `scores` will hold the log-probability of each token but the first, given those
+        before it. Raises UserError if they can never fit."""
+        settings = Sampling(max_new_tokens=0, temperature=temperature)
+        request = Request(tuple(token_ids), 0, settings, request_id)
+        if len(request.prompt_ids) < 2 or temperature == 0:
+            raise UserError(f"request {request_id}: scoring wants two tokens or more and a temperature above 0")
+        check_sampling(request_id, settings)
+        self._check_fits(request, len(request.prompt_ids))
+        return self._queue(request)
+
+    def _queue(
+        self,
+        request: Request,
+        on_token: Callable[[int, Delta], None] | None = None,
+        on_sample: Callable[[int, Sample], None] | None = None,
+    ) -> SequenceGroup:
+        if request.request_id in self.scheduler.groups:
+            raise UserError(
+                f"request {request.request_id}: another request of this id is running; give each an id of its own"
+            )
+        group = SequenceGroup(request, self.scheduler.arrived, on_token, on_sample)
+        self.scheduler.add(group)
+        return group
+
+    def _check_fits(self, request: Request, wanted: int) -> None:
+        context, vocab_size = self.model.config.context_tokens, self.model.config.vocab_size
+        name, prompt = f"request {request.request_id}", f"prompt of {len(request.prompt_ids)} tokens"
+        asked = f"{prompt} + max_new_tokens = {request.sampling.max_new_tokens}"
+        if wanted > context:
+            raise UserError(f"{name}: {asked} exceeds the model's context of {context} tokens")
+        blocks = self.scheduler.blocks
+        # The last token is sampled and never fed. Two sequences hold the prompt's last block beside their own copies.
+        needed = blocks.blocks_for(max(wanted - 1, len(request.prompt_ids))) + (request.n > 1)
+        if needed > blocks.blocks:
+            room = blocks.blocks * BLOCK_TOKENS
+            raise UserError(f"{name}: {asked} exceeds the cache of {room} tokens; raise [engine] cache_mb")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+            raise UserError(f"{name}: prompt ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
+
+    @torch.inference_mode()
+    def step(self) -> list[SequenceGroup]:
+        """Computes chunks of prompts, starts sequences whose prompt is ready, and decodes one token of every running sequence;
+        returns the requests that finished.
+
+        Raises DivergenceError if the model computes NaN or infinity. After this or any other error, or an interrupt, the engine is
+        empty and its cache is as new: every request has ended without samples, and the next one starts clean.
+        """
+        began = time.perf_counter()
+        scheduler, runner = self.scheduler, self.runner
+        try:
+            with runner.active():
+                chunks = scheduler.schedule_prefill()
+                logits = runner.prefill(chunks)
+                finished = scheduler.finish_prefill(chunks, logits, runner.version)
+                if (start := scheduler.schedule_start()) is not None:
+                    finished += self._postprocess(runner.start(start))
+                if (slots := scheduler.schedule_decode()) is not None:
+                    finished += self._postprocess(runner.decode(slots))
+        except BaseException:
+            self._reset()
+            raise
+        for group in finished:
+            del scheduler.groups[group.request.request_id]
+        scheduler.steps += 1
+        self._prefilled_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        self._busy_s += time.perf_counter() - began
+        return finished
+
+    def _postprocess(self, sampled: Sampled) -> list[SequenceGroup]:
+        """Streams tokens where asked for, and ends the sequences that have finished; returns the requests that finished."""
+        slots, running = sampled.slots, self.running
+        self._generated_tokens += slots.stop - slots.start
+        if sampled.kept_BV is not None:
+            for slot in (running.cuts[slots].nonzero()[0]).tolist():
+                sequence = running.sequences[slots.start + slot]
+                sequence.kept_ids = sequence.kept_ids or []
+                sequence.kept_ids.append(sampled.kept_BV[slot].nonzero().flatten().tolist())
+        ended = sampled.finished_B.nonzero().flatten()
+        reasons: dict[Sequence, FinishReason] = {
+            running.sequences[slots.start + slot]: "stop" if stopped else "length"
+            for slot, stopped in zip(ended.tolist(), sampled.stopped_B[ended].tolist(), strict=True)
+        }
+        for slot in running.streams[slots].nonzero()[0].tolist():
+            self._stream(running.sequences[slots.start + slot], reasons)
+        return self._finish(reasons)
+
+    def _stream(self, sequence: Sequence, reasons: dict[Sequence, FinishReason]) -> None:
+        """Passes on the sequence's last token."""
+        at = int(self.running.generated[sequence.slot]) - 1
+        token_id, logprob = (self.running[name][sequence.slot, at] for name in ("tokens", "logprobs"))
+        assert sequence.group.on_token is not None, "only sequences with a callback stream"
+        sequence.group.on_token(sequence.index, Delta(int(token_id), float(logprob), reasons.get(sequence)))
+
+    def _finish(self, reasons: dict[Sequence, FinishReason]) -> list[SequenceGroup]:
+        """Ends running sequences and delivers their samples; returns the requests that finished."""
+        self.scheduler.retire(list(reasons), self.runner.version)
+        for sequence, reason in reasons.items():
+            sequence.group.deliver(sequence, reason)
+        return [group for group in dict.fromkeys(sequence.group for sequence in reasons) if group.finished]
+
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> list[SequenceGroup]:
+        """Ends a request's sequences where they stand, with what they have; returns the requests that ended."""
+        group = self.scheduler.groups.pop(request_id, None)
+        if group is None:
+            return []
+        self._finish({sequence: "abort" for sequence in self.running.sequences if sequence.group is group})
+        self.scheduler.drop(group)
+        group.aborted = True
+        for sequence in group.sequences[: group.request.n]:
+            if sequence.status is not Status.FINISHED:
+                group.deliver(sequence, "abort")
+        return [group]
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in list(self.scheduler.groups):
+            self.abort(request_id)
+
+    def _reset(self) -> None:
+        """Drops everything after a step that broke off. Which sequence holds which block is unknown then, and NaN in a block would
+        reach its next holder: a masked position has weight 0, and 0 times NaN is NaN."""
+        for group in self.scheduler.groups.values():
+            group.aborted, group.prompt = True, None
+        blocks = self.scheduler.blocks
+        self.cache.clear(blocks.touched)
+        self.scheduler.clear(BlockManager(blocks.blocks, BLOCK_TOKENS))
+
+    def commit(self, version: int) -> None:
+        """Takes note that the weights have changed: what is sampled from now on carries `version`. Prompts whose sequences have not
+        started are computed again and no earlier prefix is found, or sequences would start from the old weights under the new
+        version. Running sequences go on with the keys that they have."""
+        self.runner.weights_changed(version)
+        self.scheduler.drop_prefixes()
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def stats(self) -> EngineStats:
+        """The engine's totals. Any thread may ask."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        unstarted = sum(max(1, group.unstarted) for group in list(scheduler.waiting))
+        return EngineStats(
+            generated_tokens=self._generated_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            decode_steps=scheduler.steps,
+            preemptions=scheduler.preemptions,
+            running=len(self.running),
+            waiting=unstarted + len(scheduler.preempted),
+            cache_use=1 - blocks.available / blocks.blocks,
+            busy_s=self._busy_s,
+        )
