@@ -160,7 +160,7 @@ def throughput(model: Transformer, sleep_s: float | None) -> dict[str, float]:
         def calls(turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
             return [ToolCall("nap", json.dumps({"seconds": sleep_s}), f"{turn}/0")] if turn < TURNS - 1 else []
 
-        demo.format.calls = calls  # type: ignore[method-assign]
+        demo.renderer.calls = calls  # type: ignore[method-assign]
     native = NativeEngine(model, TRAJECTORIES)
     collector = Collector(FixedTurns(native, lengths), demo, model.config.context_tokens)  # type: ignore[arg-type]
     problems = demo.pool.take(TRAJECTORIES)

@@ -37,8 +37,7 @@ from nmoe.config.tables.rewards import (
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.config.tables.tools import BudgetSettings, WorkspaceSettings
 from nmoe.data.rows import local_copy
-from nmoe.envs.environment import Environment
-from nmoe.envs.formats import in_format
+from nmoe.envs.environment import Environment, in_format
 from nmoe.envs.golds import check_golds
 from nmoe.envs.pools import Shard
 from nmoe.envs.pools.records import record_order

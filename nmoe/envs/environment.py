@@ -12,12 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
+from nmoe.config.environment import EnvironmentSettings, SystemByFormat, held_out, load_environment
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import task_types
 from nmoe.envs.curriculum import Curriculum
-from nmoe.envs.formats import FORMATS, Format, Round, in_format
-from nmoe.envs.grade import Reading, grade_reading, joined_readings
+from nmoe.envs.grade import Reading, grade_reading, joined_readings, read_answer
 from nmoe.envs.pools import Shard, build_pool
 from nmoe.envs.pools.order import fingerprint_of, stable_hash
 from nmoe.envs.rewards.reward import Reward
@@ -26,12 +25,16 @@ from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask, Said
 from nmoe.envs.tools.registry import load_tools
 from nmoe.errors import UserError
+from nmoe.grading.extraction import from_final
 from nmoe.sandbox.api import Access
 from nmoe.text.harmony import HarmonyTokenizer
+from nmoe.text.renderers import RENDERERS, Renderer, Round, natural_format
 from nmoe.types import Exchange, Failure, Given, Grade, Message, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
     from nmoe.envs.tools.session import ToolSession
+
+_REASONING = "The answer follows."
 
 
 class Environment:
@@ -62,8 +65,8 @@ class Environment:
             raise UserError(
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )
-        self.format: Format = FORMATS[settings.format](tokenizer, definitions)
-        self.stop_ids = self.format.stop_ids
+        self.renderer: Renderer = RENDERERS[settings.format](tokenizer, definitions)
+        self.stop_ids = self.renderer.stop_ids
         limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)
         self.access = (
             Access(settings.tools.read, settings.tools.write) if settings.tools is not None and limited else None
@@ -126,7 +129,7 @@ class Environment:
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         """The tokens that sampling starts from; a pure function of the problem."""
-        return self.format.prompt_ids(self.messages(problem))
+        return self.renderer.prompt_ids(self.messages(problem))
 
     def messages(self, problem: Problem) -> list[Message]:
         """The conversation that the prompt shows, the environment's system message first. Raises UserError where the
@@ -184,7 +187,7 @@ class Environment:
         answer = reading.extraction.answer
         if reading.parse_error or not reading.answer_counts or answer is None:
             return None
-        said = Said(answer, self.format.said(turns[turn].sample.token_ids)[1])
+        said = Said(answer, self.renderer.said(turns[turn].sample.token_ids)[1])
         before = exchanges[-1] if exchanges else None
         return task.exchange(problem, before, said, turn=turn, seed=stable_hash("user", seed, index, turn))
 
@@ -203,21 +206,23 @@ class Environment:
             answers = [[one for one in tool_events if one.call.call_id.startswith(f"{place}/")] for place in places]
             rounds.append(Round([turns[place].sample.token_ids for place in places], answers, exchange.user))
             start = exchange.turn + 1
-        return self.format.follow_up(self.messages(problem), rounds)
+        return self.renderer.follow_up(self.messages(problem), rounds)
 
     def _reading(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange]) -> Reading:
         """What the form makes of turns, of each answer by itself."""
         task, ids = TASKS[problem.task_type], [turn.sample.token_ids for turn in turns]
         starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
-        return joined_readings([self.format.read(task, ids[start:end]) for start, end in pairwise(starts)])
+        return joined_readings(
+            [read_answer(self.renderer.parse(ids[start:end]), task) for start, end in pairwise(starts)]
+        )
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
         """What one sampled turn is read as, message by message."""
-        return self.format.transcript(token_ids)
+        return self.renderer.transcript(token_ids)
 
     def answer_text(self, token_ids: Sequence[int]) -> str | None:
         """What a last turn says to whoever asked, reasoning left out; None where it says nothing."""
-        _, text = self.format.said(token_ids)
+        _, text = self.renderer.said(token_ids)
         return text if text.strip() else None
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -226,7 +231,10 @@ class Environment:
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
         """The tokens of a completion in the best form that gives this answer, the stop token included."""
-        return self.format.answer_ids(TASKS[problem.task_type], answer)
+        # A box is for answers that could not be told from the prose around them; else the message itself is the answer.
+        bare = from_final(answer, bare_final=TASKS[problem.task_type].bare_final).answer == answer
+        in_box = self.settings.format == "boxed" or not bare
+        return self.renderer.completion_ids(_REASONING, rf"\boxed{{{answer}}}" if in_box else answer)
 
     async def grade(
         self,
@@ -290,3 +298,22 @@ def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
     """An environment by name, version and a fingerprint over all its settings."""
     fingerprint = fingerprint_of(settings.model_dump_json())
     return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}
+
+
+def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> EnvironmentSettings:
+    """The settings with the format that the tokenizer is made for where they leave it open, and with that format's system message.
+    Raises UserError for a tokenizer that is made for none."""
+    form = natural_format(tokenizer) if settings.format == "auto" else settings.format
+    if form is None:
+        raise UserError(
+            f"environment {settings.env_id!r}: the tokenizer has neither Harmony's control tokens nor a chat template; use another "
+            'one, or write format = "boxed" for plain text'
+        )
+    system = getattr(settings.system_by_format, form)
+    return settings.model_copy(
+        update={
+            "format": form,
+            "system": settings.system if system is None else system,
+            "system_by_format": SystemByFormat(),
+        }
+    )

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
 from nmoe.envs.tasks import Attempt, Task
-from nmoe.grading.extraction import Extraction
+from nmoe.grading.extraction import Extraction, from_final, from_response, last_boxed
+from nmoe.text.renderers import ParsedAnswer
 from nmoe.types import Exchange, Failure, Grade, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
@@ -45,6 +46,28 @@ class Reading:
     def format_ok(self) -> bool:
         """Whether all parts of the form hold."""
         return all(self.structure)
+
+
+def read_answer(parsed: ParsedAnswer, task: Task) -> Reading:
+    """Finds the answer in what a renderer parsed. In plain text the form is having a box, the reasoning is text before it, and a
+    right last number without a box is correct all the same: it lacks the form, not the answer."""
+    if not parsed.structure:
+        box = last_boxed(parsed.text)
+        return Reading(
+            from_response(parsed.text),
+            structure=(box is not None,),
+            reasoning_ok=box is not None and bool(parsed.text[: box.start].strip()),
+            answer_counts=True,
+            parse_error=False,
+        )
+    holds = all(parsed.structure)
+    return Reading(
+        from_final(parsed.text, bare_final=task.bare_final),
+        structure=parsed.structure,
+        reasoning_ok=holds and parsed.reasoned,
+        answer_counts=holds,
+        parse_error=not holds,
+    )
 
 
 def joined_readings(readings: Sequence[Reading]) -> Reading:

@@ -89,7 +89,9 @@ class Player:
         policy or the task ended it."""
         environment, budget = self._environment, self._environment.budget
         last = episode.turns[-1].sample
-        calls = environment.format.calls(len(episode.turns) - 1, last.token_ids) if last.finish_reason == "stop" else []
+        calls = (
+            environment.renderer.calls(len(episode.turns) - 1, last.token_ids) if last.finish_reason == "stop" else []
+        )
         if not calls:
             return await self._next_answer(episode)
         if len(episode.turns) >= budget.turns or len(episode.tool_events) + len(calls) > budget.tool_calls:
@@ -101,7 +103,7 @@ class Player:
                 return event.failure
         if session.lost:
             return "timeout"
-        given = environment.format.answer_calls(environment.messages(episode.problem), episode.rounds)
+        given = environment.renderer.answer_calls(environment.messages(episode.problem), episode.rounds)
         return await self._sample_on(episode, "tool", given)
 
     async def _next_answer(self, episode: Episode) -> Failure | None:

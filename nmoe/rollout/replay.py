@@ -176,7 +176,7 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
         following = trajectory.turns[place + 1] if place + 1 < len(trajectory.turns) else None
         if not events and following is None:
             break  # the policy was done, or its budget was
-        calls = environment.format.calls(place, turn.sample.token_ids)
+        calls = environment.renderer.calls(place, turn.sample.token_ids)
         said = _first_in([event.call for event in events], calls, f"turn {place}, call", "read")
         if said is not None:
             differences.append(said)
@@ -186,7 +186,7 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
             differences += [] if said is None else [said]
         rounds.append(events)
         if following is not None and events:
-            given = environment.format.answer_calls(environment.messages(trajectory.problem), rounds)
+            given = environment.renderer.answer_calls(environment.messages(trajectory.problem), rounds)
             said = _kind(following, "tool") or _first_in(
                 following.given_ids, given, f"turn {place + 1}, given token", "rendered"
             )
@@ -202,7 +202,7 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
     ended = len(trajectory.turns)
     for place, turn in enumerate(trajectory.turns):
         turns = trajectory.turns[: place + 1]
-        calls = environment.format.calls(place, turn.sample.token_ids)
+        calls = environment.renderer.calls(place, turn.sample.token_ids)
         try:
             now = None if calls else environment.respond(problem, trajectory.seed, trajectory.index, turns, done)
         except Exception as error:
@@ -240,7 +240,7 @@ def _returned(event: ToolEvent) -> dict[str, Any]:
 async def _grade(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
     recorded, last = _without_rewards(trajectory.grade), trajectory.turns[-1].sample
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
-    if recorded.failure == "truncated" and environment.format.calls(len(trajectory.turns) - 1, last.token_ids):
+    if recorded.failure == "truncated" and environment.renderer.calls(len(trajectory.turns) - 1, last.token_ids):
         ended = "truncated"  # there was no room for the turn that the call asks for
     if recorded.failure == "truncated" and trajectory.exchanges and trajectory.exchanges[-1].user is not None:
         ended = "truncated"  # nor for the one that the user's words ask for

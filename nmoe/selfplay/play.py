@@ -215,7 +215,7 @@ class SelfPlay:
         """What a verifier's reply says; None where it is not in the form, or was cut."""
         if trajectory.grade.verdict is None:
             return None
-        return read_evaluation(*self._environment.format.said(trajectory.turns[-1].sample.token_ids))
+        return read_evaluation(*self._environment.renderer.said(trajectory.turns[-1].sample.token_ids))
 
     async def _graded(self, trajectory: Trajectory, gold: Fraction) -> Trajectory:
         """The trajectory with the score that it ought to have given as its gold."""

@@ -12,7 +12,7 @@ import torch
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.formats import in_format
+from nmoe.envs.environment import in_format
 from nmoe.errors import UserError
 from nmoe.model.policy import load_policy
 from nmoe.runs.resolve import resolve_checkpoint, trained_on

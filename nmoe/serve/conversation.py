@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from nmoe.envs.formats import FORMATS
 from nmoe.errors import UserError
-from nmoe.text.renderers import natural_format
+from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 
@@ -25,8 +24,8 @@ class History:
         """`auto` is the form that the tokenizer is made for, or else text. Raises UserError for a tokenizer that has not the form
         asked for."""
         self.form = (natural_format(tokenizer) or "text") if form == "auto" else form
-        self._format = FORMATS["boxed" if self.form == "text" else self.form](tokenizer, ())
-        self.stop_ids = self._format.stop_ids
+        self._renderer = RENDERERS[self.form](tokenizer)
+        self.stop_ids = self._renderer.stop_ids
         self._start = [Message("system", system)] if system else []
         self._context_tokens = context_tokens
         self._exchanges: list[tuple[Message, Message]] = []
@@ -41,7 +40,7 @@ class History:
         forgotten = 0
         while True:
             history = [message for exchange in self._exchanges for message in exchange]
-            prompt_ids = self._format.prompt_ids([*self._start, *history, self._asked])
+            prompt_ids = self._renderer.prompt_ids([*self._start, *history, self._asked])
             if len(prompt_ids) + wanted <= self._context_tokens:
                 return prompt_ids, forgotten
             if not self._exchanges:
@@ -55,7 +54,7 @@ class History:
     def answered(self, token_ids: Sequence[int]) -> None:
         """Takes what was sampled into the history; an answer that says nothing, or was never given, leaves its question out."""
         assert self._asked is not None, "an answer follows a question"
-        _, said = self._format.said(token_ids)
+        _, said = self._renderer.said(token_ids)
         if said.strip():
             self._exchanges.append((self._asked, Message("assistant", said, channel="final")))
 

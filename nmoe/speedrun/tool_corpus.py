@@ -109,7 +109,7 @@ class ToolDocuments:
     def _called(self, tool: str, arguments: str, output: str, answer: str) -> list[int]:
         """A call, the tool's answer as the environment words it, and the final message."""
         event = ToolEvent(ToolCall(tool, arguments, "0/0"), "ok", output, "", 0.0, 0.0)
-        given = self._environment.format.answer_calls([], [[event]])
+        given = self._environment.renderer.answer_calls([], [[event]])
         return [
             *self._harmony.render_completion([_call(tool, arguments)]),
             *given,

@@ -8,8 +8,7 @@ import pytest
 from chat_templates import qwen, save
 
 from nmoe.config.environment import load_environment
-from nmoe.envs.environment import Environment
-from nmoe.envs.formats import in_format
+from nmoe.envs.environment import Environment, in_format
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
         messages=messages,
         prompt=prompt,
         completions=[completion_of(environment, trajectory) for trajectory in trajectories],
-        answers=[environment.format.said(trajectory.turns[-1].sample.token_ids)[1] for trajectory in trajectories],
+        answers=[environment.renderer.said(trajectory.turns[-1].sample.token_ids)[1] for trajectory in trajectories],
         trajectories=trajectories,
         columns=columns_of(problem),
         state=state,
@@ -47,7 +47,7 @@ def completion_of(environment: Environment, trajectory: Trajectory) -> Completio
      {"role": "tool", "name": "python", "content": "42"},
      {"role": "assistant", "content": "The answer is 42.", "reasoning_content": "6 * 7 is 42."}]
     """
-    form = environment.format
+    form = environment.renderer
     users = {exchange.turn: exchange.user for exchange in trajectory.exchanges if exchange.user is not None}
     if environment.settings.format == "boxed":
         texts = [form.said(turn.sample.token_ids)[1] for turn in trajectory.turns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from nmoe.errors import UserError
-from nmoe.text.renderers.base import IGNORED, Rendered, Renderer, natural_format
+from nmoe.text.renderers.base import IGNORED, ParsedAnswer, Rendered, Renderer, Round, natural_format
 from nmoe.text.renderers.chat import ChatRenderer
 from nmoe.text.renderers.harmony import HarmonyRenderer
 from nmoe.text.renderers.plain import PlainRenderer
@@ -16,10 +16,12 @@ __all__ = [
     "RENDERERS",
     "ChatRenderer",
     "HarmonyRenderer",
+    "ParsedAnswer",
     "PlainRenderer",
     "RenderFormat",
     "Rendered",
     "Renderer",
+    "Round",
     "make_renderer",
     "natural_format",
 ]
@@ -30,6 +32,7 @@ RENDERERS: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[PlainRend
     "harmony": HarmonyRenderer,
     "chat": ChatRenderer,
     "text": PlainRenderer,
+    "boxed": PlainRenderer,  # what environments call it, for where their answers stand
 }
 
 

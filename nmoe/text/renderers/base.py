@@ -10,6 +10,7 @@ from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, ToolDefinition
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, HarmonyTokenizer
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 IGNORED = -100
 """The label of a token that is not learned, as in transformers."""
@@ -49,10 +50,71 @@ class Rendered:
         return Rendered(list(self.ids), list(self.labels))
 
 
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """What the turns of one answer say: `ParsedAnswer("42", structure=(True, True, True), reasoned=True)`.
+
+    `text` is what was said to whoever asked, "" where nothing was. `structure` says which parts of the format hold: every turn
+    parses, the last one ends by itself, and it says something; plain text has no structure. `reasoned` tells whether the turns
+    reason before the answer.
+    """
+
+    text: str
+    structure: tuple[bool, ...] = ()
+    reasoned: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was said between two turns of the user, and the later one's words: the policy's turns, and of each what tools
+    answered to its calls."""
+
+    turns: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[ToolEvent]]
+    user: str
+
+
 class Renderer(Protocol):
-    """One conversation format. `name` is that of the configuration."""
+    """One conversation format in both directions: messages become token ids, and sampled ids are parsed.
+
+    `name` is that of the configuration. `calls`, `parse`, `transcript` and `said` are total: any ids are read.
+    """
 
     name: str
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sampled turn."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Renders a conversation and the start of the assistant's next turn."""
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        """The tool calls that a turn ends in; empty for the last turn, well-formed or not."""
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        """Renders what follows the last sampled token: the answers to the latest round of calls, and the start of the next turn.
+
+        `messages` are those of the prompt, `rounds` all rounds of calls so far. Answers are content: no text of theirs becomes a
+        control token."""
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """Renders how a conversation continues after the user's words in the last round: what follows the last sampled token
+        ("user") where the history stays as it was sampled, else the prompt of a new branch ("prompt").
+
+        `messages` are those of the first prompt; every earlier answer is well-formed. The user's words are content."""
+
+    def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
+        """Parses the turns of one answer, the last of which calls no tool."""
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        """The messages of one sampled turn, for people and for replays."""
+
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        """The reasoning of a turn and what it says beside it, either as far as the format holds."""
+
+    def completion_ids(self, reasoning: str, answer: str) -> list[int]:
+        """Renders a whole well-formed turn that reasons and then answers."""
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         """Renders a conversation of a dataset as sequences that learn the assistant's messages from index `first` on, except
@@ -74,11 +136,12 @@ def natural_format(tokenizer: HarmonyTokenizer) -> NaturalFormat | None:
     return "harmony"
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """The token that ends a text which is no conversation."""
-    if tokenizer.has_special(END_OF_TEXT):
+def end_of_text(tokenizer: HarmonyTokenizer) -> int:
+    """The token that ends a text which is no conversation. Raises UserError where the tokenizer has none."""
+    try:
         return tokenizer.special_id(END_OF_TEXT)
-    end = tokenizer.named_tokens.get("eos_token")
-    if end is None:
-        raise UserError(f"the tokenizer has neither {END_OF_TEXT} nor an eos_token to end a text with")
-    return tokenizer.special_id(end)
+    except UserError:
+        end = tokenizer.named_tokens.get("eos_token") if isinstance(tokenizer, Tokenizer) else None
+        if end is None:
+            raise UserError(f"the tokenizer has neither {END_OF_TEXT} nor an eos_token to end a text with") from None
+        return tokenizer.special_id(end)

@@ -4,27 +4,83 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.text.chat_template import ChatTemplate
-from nmoe.text.conversation import END_THINK, THINK, ChatMessage, FunctionCall, split_reasoning
-from nmoe.text.renderers.base import Messages, Rendered, Tools
+from nmoe.text.chat_template import TAGS, ChatTemplate, ChatTurn, ToolAnswer, read_turn
+from nmoe.text.conversation import END_THINK, THINK, ChatMessage, FunctionCall, ToolDefinition, split_reasoning
+from nmoe.text.harmony_format import HarmonyTokenizer
+from nmoe.text.renderers.base import Messages, ParsedAnswer, Rendered, Round, Tools
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 Pieces = Sequence[tuple[list[int], int | None]]
 """Ids, and the index of the message that samples them, None for what is read."""
 
 
 class ChatRenderer:
-    """The tokenizer's chat template (`nmoe.text.chat`)."""
+    """The messages of the tokenizer's own chat template, for models that do not speak Harmony. Calls and reasoning have
+    the form of the Hermes and Qwen3 line:
+
+        <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
+
+    Every turn ends by itself, with its reasoning closed where it opens; the last one calls nothing, and what it says
+    after its reasoning, not blank, is the answer. A call inside the reasoning is a thought.
+    """
 
     name = "chat"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
+        assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, tools)
+        self._names = {tool.name for tool in tools}
+        # Some tokenizers have these as control tokens, too; in a turn they are its form.
+        tags = {tokenizer.added_tokens.get(tag) for tag in TAGS}
+        self._control_ids = tokenizer.control_ids - tags
+        self.stop_ids = self._template.stop_ids
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return self._template.prompt_ids(messages)
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        said, _ = self._read(token_ids)
+        return [_chat_call(body, f"{turn}/{place}") for place, body in enumerate(said.calls)]
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        answers = [[ToolAnswer(self._known(one), one.output, one.call.call_id) for one in events] for events in rounds]
+        return self._template.continuation_ids(messages, answers)
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """The same branch where the template leaves earlier turns as they were, else a new one, in which they have no
+        reasoning."""
+        history = list(messages)
+        for one in rounds:
+            (token_ids,) = one.turns
+            history += [Message("assistant", self._read(token_ids)[0].content), Message("user", one.user)]
+        given = self._template.user_ids(history)
+        return ("prompt", self.prompt_ids(history)) if given is None else ("user", given)
+
+    def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
+        *calling, (last, ended) = [self._read(token_ids) for token_ids in turns]
+        parses = all(said.well_formed for said, _ in calling) and last.well_formed
+        answered = bool(last.content) and not last.calls
+        reasoned = any((said.reasoning or "").strip() for said, _ in (*calling, (last, ended)))
+        return ParsedAnswer(last.content if answered else "", (parses, ended, answered), reasoned)
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        said, _ = self._read(token_ids)
+        messages: list[dict[str, str | None]] = [{"reasoning": said.reasoning, "content": said.content}]
+        return messages + [{"call": body} for body in said.calls]
+
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        said, _ = self._read(token_ids)
+        return said.reasoning, said.content
+
+    def completion_ids(self, reasoning: str, answer: str) -> list[int]:
+        return self._template.completion_ids(f"{THINK}\n{reasoning}\n{END_THINK}\n\n{answer}")
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         taken = [self._as_template_takes(message) for message in messages]
@@ -58,6 +114,18 @@ class ChatRenderer:
                 )
         whole = _joined(pieces, learned)
         return [*alone, whole] if whole.learned else alone
+
+    def _known(self, event: ToolEvent) -> str:
+        # Another name, written by the policy as it liked, could hold control tokens: templates write names as they are.
+        return event.call.name if event.call.name in self._names else "unknown"
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
+        """What a turn says, and whether it ended by itself. A control token inside of it is no text."""
+        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
+        body = token_ids[:-1] if ended else token_ids
+        said = read_turn(self._tokenizer.decode(body))
+        is_text = self._control_ids.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
+        return replace(said, well_formed=said.well_formed and is_text), ended
 
     @cached_property
     def _reads_reasoning(self) -> bool:
@@ -115,3 +183,17 @@ def _as_function_call(call: FunctionCall) -> dict[str, Any]:
         arguments = parsed if isinstance(parsed, Mapping) else arguments
     taken: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
     return taken if call.call_id is None else {"id": call.call_id} | taken
+
+
+def _chat_call(body: str, call_id: str) -> ToolCall:
+    """A call from the text between its tags."""
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        fault = f"a call is a JSON object between <tool_call> and </tool_call>: {error}"
+        return ToolCall("", body.strip(), call_id, fault)
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
+        return ToolCall("", body.strip(), call_id, 'a call is a JSON object with a "name" and "arguments"')
+    arguments = call.get("arguments", {})
+    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments), call_id)

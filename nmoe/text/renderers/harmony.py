@@ -3,27 +3,83 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 
 from nmoe.errors import UserError
-from nmoe.text.conversation import ChatMessage, split_reasoning
+from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
 from nmoe.text.harmony import Harmony, HarmonyTokenizer
 from nmoe.text.harmony_format import END, RETURN
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
-from nmoe.text.renderers.base import Messages, Rendered, Tools
-from nmoe.types import Message
+from nmoe.text.renderers.base import Messages, ParsedAnswer, Rendered, Round, Tools
+from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
 class HarmonyRenderer:
-    """Harmony: reasoning on `analysis`, calls on `commentary`, the answer on `final`, unless the data names the channels."""
+    """Harmony. A sampled answer is well-formed where every turn parses, the last ends in <|return|>, and its last final message
+    is not blank; reasoning is an analysis message, not blank, before that final message, in any turn.
+
+    A dataset's reasoning goes to `analysis`, calls to `commentary` and answers to `final`, unless the data names the channels.
+    """
 
     name = "harmony"
 
-    def __init__(self, tokenizer: HarmonyTokenizer) -> None:
+    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
         self._harmony = Harmony(tokenizer)
+        self._tools = tools
+        self._names = {tool.name for tool in tools}
+        self.stop_ids = self._harmony.stop_ids
         self._return, self._end = (tokenizer.special_id(token) for token in (RETURN, END))
         self._start = len(self._harmony.render_prompt([]))
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return self._harmony.render_prompt(declare_tools(messages, self._tools))
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        completion = self._harmony.parse_completion(token_ids)
+        if completion.end != "call":
+            return []
+        message = completion.messages[-1]
+        assert message.recipient is not None, "a call has a recipient"
+        namespace, _, name = message.recipient.partition(".")
+        return [ToolCall(name if namespace == NAMESPACE else message.recipient, message.content, f"{turn}/0")]
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        (event,) = rounds[-1]
+        return self._harmony.render_prompt([self._answer(event)])
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """A new branch: earlier reasoning is dropped, and the answer before ends in <|end|>. Calls and their answers stay."""
+        history = list(messages)
+        for one in rounds:
+            for token_ids, events in zip(one.turns, one.answers, strict=True):
+                said = self._harmony.parse_completion(token_ids).messages
+                history += [message for message in said if message.channel != "analysis"]
+                history += [self._answer(event) for event in events]
+            history.append(Message("user", one.user))
+        return "prompt", self.prompt_ids(history)
+
+    def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
+        *calls, completion = [self._harmony.parse_completion(token_ids) for token_ids in turns]
+        parses = all(call.end == "call" for call in calls) and completion.error is None
+        answered = bool((completion.final or "").strip())
+        finals = [index for index, message in enumerate(completion.messages) if message.channel == "final"]
+        thoughts = completion.messages[: finals[-1]] if finals else ()
+        thoughts = (*(message for call in calls for message in call.messages), *thoughts)
+        reasoned = any(message.channel == "analysis" and message.content.strip() for message in thoughts)
+        return ParsedAnswer(completion.final or "", (parses, completion.end == "return", answered), reasoned)
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        completion = self._harmony.parse_completion(token_ids)
+        return [*map(asdict, completion.messages), {"end": completion.end, "error": completion.error}]
+
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        completion = self._harmony.parse_completion(token_ids)
+        return completion.analysis, completion.final or ""
+
+    def completion_ids(self, reasoning: str, answer: str) -> list[int]:
+        said = [Message("assistant", reasoning, channel="analysis"), Message("assistant", answer, channel="final")]
+        return self._harmony.render_completion(said)
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         parts = _turns(_in_sequence(messages), first)
@@ -46,6 +102,11 @@ class HarmonyRenderer:
             else:
                 sequence.read(self._harmony.render(declare_tools(part, tools) if number == 0 else part))
         return [*alone, sequence] if sequence.learned else alone
+
+    def _answer(self, event: ToolEvent) -> Message:
+        # Another name, written by the policy as it liked, could read as a role.
+        name = event.call.name if event.call.name in self._names else "unknown"
+        return Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
 
     def _append(self, sequence: Rendered, turn: _Turn) -> None:
         """The turn as a policy samples it, between the answers of its tools."""

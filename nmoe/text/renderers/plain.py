@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nmoe.errors import UserError
-from nmoe.text.renderers.base import Messages, Rendered, Tools, end_of_text
-from nmoe.text.tokenizer import Tokenizer
+from nmoe.text.conversation import ToolDefinition
+from nmoe.text.harmony_format import HarmonyTokenizer
+from nmoe.text.renderers.base import Messages, ParsedAnswer, Rendered, Round, Tools, end_of_text
+from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
 class PlainRenderer:
-    """No form at all: the completion's text behind the prompt's, then the end of the text."""
+    r"""Plain text, for models without a conversation format.
+
+    A prompt is the messages' text, a blank line between them and a line break at the end; nothing is added, so that an instruction
+    to use `\boxed{}` belongs in an environment's `system`. Of a dataset, prompt and completion are joined as they are.
+    """
 
     name = "text"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
+        assert not tools, "the settings refuse tools here"
         self._tokenizer = tokenizer
         self._end = end_of_text(tokenizer)
+        self.stop_ids = (self._end,)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return self._tokenizer.encode("\n\n".join(message.content for message in messages) + "\n")
+
+    def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
+        return []
+
+    def answer_calls(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolEvent]]) -> list[int]:
+        raise AssertionError("there are no calls to answer")
+
+    def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
+        """The same branch: the user's words on a line of their own."""
+        return "user", self._tokenizer.encode(f"\n{rounds[-1].user}\n")
+
+    def parse(self, turns: Sequence[Sequence[int]]) -> ParsedAnswer:
+        (completion_ids,) = turns
+        return ParsedAnswer(self._text(completion_ids))
+
+    def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
+        return [{"content": self._tokenizer.decode(token_ids)}]
+
+    def said(self, token_ids: Sequence[int]) -> tuple[str | None, str]:
+        return None, self._text(token_ids)
+
+    def completion_ids(self, reasoning: str, answer: str) -> list[int]:
+        return [*self._tokenizer.encode(f"{reasoning} {answer}"), self._end]
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         asked, said = messages[0], messages[-1]
@@ -24,3 +60,7 @@ class PlainRenderer:
         sequence.read(self._tokenizer.encode(asked.content))
         sequence.learn([*self._tokenizer.encode(said.content), self._end], said.trained)
         return [sequence]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
+        return self._tokenizer.decode(token_ids[:-1] if ended else token_ids)
