@@ -30,7 +30,7 @@ MODULES = {
     "nmoe.rl.check": "nmoe.envs.check",
     "nmoe.rl.curriculum": "nmoe.envs.curriculum",
     "nmoe.rl.failures": "nmoe.types",
-    "nmoe.rl.formats": "nmoe.envs.formats",
+    "nmoe.rl.formats": "nmoe.text.renderers",
     "nmoe.rl.golds": "nmoe.envs.golds",
     "nmoe.rl.grading": "nmoe.grading",
     "nmoe.rl.grading.grade": "nmoe.envs.grade",
