@@ -3,89 +3,144 @@
 python -m nmoe.config.reference > docs/reference/configuration.md
 """
 
-import json
 import types
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from nmoe.config.base import Section
-from nmoe.config.commands import COMMANDS
+from nmoe.config.commands import COMMANDS, RunConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.schema import TAG, tag_of
+from nmoe.config.tables.pools import MixturePool, SourceKeys
+from nmoe.config.toml import toml_value
 
 _INTRODUCTION = """# Configuration
 
-A run is one TOML file; `--section.key=value` (or `--section.key value`) on the command line takes the place of a value in it, and a
-command's `--help` lists its keys. Each command has the tables named below, and refuses any other. An environment is a
-file of its own, named by `[environment] path`, or that table itself. Relative paths start from the working directory, except
-the one that names an environment and those in an environment's own file: these start from the file they stand in. This page is
-printed by `python -m nmoe.config.reference`.
+A run is one TOML file. Every command lists its keys in its `--help`, and takes `--table.key=value` (or `--table.key value`)
+in place of a value in the file. A command refuses keys that it does not have.
+
+An environment is a file of its own, named by `[environment] path`, or the table `[environment]` itself. Relative paths start
+from the working directory. Two kinds start from the file that holds them instead: the path of an environment, and the paths
+in an environment's own file.
+
+`python -m nmoe.config.reference` prints this page.
 """
+
+
+class Table(NamedTuple):
+    """One table of a file: `Table("task_pool", JsonlPool, True, False)` is `[task_pool]` with `type = "jsonl"`."""
+
+    path: str
+    section: type[Section]
+    has_variants: bool
+    is_array: bool
+
+    @property
+    def title(self) -> str:
+        name = f"`[[{self.path}]]`" if self.is_array else f"`[{self.path}]`"
+        return f"{name} `type = {toml_value(tag_of(self.section))}`" if self.has_variants else name
 
 
 def reference() -> str:
     """The whole page."""
-    parts = [_INTRODUCTION, "# Commands\n", _commands(), "# Tables\n"]
-    for name in dict.fromkeys(name for schema in COMMANDS.values() for name in schema.model_fields):
+    parts = [
+        _INTRODUCTION,
+        "## Commands\n\nKeys in bold are required. `key = value` is a default of this command alone.\n",
+    ]
+    tables = {command: list(_tables("", schema)) for command, schema in COMMANDS.items()}
+    fullest: dict[str, Table] = {}
+    for table in (table for one in tables.values() for table in one):
         # Commands that share a table may have less of it: the one with the most keys is shown.
-        shown = {command: _section(schema, name) for command, schema in COMMANDS.items() if name in schema.model_fields}
-        fullest = max(shown.values(), key=lambda section: len(section.model_fields))
-        if fullest is EnvironmentSettings:
-            continue
-        parts += _tables(name, fullest)
-        parts += _less(shown, fullest)
-    parts += ["# An environment\n", *_tables("", EnvironmentSettings)]
+        if table.path not in fullest or len(table.section.model_fields) > len(fullest[table.path].section.model_fields):
+            fullest[table.path] = table
+    for command, schema in COMMANDS.items():
+        parts.append(_command(command, schema, tables[command], fullest))
+    parts.append("## Tables\n")
+    for table in fullest.values():
+        commands = [f"`nmoe {command}`" for command, one in tables.items() if any(table.path == t.path for t in one)]
+        every = "every command" if len(commands) == len(COMMANDS) else ", ".join(commands)
+        parts += _table(table, f"Of: {every}.")
+    parts += ["## Environment\n", "The keys of an environment's file, or of `[environment]`.\n"]
+    parts += [_rows(EnvironmentSettings)]
+    for table in _tables("", EnvironmentSettings):
+        if not issubclass(table.section, SourceKeys):
+            parts += _table(table)
+        if table.section is MixturePool:
+            parts.append("### `[[task_pool.sources]]`\n\nThe keys of a `[task_pool]` of the source's `type`, and:\n")
+            parts.append(_rows(SourceKeys))
     return "\n".join(parts)
 
 
-def _commands() -> str:
-    rows = [
-        f"| `nmoe {command}` | {' '.join(f'`[{name}]`' for name in schema.model_fields)} |"
-        for command, schema in COMMANDS.items()
-    ]
-    return "| command | its tables |\n|---|---|\n" + "\n".join(rows) + "\n"
+def _command(command: str, schema: type[RunConfig], tables: list[Table], fullest: dict[str, Table]) -> str:
+    rows = []
+    for table in tables:
+        shown, keys = fullest[table.path].section.model_fields, []
+        for name, field in _keys(table.section).items():
+            if field.is_required():
+                keys.append(f"**`{name}`**")
+            elif field.default != shown[name].default:
+                keys.append(f"`{name} = {toml_value(field.default)}`")
+            else:
+                keys.append(f"`{name}`")
+        rows.append(f"| [{table.title}](#{table.path.replace('.', '')}) | {' '.join(keys)} |")
+    rows += [f"| `[{path}]` | an [environment](#environment), or its `path` |" for path in _environments("", schema)]
+    return f"### `nmoe {command}`\n\n| table | keys |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _section(schema: type[Section], name: str) -> type[Section]:
-    return next(_sections(schema.model_fields[name].annotation))
-
-
-def _less(shown: Mapping[str, type[Section]], fullest: type[Section]) -> Iterator[str]:
-    """A line for all commands that have only these keys of a table."""
-    commands: dict[tuple[str, ...], list[str]] = {}
-    for command, section in shown.items():
-        if len(section.model_fields) < len(fullest.model_fields):
-            commands.setdefault(tuple(section.model_fields), []).append(f"`nmoe {command}`")
-    for keys, those in commands.items():
-        yield f"{', '.join(those)}: {', '.join(f'`{key}`' for key in keys)} alone.\n"
-
-
-def _tables(path: str, section: type[Section]) -> Iterator[str]:
-    """A section's table, then those of the sections in it."""
-    title = f"[{path}]" if path else "(top level)"
-    rows, inner = [], []
+def _tables(path: str, section: type[Section], is_array: bool = False, has_variants: bool = False) -> Iterator[Table]:
+    """The table of a section and those below it, in the order of their keys; environments are left out."""
+    if path:
+        yield Table(path, section, has_variants, is_array)
     for name, field in section.model_fields.items():
-        sections = list(_sections(field.annotation))
-        if sections and sections != [EnvironmentSettings]:
-            inner += [(f"{path}.{name}".strip("."), one) for one in sections]
-            continue
+        below = list(_sections(field.annotation))
+        if below != [EnvironmentSettings]:
+            for one in below:
+                yield from _tables(f"{path}.{name}".strip("."), one, _is_array(field.annotation), len(below) > 1)
+
+
+def _environments(path: str, section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        for one in _sections(field.annotation):
+            if one is EnvironmentSettings:
+                yield f"{path}.{name}".strip(".")
+            else:
+                yield from _environments(f"{path}.{name}".strip("."), one)
+
+
+def _table(table: Table, used_by: str = "") -> Iterator[str]:
+    if not _keys(table.section):
+        return
+    summary = (table.section.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+    summary = summary.removeprefix(f"[{table.path}]: ").removeprefix(f"[[{table.path}]]: ")
+    yield f"### {table.title}\n\n{summary[0].upper()}{summary[1:]}\n"
+    if used_by:
+        yield f"{used_by}\n"
+    yield _rows(table.section)
+
+
+def _rows(section: type[Section]) -> str:
+    rows = []
+    for name, field in _keys(section).items():
         default = "required" if field.is_required() else _shown(field.default)
-        description = (field.description or "which kind this is").replace("|", "\\|")
+        description = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type(field.annotation)} | {default} | {description} |")
-    if rows:
-        summary = (section.__doc__ or "").splitlines()[0].removeprefix(f"{title}: ").capitalize()
-        yield (
-            f"## `{title}`\n\n{summary}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-            + "\n".join(rows)
-            + "\n"
-        )
-    for inner_path, one in inner:
-        yield from _tables(inner_path, one)
+    return "| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _keys(section: type[Section]) -> dict[str, FieldInfo]:
+    """The keys of a table that are neither tables themselves nor the one that says which kind of table it is."""
+    return {
+        name: field
+        for name, field in section.model_fields.items()
+        if not list(_sections(field.annotation)) and name != TAG
+    }
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:
-    """The sections that a field's type names, wherever in it they stand."""
+    """The sections that a field's type names, at any depth."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     else:
@@ -93,26 +148,30 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
             yield from _sections(argument)
 
 
+def _is_array(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(_is_array(argument) for argument in get_args(annotation))
+
+
 def _type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0])
     if origin is Literal:
-        return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
+        return ", ".join(f"`{toml_value(value)}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments if argument is not type(None))
     if origin is tuple:
         return f"[{', '.join(_type(argument) for argument in arguments if argument is not Ellipsis)}]"
-    if annotation is EnvironmentSettings:
-        return "an environment, or its `path`"
+    if origin is dict:
+        return "table"
     names = {str: "string", int: "integer", float: "number", bool: "true or false"}
-    return names.get(annotation, str(annotation))
+    return names[annotation]
 
 
 def _shown(default: Any) -> str:
     if default is None or default is PydanticUndefined:
         return "none"
-    return f"`{json.dumps(default)}`"
+    return f"`{toml_value(default)}`"
 
 
 if __name__ == "__main__":
