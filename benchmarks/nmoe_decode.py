@@ -22,7 +22,7 @@ from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

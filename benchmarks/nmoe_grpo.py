@@ -40,7 +40,7 @@ from nmoe.learner.objectives import clip
 from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 TOKENS_PER_MICROBATCH = 16384

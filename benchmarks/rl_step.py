@@ -32,7 +32,7 @@ from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 VOCABULARY = 710  # the speedrun's tokenizer

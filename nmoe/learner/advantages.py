@@ -32,14 +32,14 @@ def _group_sums(values_B: Tensor, group_ids_B: Tensor) -> tuple[Tensor, Tensor]:
     return sums_G[dense_B], sizes_G[dense_B]
 
 
-def _centred(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-    sums_B, sizes_B = _group_sums(rewards_B, group_ids_B)
-    return rewards_B - sums_B / sizes_B
+def _group_means(values_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    sums_B, sizes_B = _group_sums(values_B, group_ids_B)
+    return sums_B / sizes_B
 
 
 def group_normalised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """`(r - mean_g) / (std_g + 1e-6)` with the unbiased deviation, `[B]` in fp64. NaN is absent and stays NaN."""
-    centred_B = _centred(rewards_B, group_ids_B)
+    centred_B = rewards_B - _group_means(rewards_B, group_ids_B)
     squares_B, sizes_B = _group_sums(centred_B.square(), group_ids_B)
     std_B = (squares_B / (sizes_B - 1).clamp(min=1)).sqrt()
     return centred_B / (std_B + EPSILON)
@@ -47,7 +47,7 @@ def group_normalised(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
 
 def dr_grpo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """`r - mean_g` (Liu et al. 2025, arXiv:2503.20783, section 3.2): no division by the deviation."""
-    return _centred(rewards_B, group_ids_B).to(rewards_B)
+    return (rewards_B - _group_means(rewards_B, group_ids_B)).to(rewards_B)
 
 
 def grpo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
@@ -73,8 +73,7 @@ def maxrl(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
             f"algorithm.advantage = 'maxrl' divides by a group's mean reward, and a reward is {float(rewards_B.min()):g}: "
             "give the rubric rewards of at least 0, or choose another advantage"
         )
-    sums_B, sizes_B = _group_sums(rewards_B, group_ids_B)
-    mean_B = sums_B / sizes_B
+    mean_B = _group_means(rewards_B, group_ids_B)
     return ((rewards_B - mean_B) / (mean_B + EPSILON)).to(rewards_B)
 
 

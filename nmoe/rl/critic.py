@@ -47,7 +47,7 @@ class Critic:
     def __init__(self, section: CriticSection, policy: Learner, own: Learner | None) -> None:
         """`own` trains the critic's own model; None for a head on the policy's trunk."""
         assert (own is None) == section.shared, "a critic of its own has a learner, and a shared one has none"
-        self._section, self._policy, self._own = section, policy, own
+        self.section, self._policy, self._own = section, policy, own
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._steps: list[StepResult] = []
 
@@ -94,11 +94,11 @@ class Critic:
 
     def warming_up(self, step: int) -> bool:
         """Whether this step trains the critic alone."""
-        return step <= self._section.warmup_steps
+        return step <= self.section.warmup_steps
 
     def shared_objective(self) -> Objective | None:
         """The value loss of a head on the policy's trunk, to be added to the policy's loss; None for a critic of its own."""
-        return value_loss(self._section.clip, self._section.coef) if self._own is None else None
+        return value_loss(self.section.clip, self.section.coef) if self._own is None else None
 
     def update(self, batch: Batch) -> None:
         """Takes one optimizer step of the critic's own model on a mini-batch, on the mean loss over its tokens. Does nothing for a
@@ -106,7 +106,7 @@ class Critic:
         if self._own is None:
             return
         batch = replace(batch.without_routes(), weights_T=token_weights("token", batch.scored_T, batch.lengths))
-        result = self._own.forward_backward(batch, value_loss(self._section.clip)).result()
+        result = self._own.forward_backward(batch, value_loss(self.section.clip)).result()
         self._steps.append(self._own.optim_step().result())
         self._observe(batch, result)
 

@@ -20,7 +20,7 @@ from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import load_policy
 from nmoe.model.precision import set_precision
 from nmoe.recipes.setup import ModelIdentity
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.rollout.bundle import Bundle, read_bundle
 from nmoe.rollout.named_code import named_code, refuse_named_code
 from nmoe.rollout.recorder import TOKENIZER

@@ -12,13 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.rollout import SamplingSection
 from nmoe.config.tables.run import RunSection
+from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.pools.pool import Drawn
+from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import InfrastructureError
+from nmoe.learner.learner import Learner
+from nmoe.recipes.setup import model_identity
 from nmoe.rollout.collector import Collector, GradingError, RolloutSettings
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.directory import RunDirectory
@@ -89,6 +94,39 @@ class RolloutSampler:
         self._carries_signal, self._failures = carries_signal, failures
         self._settings = RolloutSettings(samples=batch.group_size, **sampling.model_dump())
         self.focus = Focus(run.seed) if batch.favour_unsolved else None
+
+    @classmethod
+    def build(
+        cls,
+        config: RLConfig,
+        directory: RunDirectory,
+        tokenizer: Tokenizer,
+        environment: Environment,
+        tools: ToolRuntime,
+        engine: Engine,
+        learner: Learner,
+        carries_signal: Callable[[Group], bool],
+    ) -> RolloutSampler:
+        """The sampler of a run, which samples the learner's policy with the engine."""
+        collector = Collector(
+            engine,
+            environment,
+            learner.model.config.context_tokens,
+            tools.sandboxes,
+            model=model_identity(config, learner.lora).model_dump(),
+            workspaces=tools.workspaces,
+        )
+        replays = ReplayRecorder(
+            directory.replays,
+            environment,
+            tokenizer,
+            seed=config.run.seed,
+            sample_rate=config.monitor.replay_sample_rate,
+            per_failure=config.monitor.replays_per_failure,
+            sandbox=tools.record(),
+        )
+        failures = FailureRecords(directory, tokenizer, replays)
+        return cls(collector, environment, config.run, config.batch, config.sampling, carries_signal, failures)
 
     def sample(self, step: int) -> Rollouts:
         """Groups for one step. Those dropped are replaced by fresh prompts, at most `max_refills` times.

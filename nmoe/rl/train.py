@@ -6,43 +6,61 @@ one step. The variants that [algorithm] names differ in their advantage and in t
 [distillation] adds a teacher (teacher.py).
 """
 
+# Shapes: B samples, S sequences (the branches of samples), T predicting positions, R rewards of a sample.
+
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import reseeded
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.config.tables.batch import BatchSection
+from nmoe.config.tables.critic import CriticSection
+from nmoe.config.tables.rollout import SamplingSection
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.evaluate import evaluate
+from nmoe.learner.advantages import ADVANTAGES, gdpo
+from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
+from nmoe.learner.token_advantages import process_supervision, scored_sums
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, State, Step, open_run
 from nmoe.recipes.setup import (
-    add_adapter,
-    build_model,
     describe,
     load_tokenizer,
-    model_identity,
-    optimizer_settings,
     set_threads,
 )
-from nmoe.rl.critic import Critic, value_head
+from nmoe.rl.critic import Critic
 from nmoe.rl.early_stopping import rates_of, read_rates, reason_to_end
-from nmoe.rl.metrics import SPIKE_GRAD_NORM, rollout_metrics, shown
+from nmoe.rl.experience import (
+    Experience,
+    differs,
+    group_ids,
+    judged,
+    minibatches,
+    policy_batch,
+    reward_divergence,
+    sample_rewards,
+    step_rewards,
+    token_advantages,
+    trained_experience,
+)
+from nmoe.rl.metrics import SPIKE_GRAD_NORM, joined_passes, joined_steps, rollout_metrics, shown, update_metrics
+from nmoe.rl.policy import policy_learner, policy_objective
 from nmoe.rl.reference import Reference
-from nmoe.rl.rewards import differs
-from nmoe.rl.rollouts import FailureRecords, Rollouts, RolloutSampler
+from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.teacher import Teacher
-from nmoe.rl.update import PolicyUpdate
-from nmoe.rollout.collector import Collector
-from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Group
 from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
@@ -60,13 +78,16 @@ def train(config: RLConfig) -> Path:
         named, split = config.eval.environment, config.eval.split
         held_out = environment.held_out(split) if named is None else Environment.from_settings(named, tokenizer)
     learner = policy_learner(config, tokenizer)
-    update = PolicyUpdate(
-        config,
+    policy = PolicyUpdate(
         learner,
-        Reference.build(config, learner, tokenizer),
-        Critic.build(config, learner, tokenizer),
+        config.algorithm,
+        config.sampling,
         environment.token_limit(config.sampling.max_new_tokens),
-        Teacher.build(config, learner.model.config, tokenizer),
+        sizes=config.batch,
+        seed=config.run.seed,
+        reference=Reference.build(config, learner, tokenizer),
+        critic=Critic.build(config, learner, tokenizer),
+        teacher=Teacher.build(config, learner.model.config, tokenizer),
     )
     for loaded in [environment, held_out] if held_out is not None else [environment]:
         loaded.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
@@ -75,24 +96,8 @@ def train(config: RLConfig) -> Path:
         if held_out is not None and config.eval.environment is not None:
             held_out_tools = stack.enter_context(ToolRuntime(held_out, config.sandbox))
         run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
-        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, held_out, held_out_tools, update))
+        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, held_out, held_out_tools, policy))
     return run.directory.path
-
-
-def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
-    """The policy: a model, the adapter where that alone is trained, and the value head where the critic shares the trunk. The
-    learning-rate schedule begins when the critic is warm."""
-    model = build_model(config.model, tokenizer, config.run.seed, balance=False)
-    lora = add_adapter(config, model)
-    critic, updates = config.critic, config.batch.updates
-    settings, head, steps = optimizer_settings(config, updates), None, config.run.steps
-    if critic is not None:
-        steps -= critic.warmup_steps
-        if critic.shared:
-            settings = replace(settings, head_learning_rate=critic.learning_rate)
-            head = value_head(model.config.hidden_size, config.model.path)
-    microbatch, temperature = config.batch.tokens_per_microbatch, config.sampling.temperature
-    return Learner(model, settings, steps * updates, microbatch, temperature, lora, head=head)
 
 
 class PolicyGradient(Recipe):
@@ -107,35 +112,17 @@ class PolicyGradient(Recipe):
         tools: ToolRuntime,
         held_out: Environment | None,
         held_out_tools: ToolRuntime,
-        update: PolicyUpdate,
+        policy: PolicyUpdate,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
         self.environment, self.tools = environment, tools
         self.held_out, self.held_out_tools = held_out, held_out_tools
         self.held_out_start = None if held_out is None else held_out.state()
-        self.update, self.learner = update, update.learner
+        self.policy, self.learner = policy, policy.learner
         model = self.learner.model
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
-        collector = Collector(
-            self.engine,
-            environment,
-            model.config.context_tokens,
-            tools.sandboxes,
-            model=model_identity(config, self.learner.lora).model_dump(),
-            workspaces=tools.workspaces,
-        )
-        replays = ReplayRecorder(
-            run.directory.replays,
-            environment,
-            tokenizer,
-            seed=config.run.seed,
-            sample_rate=config.monitor.replay_sample_rate,
-            per_failure=config.monitor.replays_per_failure,
-            sandbox=tools.record(),
-        )
-        failures = FailureRecords(run.directory, tokenizer, replays)
-        self.sampler = RolloutSampler(
-            collector, environment, config.run, config.batch, config.sampling, self._carries_signal, failures
+        self.sampler = RolloutSampler.build(
+            config, run.directory, tokenizer, environment, tools, self.engine, self.learner, self._carries_signal
         )
         self.rates = read_rates(run.directory.path / "eval")
         self.evaluate_every, self.evaluate_first = config.eval.every_steps, held_out is not None
@@ -150,7 +137,8 @@ class PolicyGradient(Recipe):
         rollouts = self.sampler.sample(step)
         metrics = rollout_metrics(rollouts.trajectories) | rollouts.metrics()
         learn_began = time.perf_counter()
-        updated = self.update.update(step, rollouts.kept) if rollouts.kept else {}
+        experience = self.policy.experience(rollouts.kept) if rollouts.kept else None
+        updated = {} if experience is None else self.policy.update(step, experience)
         metrics |= updated | {"skipped": float(not updated)}
         publish_began = time.perf_counter()
         # While a critic warms up the policy takes no step, and the engine has its weights already.
@@ -159,8 +147,8 @@ class PolicyGradient(Recipe):
         publish_s = time.perf_counter() - publish_began
         if not updated:
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
-        if self.update.reference is not None:
-            self.update.reference.renew(step)
+        if self.policy.reference is not None:
+            self.policy.reference.renew(step)
         metrics |= self._advance_curriculum(step, metrics)
         now = time.perf_counter()
         metrics |= {
@@ -196,14 +184,14 @@ class PolicyGradient(Recipe):
         return HeldOut({}, f"held-out {results[0]}", records)
 
     def save(self, directory: Path) -> State:
-        for part in (self.learner, self.update.reference, self.update.critic, self.tokenizer):
+        for part in (self.learner, self.policy.reference, self.policy.critic, self.tokenizer):
             if part is not None:
                 part.save(directory)
         state = {"environment": self.environment.state(), "version": self.learner.version}
         return state if self.sampler.focus is None else state | {"focus": self.sampler.focus.rates}
 
     def load(self, directory: Path, state: State) -> None:
-        for part in (self.learner, self.update.reference, self.update.critic):
+        for part in (self.learner, self.policy.reference, self.policy.critic):
             if part is not None:
                 part.load(directory)
         self.environment.load_state(state["environment"])
@@ -236,7 +224,7 @@ class PolicyGradient(Recipe):
         algorithm = self.config.algorithm
         if not algorithm.in_groups or self.config.distillation is not None:
             return True
-        return differs(group, algorithm, self.update.token_limit)
+        return differs(group, algorithm, self.policy.token_limit)
 
     def _advance_curriculum(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The stage and the weights that this step was graded by; its rates may open the next stage."""
@@ -259,3 +247,102 @@ class PolicyGradient(Recipe):
             ratios = {name: metrics[name] for name in ("grad_norm", "log_ratio_raw_max", "log_ratio_min", "ratio_max")}
             problems = [group.problem.id for group in rollouts.kept]
             self.run.ledger.spike({"step": step, **ratios, "problems": problems})
+
+
+class PolicyUpdate:
+    """Runs the optimizer steps for one batch of groups, of the policy and of its critic."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        algorithm: AlgorithmSection,
+        sampling: SamplingSection,
+        token_limit: int,
+        *,
+        sizes: BatchSection | None = None,
+        seed: int = 0,
+        reference: Reference | None = None,
+        critic: Critic | None = None,
+        teacher: Teacher | None = None,
+    ) -> None:
+        """`token_limit` is the most tokens that a sample may have. `sizes` says how many optimizer steps there are, by default one,
+        and `seed` how groups are dealt out among them."""
+        self.learner, self.algorithm, self.token_limit = learner, algorithm, token_limit
+        self.reference, self.critic, self.teacher = reference, critic, teacher
+        self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
+        self._objective = policy_objective(algorithm, critic)
+
+    def experience(self, groups: Sequence[Group]) -> Experience | None:
+        """The samples of the groups as a batch with advantages; None where every one was truncated and those are masked."""
+        algorithm, metrics = self.algorithm, dict[str, float]()
+        batch = policy_batch(judged(groups), None, algorithm.aggregation, self._constant_length)
+        if self.reference is not None:
+            batch = batch.with_reference(self.reference.logprobs(batch))
+        # After the first of several updates the learner is no longer the sampler; ratios are to the learner before all of them.
+        if self._sizes.updates > 1 or algorithm.correction != "none":
+            batch = replace(batch, old_logprobs_T=batch.column(self.learner.logprobs(batch).result()))
+        if self.critic is not None:
+            batch = self.critic.with_values(batch)
+        batch, advantages = with_advantages(
+            batch, groups, algorithm, self.token_limit, None if self.critic is None else self.critic.section
+        )
+        if self.teacher is not None:
+            batch, advantages, metrics = self.teacher.advise(batch)
+        return trained_experience(batch, advantages, groups, algorithm, self._constant_length, metrics)
+
+    def update(self, step: int, experience: Experience) -> dict[str, float]:
+        """Takes the optimizer steps and returns their metrics."""
+        metrics = experience.metrics
+        trains_policy = self.critic is None or not self.critic.warming_up(step)
+        passes, steps = [], []
+        deal = self._sizes, self.algorithm.aggregation, self._constant_length, self._seed, step
+        for minibatch in minibatches(experience, *deal):
+            if self.critic is not None:
+                self.critic.update(minibatch)
+            if trains_policy:
+                passes.append(self.learner.forward_backward(minibatch, self._objective).result())
+                steps.append(self.learner.optim_step().result())
+                if self.critic is not None:
+                    self.critic.observe_policy(minibatch, passes[-1])
+        if trains_policy:
+            result, last = joined_passes(passes), joined_steps(steps)
+            metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
+        if self.critic is not None:
+            metrics |= self.critic.metrics(experience.batch)
+        return metrics
+
+
+def with_advantages(
+    batch: Batch,
+    groups: Sequence[Group],
+    algorithm: AlgorithmSection,
+    token_limit: int,
+    critic: CriticSection | None = None,
+) -> tuple[Batch, Tensor]:
+    """The batch with advantages and, under gae, the critic's targets; and the advantages that metrics describe: per sample where
+    the estimator is one over samples, else per token.
+
+    The batch has one sequence for each branch of the judged samples of the groups, in order, with the reference's log-probabilities
+    where the divergence is a reward, and the critic's values where there is one. Estimators over samples give all tokens of a
+    sample one advantage, to which process supervision adds the rewards of its steps.
+    """
+    rewards_BR, weights_R = sample_rewards(groups, algorithm, token_limit)
+    steps_T = step_rewards(batch, judged(groups))
+    if not algorithm.in_groups:
+        return token_advantages(batch, rewards_BR[:, 0], steps_T, algorithm, critic)
+    ids_B, sample_S = group_ids(groups), batch.sample_ids()
+    if algorithm.multi_reward == "gdpo":
+        advantages_B = gdpo(rewards_BR, weights_R, ids_B)
+    else:
+        rewards_B = rewards_BR[:, 0]
+        if (divergence_T := reward_divergence(batch, algorithm)) is not None:
+            sums_S = scored_sums(divergence_T, batch.scored_T, batch.lengths)
+            rewards_B = rewards_B + sums_S.new_zeros(len(rewards_B)).index_add_(0, sample_S, sums_S).float()
+        # By default `dr_grpo`: reward - mean of the group.
+        advantages_B = ADVANTAGES[algorithm.advantage](rewards_B, ids_B)
+    advantages_T = torch.repeat_interleave(advantages_B[sample_S], torch.tensor(batch.lengths))
+    if bool(steps_T.isnan().all()):
+        return replace(batch, advantages_T=advantages_T), advantages_B
+    process_T = process_supervision(steps_T, ids_B[sample_S], batch.scored_T, batch.lengths)
+    advantages_T = advantages_T + algorithm.step_reward_coef * process_T
+    return replace(batch, advantages_T=advantages_T), advantages_T[batch.scored_T]

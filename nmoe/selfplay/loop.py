@@ -38,13 +38,13 @@ from nmoe.recipes.setup import (
     optimizer_settings,
     set_threads,
 )
-from nmoe.rl.update import PolicyUpdate
+from nmoe.rl.train import PolicyUpdate
 from nmoe.rollout.collector import Collector, RolloutSettings
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.records import metrics, record
 from nmoe.selfplay.streams import Streams
-from nmoe.selfplay.training import RoundTraining, generator_config
+from nmoe.selfplay.training import RoundTraining, generator_algorithm
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Problem
 
@@ -219,8 +219,8 @@ class Selfplay(Recipe):
                     batch.tokens_per_microbatch,
                     config.sampling.temperature,
                 )
-            rl_config = generator_config(config, environment.settings)
-            self.policy = PolicyUpdate(rl_config, self.learners[GENERATOR], None, None, config.sampling.max_new_tokens)
+            algorithm, longest = generator_algorithm(config), config.sampling.max_new_tokens
+            self.policy = PolicyUpdate(self.learners[GENERATOR], algorithm, config.sampling, longest)
         self.training: tuple[int, RoundTraining] | None = None
         self.order: tuple[int, list[Problem]] | None = None
         self.replays = ReplayRecorder(

@@ -15,18 +15,14 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.algorithm import AlgorithmSection
-from nmoe.config.tables.batch import BatchSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.learner import Learner
 from nmoe.learner.metrics import optimizer_metrics
 from nmoe.learner.objectives import cross_entropy
-from nmoe.rl.batch import policy_batch
-from nmoe.rl.rewards import differs
-from nmoe.rl.update import PolicyUpdate
+from nmoe.rl.experience import differs, policy_batch
+from nmoe.rl.train import PolicyUpdate
 from nmoe.selfplay.streams import GENERATOR, VERIFIER, Streams
 from nmoe.types import Grade, Group, Problem, Sample, Sampling, Trajectory, Turn
 
@@ -55,7 +51,7 @@ def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConf
                 _trajectory(line["group"], line["prompt_ids"], line, line["reward"])
             )
     together = [Group(trajectories[0].problem, trajectories) for trajectories in of.values()]
-    algorithm = _algorithm(config)
+    algorithm = generator_algorithm(config)
     return [group for group in together if differs(group, algorithm, config.sampling.max_new_tokens)]
 
 
@@ -96,21 +92,8 @@ def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
     return [places[first:end] for first, end in pairwise(edges)]
 
 
-def generator_config(config: SelfplayConfig, environment: EnvironmentSettings) -> RLConfig:
-    """The policy-gradient run that training the generator is: one update of a step on the groups that it is given."""
-    return RLConfig(
-        run=config.run,
-        model=config.model,
-        environment=environment,
-        engine=config.engine,
-        sampling=config.sampling,
-        batch=BatchSection(**config.batch.model_dump()),
-        algorithm=_algorithm(config),
-        optimizer=config.optimizer,
-    )
-
-
-def _algorithm(config: SelfplayConfig) -> AlgorithmSection:
+def generator_algorithm(config: SelfplayConfig) -> AlgorithmSection:
+    """The policy gradient of the generator: [algorithm], and the defaults of the keys that self-play does not have."""
     return AlgorithmSection(**config.algorithm.model_dump())
 
 
@@ -149,4 +132,5 @@ class RoundTraining:
         """One step of the policy gradient on this update's share of the problems; no metrics where there is none, as after the
         generator's last step of the round."""
         chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
-        return policy.update(step, chosen) if chosen else {}
+        experience = policy.experience(chosen) if chosen else None
+        return {} if experience is None else policy.update(step, experience)

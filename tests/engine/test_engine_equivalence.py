@@ -14,7 +14,7 @@ from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 Answers = list[tuple[Request, Sample]]

@@ -19,7 +19,7 @@ from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Trajectory, Turn
 
 MakeModel = Callable[..., Transformer]

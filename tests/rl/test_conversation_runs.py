@@ -12,7 +12,7 @@ import pytest
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask, Response, Said, State
 from nmoe.envs.tasks.reverse import ReverseTask
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
 from nmoe.rl.replay import replay_command
 from nmoe.rollout.bundle import read_bundle
 from nmoe.rollout.collector import GradingError

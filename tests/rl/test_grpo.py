@@ -16,7 +16,6 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.eval.evaluate import Evaluation
 from nmoe.learner.batch import Batch
-from nmoe.rl import experience as policy_experience
 from nmoe.rl import train as grpo
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
 from nmoe.rollout.collector import GradingError
@@ -45,13 +44,13 @@ weights = { correctness = 1.0 }
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[Trajectory]]:
     """The trajectories of every training batch, in order."""
     seen: list[list[Trajectory]] = []
-    policy_batch = policy_experience.policy_batch
+    policy_batch = grpo.policy_batch
 
     def record(trajectories: Sequence[Trajectory], *rest: Any) -> Batch:
         seen.append(list(trajectories))
         return policy_batch(trajectories, *rest)
 
-    monkeypatch.setattr(policy_experience, "policy_batch", record)
+    monkeypatch.setattr(grpo, "policy_batch", record)
     return seen
 
 

@@ -28,7 +28,7 @@ from nmoe.model.packed import PackedAttention
 from nmoe.model.policy import load_policy
 from nmoe.recipes import setup
 from nmoe.recipes.pretrain import pretrain
-from nmoe.rl import train as policy_gradient
+from nmoe.rl import policy as rl_policy
 from nmoe.runs.export import export_checkpoint
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -88,7 +88,7 @@ def test_the_reference_is_the_base_and_no_second_model(
             references.append((batch, batch.reference_logprobs_T[batch.scored_T]))
             return super().forward_backward(batch, *rest)
 
-    monkeypatch.setattr(policy_gradient, "Learner", Recording)
+    monkeypatch.setattr(rl_policy, "Learner", Recording)
     rows = read_metrics(reinforce(*SMALL, *RATE, "--algorithm.kl_coef=0.1", text=LORA))
     first, *later = [row["reference_kl"] for row in rows]
     assert first == 0

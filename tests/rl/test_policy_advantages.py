@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 from policy_cases import LIMIT, answer, branched, group, settings
+from torch import Tensor
 
 from nmoe.learner.batch import Batch
-from nmoe.rl.advantages import with_advantages
-from nmoe.rl.batch import policy_batch
+from nmoe.rl.experience import policy_batch
+from nmoe.rl.train import with_advantages
 from nmoe.types import Group
 
 # Prompts of two tokens: positions are [x, t1, t2] for an answer of two tokens, of which the last two are scored.
 GROUPS = [group(answer(1.0), answer(0.0, [7])), group(answer(1.0), answer(1.0), answer(0.0))]
+
+
+def advantages_by(batch: Batch, groups: list[Group], **sections: Any) -> tuple[Batch, Tensor]:
+    config = settings(**sections)
+    return with_advantages(batch, groups, config.algorithm, LIMIT, config.critic)
 
 
 def advantages(
@@ -24,7 +30,7 @@ def advantages(
     trajectories = [trajectory for one in groups for trajectory in one.trajectories]
     batch = policy_batch(trajectories, None, "token", LIMIT)
     given = {name: batch.column(torch.tensor(values)) for name, values in (columns or {}).items()}
-    batch, figures = with_advantages(replace(batch, **given), groups, settings(**sections), LIMIT)
+    batch, figures = advantages_by(replace(batch, **given), groups, **sections)
     assert batch.advantages_T is not None
     return batch, figures.tolist()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nmoe.rl.batch import policy_batch, selected
+from nmoe.rl.experience import policy_batch, selected
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
 
 PROBLEM = Problem("demo/0", "reverse", "Reverse: 12", "21", "demo")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from policy_cases import LIMIT, answer, group, settings
 
-from nmoe.rl.rewards import differs, group_ids, sample_rewards
+from nmoe.rl.experience import differs, group_ids, sample_rewards
 from nmoe.rl.rollouts import solve_rate
 from nmoe.types import Trajectory
 

@@ -21,7 +21,7 @@ from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import optimizer_settings
 from nmoe.rl.critic import Critic
 from nmoe.rl.reference import Reference
-from nmoe.rl.update import PolicyUpdate
+from nmoe.rl.train import PolicyUpdate
 from nmoe.types import Group
 
 Tiny = Callable[..., Transformer]
@@ -72,11 +72,24 @@ class Run:
                 settings_ = replace(settings_, learning_rate=critic.learning_rate)
                 own = Learner(tiny_model(seed=2), settings_, 10, per_microbatch, head=value, head_only=True)
             self.critic = Critic(critic, self.learner, own)
-        self.update = PolicyUpdate(config, self.learner, self.reference, self.critic, LIMIT)
+        self.policy = PolicyUpdate(
+            self.learner,
+            config.algorithm,
+            config.sampling,
+            LIMIT,
+            sizes=config.batch,
+            seed=config.run.seed,
+            reference=self.reference,
+            critic=self.critic,
+        )
+
+    def update(self, step: int, groups: list[Group]) -> dict[str, float]:
+        experience = self.policy.experience(groups)
+        return {} if experience is None else self.policy.update(step, experience)
 
     def __call__(self, groups: list[Group], steps: int = 1) -> dict[str, float]:
         for step in range(1, steps + 1):
-            metrics = self.update.update(step, groups)
+            metrics = self.update(step, groups)
         return metrics
 
 
@@ -261,9 +274,9 @@ def test_a_renewed_reference_is_the_policy_of_then(run: Callable[..., Run]) -> N
     assert one.reference is not None
     assert one(GROUPS)["reference_kl"] > 0
     one.reference.renew(1)
-    assert one.update.update(2, GROUPS)["reference_kl"] > 0
+    assert one.update(2, GROUPS)["reference_kl"] > 0
     one.reference.renew(2)
-    assert one.update.update(3, GROUPS)["reference_kl"] == 0
+    assert one.update(3, GROUPS)["reference_kl"] == 0
 
 
 def test_the_divergence_as_a_reward_leaves_the_loss_alone(run: Callable[..., Run]) -> None:
@@ -290,7 +303,7 @@ def test_a_critic_learns_the_returns(run: Callable[..., Run], critic: dict[str, 
     assert first["advantage_mean"] == 0.5
     assert ("critic_grad_norm" in first) == ("shared" not in critic)
     for step in range(2, 60):
-        last = one.update.update(step, right)
+        last = one.update(step, right)
     # The value before the first token can not know which answer follows; that before the second knows: 3/4 of the variance at 3/4.
     assert last["explained_variance"] > 0.4
     assert last["value_loss"] < 0.1
@@ -304,7 +317,7 @@ def test_the_policy_waits_for_its_critic(run: Callable[..., Run]) -> None:
     assert "grad_norm" not in metrics
     assert metrics["critic_grad_norm"] > 0
     assert all(torch.equal(now, then) for now, then in zip(one.learner.model.parameters(), before, strict=True))
-    assert one.update.update(3, GROUPS)["grad_norm"] > 0
+    assert one.update(3, GROUPS)["grad_norm"] > 0
 
 
 def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
@@ -313,7 +326,12 @@ def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     chosen = replace(optimizer_settings(config), head_learning_rate=0.25)
     learner = Learner(tiny_model(), chosen, 10, 1000, head=head)
     before = [parameter.clone() for parameter in learner.model.parameters()]
-    PolicyUpdate(config, learner, None, Critic(config.critic, learner, None), LIMIT).update(1, GROUPS)
+    assert config.critic is not None
+    critic = Critic(config.critic, learner, None)
+    policy = PolicyUpdate(learner, config.algorithm, config.sampling, LIMIT, critic=critic)
+    experience = policy.experience(GROUPS)
+    assert experience is not None
+    policy.update(1, experience)
     # Adam's first step is as long as the learning rate.
     assert float(head.bias.detach().abs()) == pytest.approx(0.25, rel=1e-3)
     assert (

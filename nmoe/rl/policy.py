@@ -1,0 +1,53 @@
+"""The policy of a run: the learner that trains it, and the loss that [algorithm] names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.algorithm import AlgorithmSection
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import Objective, cispo, clip, dppo, entropy_bonus, gspo, reference_divergence, total
+from nmoe.recipes.setup import add_adapter, build_model, optimizer_settings
+from nmoe.rl.critic import Critic, value_head
+from nmoe.text.tokenizer import Tokenizer
+
+
+def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
+    """The policy: a model, the adapter where that alone is trained, and the value head where the critic shares the trunk. The
+    learning-rate schedule begins when the critic is warm."""
+    model = build_model(config.model, tokenizer, config.run.seed, balance=False)
+    lora = add_adapter(config, model)
+    critic, updates = config.critic, config.batch.updates
+    settings, head, steps = optimizer_settings(config, updates), None, config.run.steps
+    if critic is not None:
+        steps -= critic.warmup_steps
+        if critic.shared:
+            settings = replace(settings, head_learning_rate=critic.learning_rate)
+            head = value_head(model.config.hidden_size, config.model.path)
+    microbatch, temperature = config.batch.tokens_per_microbatch, config.sampling.temperature
+    return Learner(model, settings, steps * updates, microbatch, temperature, lora, head=head)
+
+
+def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) -> Objective:
+    """The policy loss, plus the divergence penalty, the entropy bonus, and the value loss of a critic on the policy's trunk."""
+    low, high = algorithm.clip_range
+    if algorithm.loss == "cispo":
+        parts = [cispo(high)]
+    else:
+        assert low is not None, "every loss but cispo has a lower bound"
+        if algorithm.loss == "gspo":
+            parts = [gspo(low, high)]
+        elif algorithm.loss == "dppo":
+            parts = [dppo(low, high)]
+        else:
+            parts = [clip(low, high, algorithm.dual_clip_bound if algorithm.loss == "dual_clip" else None)]
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
+        parts.append(
+            reference_divergence(algorithm.kl_coef, algorithm.kl_estimator or "k3", algorithm.kl_importance_weights)
+        )
+    if algorithm.entropy_coef > 0:
+        parts.append(entropy_bonus(algorithm.entropy_coef))
+    if critic is not None and (value := critic.shared_objective()) is not None:
+        parts.append(value)
+    return total(*parts)
