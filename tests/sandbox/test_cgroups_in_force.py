@@ -23,7 +23,7 @@ from nmoe.sandbox.sandboxes import Sandboxes
 
 pytestmark = pytest.mark.cgroup
 # A process that takes megabytes and keeps them, faster than anybody looks.
-HOARD = "hoard = [b'x' * (1 << 20) for _ in range({})]; print('had them', flush=True); import time; time.sleep(5)"
+HOARD = "hoard = [b'x' * (1 << 20) for _ in range({})]; print('had them', flush=True); import time; time.sleep(1)"
 
 
 @pytest.fixture
@@ -96,11 +96,12 @@ time.sleep(9)
 
 
 def test_memory_that_no_process_shows(small: None, box: Box) -> None:
-    """Files of 12 MB are on the disk, and the rest of the 44 is not enough for 30 more."""
+    """Files of 12 MB are on the disk, and the rest of the 44 is not enough for 28 more."""
     box(box.sandbox.bash("head -c 6M /dev/zero > a; head -c 6M /dev/zero > b"))
-    assert box(box.sandbox.python(HOARD.format(30))).failure == "out_of_memory"
+    assert box(box.sandbox.python(HOARD.format(28))).failure == "out_of_memory"
     box(box.sandbox.bash("rm a b"))
-    assert box(box.sandbox.python(HOARD.format(20), limits=replace(LIMITS, wall_s=3.0))).stdout == b"had them\n"
+    fits = box(box.sandbox.python(HOARD.format(16)))
+    assert (fits.failure, fits.stdout) == ("ok", b"had them\n")
 
 
 def test_the_kernel_counts_processes(small: None, box: Box) -> None:
@@ -128,7 +129,7 @@ def test_cpus(delegated: Path, loop: asyncio.Runner) -> None:
         await opened.close()
         return spun.cpu_s
 
-    assert 0.3 < loop.run(spin()) < 0.75
+    assert 0.1 < loop.run(spin()) < 0.75
 
 
 # Claims its own cgroup, says which, and opens a sandbox there until it is killed. Another user's interpreter may lie in a directory
@@ -137,6 +138,7 @@ HOST = """
 import asyncio, os, sys, time
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.cgroups import Cgroups
+from nmoe.sandbox import probe
 from nmoe.sandbox.sandboxes import Sandboxes
 uid, own = int(sys.argv[1]), os.getuid()
 if uid != own:
@@ -145,8 +147,8 @@ if uid != own:
     os.setuid(uid)
 async def main():
     python = None if uid == own else "/usr/bin/python3"
-    sandboxes = Sandboxes(SandboxSettings(warm=0, cgroup="required", python=python))
-    async with await sandboxes.open() as sandbox:
+    opened = Sandboxes(SandboxSettings(warm=0, cgroup="required", python=python))
+    async with await opened.open() as sandbox:
         await sandbox.python("1")
         print(Cgroups.claim().directory, flush=True)
         time.sleep(60)

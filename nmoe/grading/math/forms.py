@@ -267,6 +267,15 @@ def _many(kind: Kind) -> Callable[[list[tuple[str, str]], int], Form]:
     return lambda parts, level: Compound(kind, tuple(_read(normalize(part), level) for part, _ in parts))
 
 
+def _alternatives(parts: list[tuple[str, str]], level: int) -> Form:
+    """A set by the word "or", which in "1, 2 or 3" is one of three with the items before it."""
+    first, *rest = (_read(normalize(part), level) for part, _ in parts)
+    several = [isinstance(one, Compound) and one.kind in ("list", "record", "set") for one in rest]
+    if isinstance(first, Compound) and first.kind == "list" and several == [False]:
+        return Compound("set", (*first.parts, *rest))
+    return Compound("set", (first, *rest))
+
+
 def _list(parts: list[tuple[str, str]], level: int) -> Form:
     """A list, which is a record where each item has a name of its own; "0, \\pm 1" has three items, and no order."""
     forms: list[Form] = []
@@ -311,7 +320,7 @@ def _relation(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 _SPLITS: list[tuple[set[str], Callable[[list[tuple[str, str]], int], Form]]] = [
-    ({"\ue002"}, _many("set")),
+    ({"\ue002"}, _alternatives),
     ({";"}, _list),
     ({","}, _list),
     (_RELATIONS, _relation),

@@ -3,7 +3,8 @@ r"""Normalisation of answers: takes away what is typesetting and keeps what is m
 - `$...$`, `$$...$$`, `\(...\)`, `\[...\]` and `**...**` around the whole answer; trailing periods; a dollar sign before a
   number; U+2212 becomes "-", and other signs of mathematics (π × · ≤ ∞ √ ² ...) the LaTeX that they stand for;
 - spaces of every kind (thin, non-breaking, of no width), fractions that are one character (½, 2½), ∅ and ℝ, `\lvert`, `\lbrace` and
-  other second names of signs; a dot over repeating decimals becomes `\overline`; a plus sign before a whole item goes;
+  other second names of signs; a dot over repeating decimals, or three dots after them, become `\overline`; a plus sign before a
+  whole item goes;
 - `\text \textbf \mathrm \mathbf` and their kin (the braces' content stays); `\left`, `\right`, `\displaystyle`, and the
   spacing commands `\! \, \; \: \quad`, and `~`;
 - `\dfrac`, `\tfrac` and `\cfrac` become `\frac`; `<=` becomes `\le`, and `\leq` and the like their shortest name;
@@ -87,6 +88,11 @@ _SPELLING = re.compile(
 _NUMBER_SET = re.compile(r"\\(?:mathbb|mathbf|Bbb)\s*(?:\{\s*([CNQRZ])\s*\}|([CNQRZ])(?![A-Za-z]))")
 _EMPTY_BRACES = re.compile(r"\\\{\s*\\\}")
 _REPEATING_DOTS = re.compile(r"(?<=[0-9]\.)([0-9]*)\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
+# Three dots after a repetition: of digits three times, or of two and more that are twice all of the decimals. Of 2.718281828...
+# nobody knows that it repeats. The lengths are bounded for time's sake.
+_ENDLESS = re.compile(
+    r"(?<=[0-9]\.)(?:([0-9]{0,12}?)([0-9]{1,12}?)\2{2,}|([0-9]{2,12}?)\3)(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"
+)
 _ITEM_PLUS = re.compile(r"(^|[(\[{,;=<>]|\\(?:cup|le|ge|in)(?![A-Za-z])) ?\+")
 _DROPPED = re.compile(r"\\(?:left|right|thinspace|big|Big|bigg|Bigg)(?![A-Za-z]) ?|\\! ?|\\[,;:]")
 _SPACES = re.compile(r"\\(?:displaystyle|quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~")
@@ -125,6 +131,8 @@ def _normalize_once(text: str) -> str:
     text = _SPELLING.sub(lambda match: _SPELLINGS[match[0]], text)
     text = _FRACTION_COMMAND.sub(r"\\frac", _SPACES.sub(" ", _DROPPED.sub("", text)))
     text = _RELATION_COMMAND.sub(lambda match: "\\" + (match[1] or match[2]), text)
+    if "." in text and ("..." in text or "dots" in text or "…" in text):
+        text = _ENDLESS.sub(lambda match: rf"{match[1] or ''}\overline{{{match[2] or match[3]}}}", text)
     text = _strip_enclosure(_unwrap(text).strip().rstrip(". "))
     text = _CURRENCY.sub(r"\1", text)
     if _GROUPED.fullmatch(text):
