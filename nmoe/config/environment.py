@@ -15,7 +15,7 @@ from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
 from nmoe.config.tables.curriculum import CurriculumSettings, Rubric
 from nmoe.config.tables.pools import GeneratedPool, MixturePool, ReasoningGymPool, TaskPool, task_types
-from nmoe.config.tables.rewards import RewardSettings
+from nmoe.config.tables.rewards import RewardConfig
 from nmoe.config.tables.tools import BudgetSettings, ToolsSettings, WorkspaceSettings
 
 
@@ -50,7 +50,7 @@ class EnvironmentSettings(Section):
     tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
     workspace: WorkspaceSettings | None = Field(default=None, description="files that each trajectory starts with")
-    rewards: Array[RewardSettings] = Field(
+    rewards: Array[RewardConfig] = Field(
         default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/guides/rewards.md"
     )
 

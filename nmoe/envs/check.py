@@ -27,12 +27,12 @@ from nmoe.config.tables.pools import (
     TaskPool,
 )
 from nmoe.config.tables.rewards import (
-    FunctionReward,
-    HttpReward,
-    JudgeReward,
-    RewardModelReward,
-    RewardSettings,
-    VerifierReward,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    JudgeRewardConfig,
+    RewardConfig,
+    RewardModelRewardConfig,
+    VerifierRewardConfig,
 )
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.config.tables.tools import BudgetSettings, WorkspaceSettings
@@ -45,8 +45,8 @@ from nmoe.envs.rewards.judge import template_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tools.builtin import sandbox_limits
+from nmoe.envs.tools.registry import check_source
 from nmoe.envs.tools.session import ToolSession
-from nmoe.envs.tools.unimported import check_source
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError
 from nmoe.runs.resolve import resolve_tokenizer
@@ -351,19 +351,19 @@ def _indented(text: str) -> Iterator[str]:
     yield from (f"  | {line}" for line in text.split("\n"))
 
 
-def _describe_source(reward: RewardSettings) -> str:
+def _describe_source(reward: RewardConfig) -> str:
     """Where a reward comes from, as far as that shows without importing or asking it. Raises UserError."""
     match reward:
-        case FunctionReward():
+        case FunctionRewardConfig():
             return f"{reward.call}, defined in {find_definition('reward function', reward.call)[0]}, not imported"
-        case HttpReward():
+        case HttpRewardConfig():
             return f"{reward.url}, not asked"
-        case JudgeReward():
+        case JudgeRewardConfig():
             template_of(reward)
             return f"{reward.model} at {reward.url}, not asked"
-        case VerifierReward():
+        case VerifierRewardConfig():
             return f"the verifier {reward.path}, not loaded"
-        case RewardModelReward():
+        case RewardModelRewardConfig():
             return f"the reward model {reward.path}, not loaded"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
-from nmoe.eval.voting import majorities
 from nmoe.rollout.collector import Collector, RolloutSettings
 from nmoe.types import Group, Problem, Trajectory
 
@@ -182,3 +182,32 @@ def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
 def is_correct(trajectory: Trajectory) -> bool:
     """Whether the grader found the answer right."""
     return trajectory.grade.extras["correctness"] == 1
+
+
+def majorities(groups: Sequence[Group]) -> list[int]:
+    """Majority vote, self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2): of each group the index of the first
+    sample with the most frequent answer, of several such answers the one given first; 0 where no sample answers. Two answers are
+    one where the problem's task says so: `0.5`, `1/2` and `\\frac12` have three votes."""
+
+    async def everything() -> list[int]:
+        return list(await asyncio.gather(*map(_majority, groups)))
+
+    return asyncio.run(everything())
+
+
+async def _majority(group: Group) -> int:
+    task, problem = TASKS[group.problem.task_type], group.problem
+    votes: dict[int, int] = {}
+    answers = [trajectory.grade.answer for trajectory in group.trajectories]
+    for place, answer in enumerate(answers):
+        if answer is None:
+            continue
+        for first in votes:
+            known = answers[first]
+            assert known is not None, "only an answer has votes"
+            if await task.same(problem, known, answer):
+                votes[first] += 1
+                break
+        else:
+            votes[place] = 1
+    return max(votes, key=votes.__getitem__) if votes else 0

@@ -6,7 +6,7 @@ A bundle is data that may come from anyone, and its digests are no signature: na
 from __future__ import annotations
 
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.tables.rewards import FunctionReward
+from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError
 from nmoe.rollout.bundle import Bundle
@@ -23,7 +23,7 @@ def named_code(bundle: Bundle) -> list[str]:
     found += [
         _function("reward function", one.call)
         for one in settings.rewards
-        if isinstance(one, FunctionReward) and one.replay
+        if isinstance(one, FunctionRewardConfig) and one.replay
     ]
     found += _of_the_workspace(settings)
     python = ((bundle.sandbox or {}).get("settings") or {}).get("python")

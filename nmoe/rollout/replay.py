@@ -15,7 +15,7 @@ from typing import Any
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import GeneratedPool
-from nmoe.config.tables.rewards import FunctionReward
+from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.rewards.conversation import samples_of
@@ -113,7 +113,7 @@ def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer:
         "rubric": Rubric(**_without_rewards(trajectory.grade).weights),
         "curriculum": None,
         # What no replay may ask again need not be there either: no token, no service.
-        "rewards": tuple(one for one in settings.rewards if isinstance(one, FunctionReward) and one.replay),
+        "rewards": tuple(one for one in settings.rewards if isinstance(one, FunctionRewardConfig) and one.replay),
     }
     return Environment.from_settings(settings.model_copy(update=update), tokenizer)
 

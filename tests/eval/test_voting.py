@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nmoe.errors import InfrastructureError
-from nmoe.eval.voting import majorities
+from nmoe.eval.evaluate import majorities
 from nmoe.grading.math.policy import Policy
 from nmoe.types import Grade, Group, Problem, Sampling, Trajectory, Verdict, single_turn
 

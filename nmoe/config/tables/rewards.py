@@ -34,7 +34,7 @@ class RewardKeys(Section):
             yield Conflict("name", "is a component of the rubric; take another name")
 
 
-class FunctionReward(RewardKeys):
+class FunctionRewardConfig(RewardKeys):
     """A function of your own: `f(prompts, completions, **columns) -> list[float | None]`, plain or async."""
 
     type: Literal["function"]
@@ -84,13 +84,13 @@ class ServiceKeys(RewardKeys):
             yield Conflict("token_env", "is the name of an environment variable, not the token")
 
 
-class HttpReward(ServiceKeys):
+class HttpRewardConfig(ServiceKeys):
     """A service: {"prompts", "completions", "columns"} are posted, {"rewards": [...]} comes back."""
 
     type: Literal["http"]
 
 
-class JudgeReward(ServiceKeys):
+class JudgeRewardConfig(ServiceKeys):
     """A language model behind an OpenAI-compatible chat endpoint, asked about every sample at temperature 0."""
 
     type: Literal["judge"]
@@ -138,7 +138,7 @@ class JudgeReward(ServiceKeys):
             yield Conflict("extra_body", f"must not have {', '.join(sorted(kept))}")
 
 
-class VerifierReward(RewardKeys):
+class VerifierRewardConfig(RewardKeys):
     """A verifier that `nmoe verifier` trained: the probability that every step of the answer is right, or the score it expects."""
 
     type: Literal["verifier"]
@@ -150,7 +150,7 @@ class VerifierReward(RewardKeys):
     )
 
 
-class RewardModelReward(RewardKeys):
+class RewardModelRewardConfig(RewardKeys):
     """A reward model that `nmoe reward` trained: the number that it gives the answer."""
 
     type: Literal["reward_model"]
@@ -162,6 +162,7 @@ def names_in(template: str) -> set[str]:
     return set(PLACEHOLDER.findall(template))
 
 
-RewardSettings = Annotated[
-    FunctionReward | HttpReward | JudgeReward | VerifierReward | RewardModelReward, Field(discriminator="type")
+RewardConfig = Annotated[
+    FunctionRewardConfig | HttpRewardConfig | JudgeRewardConfig | VerifierRewardConfig | RewardModelRewardConfig,
+    Field(discriminator="type"),
 ]

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
-from nmoe.config.tables.rewards import FunctionReward
+from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.values import checked_values
 from nmoe.envs.user_code import in_thread, load_function
@@ -28,10 +28,10 @@ from nmoe.errors import UserError
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
-class FunctionOf:
+class FunctionReward:
     """The reward that a function gives."""
 
-    def __init__(self, settings: FunctionReward) -> None:
+    def __init__(self, settings: FunctionRewardConfig) -> None:
         """Imports the function. Raises UserError where it is not there or takes arguments that nobody gives."""
         self.name, self.weight, self.replayable = settings.name, settings.weight, settings.replay
         self._timeout_s = settings.timeout_s

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from nmoe.config.tables.rewards import HttpReward
+from nmoe.config.tables.rewards import HttpRewardConfig
 from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.service import Service
 from nmoe.envs.rewards.values import checked_values
 
 
-class HttpOf:
+class HttpReward:
     """The reward that a service gives."""
 
     replayable = False
 
-    def __init__(self, settings: HttpReward, service: Service | None = None) -> None:
+    def __init__(self, settings: HttpRewardConfig, service: Service | None = None) -> None:
         """Raises UserError where the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight
         self._who = f"reward {settings.name!r} ({settings.url})"

@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.tables.rewards import PLACEHOLDER, JudgeReward, names_in
+from nmoe.config.tables.rewards import PLACEHOLDER, JudgeRewardConfig, names_in
 from nmoe.envs.gather import all_or_none
-from nmoe.envs.rewards.cache import Cache
 from nmoe.envs.rewards.reward import Completion, Prompt, Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.service import Service
 from nmoe.errors import UserError
+from nmoe.runs.storage import storage_errors
 
 _SHOWN_CHARS = 200
 
 
-class JudgeOf:
+class JudgeReward:
     """The reward that a judge gives."""
 
     replayable = False
 
-    def __init__(self, settings: JudgeReward, service: Service | None = None) -> None:
+    def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
         """Raises UserError where the template can not be read, or the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight
         self._settings = settings
@@ -105,7 +106,7 @@ class JudgeOf:
         return (score - worst) / (best - worst)
 
 
-def template_of(settings: JudgeReward) -> str:
+def template_of(settings: JudgeRewardConfig) -> str:
     """The template, from its file if it has one. Raises UserError."""
     if settings.template is not None:
         return settings.template
@@ -164,3 +165,31 @@ def _reasoning(completion: Completion) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class Cache:
+    """Judgements on disk under hashes of their requests: `directory/ab/abcd....json` holds {"content": "..."}, whole or absent, so
+    that any number of runs may share a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def get(self, key: str) -> str | None:
+        """The text under a key; None where there is none, or where something else wrote the file."""
+        try:
+            content = json.loads(self._path(key).read_text(encoding="utf-8"))["content"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return content if isinstance(content, str) else None
+
+    def put(self, key: str, content: str) -> None:
+        """Raises StorageError."""
+        path = self._path(key)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"content": content}), encoding="utf-8")
+            os.replace(partial, path)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / key[:2] / f"{key}.json"

@@ -7,40 +7,40 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from nmoe.config.tables.rewards import (
-    FunctionReward,
-    HttpReward,
-    JudgeReward,
-    RewardModelReward,
-    RewardSettings,
-    VerifierReward,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    JudgeRewardConfig,
+    RewardConfig,
+    RewardModelRewardConfig,
+    VerifierRewardConfig,
 )
 from nmoe.envs.gather import all_or_none
-from nmoe.envs.rewards.function import FunctionOf
-from nmoe.envs.rewards.http import HttpOf
-from nmoe.envs.rewards.judge import JudgeOf
+from nmoe.envs.rewards.function import FunctionReward
+from nmoe.envs.rewards.http import HttpReward
+from nmoe.envs.rewards.judge import JudgeReward
 from nmoe.envs.rewards.reward import Rating, Reward, RewardError, Samples
-from nmoe.envs.rewards.scored import RewardModelOf, VerifierOf
+from nmoe.envs.rewards.scored import RewardModelReward, VerifierReward
 from nmoe.envs.rewards.values import LARGEST
 from nmoe.types import Grade
 
 
-def load_rewards(settings: Sequence[RewardSettings]) -> list[Reward]:
+def load_rewards(settings: Sequence[RewardConfig]) -> list[Reward]:
     """The rewards that `[[rewards]]` names, in its order. Raises UserError for a function or a token that is not there."""
     return [_load(one) for one in settings]
 
 
-def _load(settings: RewardSettings) -> Reward:
+def _load(settings: RewardConfig) -> Reward:
     match settings:
-        case FunctionReward():
-            return FunctionOf(settings)
-        case HttpReward():
-            return HttpOf(settings)
-        case JudgeReward():
-            return JudgeOf(settings)
-        case VerifierReward():
-            return VerifierOf(settings)
-        case RewardModelReward():
-            return RewardModelOf(settings)
+        case FunctionRewardConfig():
+            return FunctionReward(settings)
+        case HttpRewardConfig():
+            return HttpReward(settings)
+        case JudgeRewardConfig():
+            return JudgeReward(settings)
+        case VerifierRewardConfig():
+            return VerifierReward(settings)
+        case RewardModelRewardConfig():
+            return RewardModelReward(settings)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.tables.rewards import RewardModelReward, VerifierReward
+from nmoe.config.tables.rewards import RewardModelRewardConfig, VerifierRewardConfig
 from nmoe.data.prm import split_steps
 from nmoe.envs.gather import all_or_none
 from nmoe.envs.rewards.reward import Rating, Reward, Samples
@@ -19,12 +19,12 @@ from nmoe.envs.scorer import Scorer, StepScorer
 Decode = Callable[[Sequence[int]], str]
 
 
-class VerifierOf:
+class VerifierReward:
     """The reward that a verifier gives; what it says of an empty answer is 0."""
 
     replayable = False
 
-    def __init__(self, settings: VerifierReward) -> None:
+    def __init__(self, settings: VerifierRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
         self._settings = settings
         self._scorer: Scorer | None = None
@@ -60,13 +60,13 @@ class VerifierOf:
         return Rating(value, steps=tuple((before + end, score) for end, score in zip(places, scores, strict=True)))
 
 
-class RewardModelOf:
+class RewardModelReward:
     """The reward that a reward model gives. Its scale is its own, so that a sample which says nothing is no 0: it gets the lowest
     reward that an answer of its group got, and none at all where nobody answers."""
 
     replayable = False
 
-    def __init__(self, settings: RewardModelReward) -> None:
+    def __init__(self, settings: RewardModelRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
         self._settings = settings
         self._scorer: Scorer | None = None
@@ -96,9 +96,9 @@ def attach_scorers(
 ) -> None:
     """Gives the rewards that ask a verifier or a reward model theirs. Raises UserError for one that can not be loaded."""
     for reward in rewards:
-        if isinstance(reward, VerifierOf):
+        if isinstance(reward, VerifierReward):
             reward.attach(scorer, step_scorer)
-        elif isinstance(reward, RewardModelOf):
+        elif isinstance(reward, RewardModelReward):
             reward.attach(reward_model)
 
 
