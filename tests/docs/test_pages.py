@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.config.commands.base import load_run
+from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import load_environment
 

@@ -1,0 +1,62 @@
+"""README.md: its table is what the measurements say, its curve what a run recorded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import seeds_table  # noqa: E402
+from learning_curve import draw  # noqa: E402
+
+RECORD = {
+    "kernels": "native",
+    "cpu": "AMD EPYC",
+    "rl_steps": 100,
+    "cpu_s": 400.4,
+    "mismatch_abs_max": 0.0,
+    "kept_every_promise": True,
+}
+
+
+# documented: python scripts/seeds_table.py --write
+def test_the_table_agrees_with_the_measurements() -> None:
+    page = (ROOT / "README.md").read_text()
+    table = page.partition(seeds_table.BEGIN)[2].partition(seeds_table.END)[0]
+    assert table == seeds_table.block(), "run: python scripts/seeds_table.py --write"
+
+
+def test_the_table_has_median_range_and_worst() -> None:
+    names = [name for _, *both in seeds_table.ROWS for name in both]
+    records = [RECORD | dict.fromkeys(names, value) for value in (0.5, 0.25, 0.9)]
+    records[1] |= {"kernels": "plain", "rl_steps": 140, "cpu_s": 500.6, "kept_every_promise": False}
+    records[2] |= {"mismatch_abs_max": 2e-7}
+    table = seeds_table.table(records)
+    assert "| correct answers, 3 bases |" in table
+    assert "| greedy | 50.0% (25.0% to 90.0%) | 50.0% | 25.0% |" in table
+    assert "(2 with this CPU's C++ kernels on AMD EPYC; 1 without C++ kernels on AMD EPYC;" in table
+    assert "RL took 100 to 140 steps, a whole run 400 to 501 CPU seconds.\n2 of 3 kept every promise." in table
+    assert "at most 2.0e-07 nats apart" in table
+
+
+def test_the_curve_shows_training_and_evaluations(tmp_path: Path) -> None:
+    rows = [{"step": step, "correctness": step / 4, "format_ok": 0.9} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "eval").mkdir()
+    for step, value in ((0, 0.1), (3, 0.8)):
+        result = {"mode": "sampling_pass@1", "dataset": "d", "problems": 9, "value": value, "low": 0.05, "high": 0.85}
+        (tmp_path / f"eval/step_{step:06d}.json").write_text(json.dumps({"step": step, "results": [result]}))
+    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        draw(tmp_path, picture)
+    one, two = (picture.read_text() for picture in pictures)
+    assert one == two, "the same run gives the same file"
+    assert "correct, in training" in one
+    assert "correct, held-out problems (95% interval)" in one
+    rows[2]["correctness"] = 0.1
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw(tmp_path, pictures[1])
+    assert pictures[1].read_text() != one
