@@ -40,6 +40,11 @@ class EnvironmentSettings(Section):
         description="Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \\boxed{}; "
         "auto: Harmony where the tokenizer has its control tokens, or else its template",
     )
+    extraction: Literal["last_number", "prose"] = Field(
+        default="last_number",
+        description="the answer in a message without a box: its last number, or what follows `the answer is` and the like, else "
+        "its last formula or number (docs/guides/grading.md)",
+    )
     system: str = Field(default="", description="system message before every problem; empty for none")
     system_by_format: SystemByFormat = Field(
         default=SystemByFormat(), description="system messages for single formats, in place of `system`"

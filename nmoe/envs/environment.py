@@ -213,7 +213,10 @@ class Environment:
         task, ids = TASKS[problem.task_type], [turn.sample.token_ids for turn in turns]
         starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
         return joined_readings(
-            [read_answer(self.renderer.parse(ids[start:end]), task) for start, end in pairwise(starts)]
+            [
+                read_answer(self.renderer.parse(ids[start:end]), task, prose=self.settings.extraction == "prose")
+                for start, end in pairwise(starts)
+            ]
         )
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:

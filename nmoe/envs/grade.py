@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
 from nmoe.envs.tasks import Attempt, Task
 from nmoe.grading.extraction import Extraction, from_final, from_response, last_boxed
+from nmoe.grading.prose import from_prose, from_prose_final
 from nmoe.text.renderers import ParsedAnswer
 from nmoe.types import Exchange, Failure, Grade, Problem, ToolEvent, Turn
 
@@ -48,13 +49,15 @@ class Reading:
         return all(self.structure)
 
 
-def read_answer(parsed: ParsedAnswer, task: Task) -> Reading:
-    """Finds the answer in what a renderer parsed. In plain text the form is having a box, the reasoning is text before it, and a
-    right last number without a box is correct all the same: it lacks the form, not the answer."""
+def read_answer(parsed: ParsedAnswer, task: Task, *, prose: bool = False) -> Reading:
+    """Finds the answer in what a renderer parsed; `prose` as `nmoe.grading.prose` does where there is no box.
+
+    In plain text the form is having a box, the reasoning is text before it, and a right last number without a box is correct all
+    the same: it lacks the form, not the answer."""
     if not parsed.structure:
         box = last_boxed(parsed.text)
         return Reading(
-            from_response(parsed.text),
+            from_prose(parsed.text) if prose else from_response(parsed.text),
             structure=(box is not None,),
             reasoning_ok=box is not None and bool(parsed.text[: box.start].strip()),
             answer_counts=True,
@@ -62,7 +65,9 @@ def read_answer(parsed: ParsedAnswer, task: Task) -> Reading:
         )
     holds = all(parsed.structure)
     return Reading(
-        from_final(parsed.text, bare_final=task.bare_final),
+        from_prose_final(parsed.text)
+        if prose and not task.bare_final
+        else from_final(parsed.text, bare_final=task.bare_final),
         structure=parsed.structure,
         reasoning_ok=holds and parsed.reasoned,
         answer_counts=holds,

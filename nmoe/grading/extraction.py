@@ -145,7 +145,7 @@ def from_final(text: str, *, bare_final: bool) -> Extraction:
     if boxed is not None:
         return boxed
     number = _number(text)
-    return number if number.answer is not None and _is_prose(text) else whole
+    return number if number.answer is not None and is_prose(text) else whole
 
 
 def _boxed(text: str) -> Extraction | None:
@@ -166,5 +166,5 @@ def _number(text: str) -> Extraction:
     return Extraction(number, NOTHING_EXTRACTED if number is None else LAST_NUMBER, False, False)
 
 
-def _is_prose(text: str) -> bool:
+def is_prose(text: str) -> bool:
     return _WORD.search(_LATEX_WORDS.sub(" ", text)) is not None

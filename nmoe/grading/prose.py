@@ -1,4 +1,5 @@
-r"""The answer in a completion without a box: `--extract prose`, for recorded predictions of models that were not asked for one.
+r"""The answer in a completion without a box: `extraction = "prose"` of an environment, and `--extract prose` of `nmoe grade`, for
+recorded predictions of models that were not asked for one.
 
   1. the boxes, where there are some, as `nmoe.grading.extraction` reads them;
   2. else what follows the last "the answer is", "Final Answer:", "Answer:" or "####": a formula, formulas that "and" or a comma
@@ -15,7 +16,17 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from nmoe.grading.extraction import LAST_NUMBER, NOTHING_EXTRACTED, NUMBER, Extraction, from_response, joins, last_boxed
+from nmoe.grading.extraction import (
+    LAST_NUMBER,
+    NOTHING_EXTRACTED,
+    NUMBER,
+    Extraction,
+    from_final,
+    from_response,
+    is_prose,
+    joins,
+    last_boxed,
+)
 from nmoe.grading.math.units import changes_number, spell_unit
 
 _MARKER = re.compile(
@@ -43,6 +54,12 @@ def from_prose(text: str) -> Extraction:
         return from_response(text)
     answer = _after_marker(text) or _last(text)
     return Extraction(answer, LAST_NUMBER if answer else NOTHING_EXTRACTED, False, False)
+
+
+def from_prose_final(text: str) -> Extraction:
+    """The answer in a message that is the answer or, in prose without a box, says it."""
+    found = from_prose(text) if last_boxed(text) is None and is_prose(text) else None
+    return found if found and found.answer else from_final(text, bare_final=False)
 
 
 def _after_marker(text: str) -> str | None:

@@ -282,6 +282,37 @@ def test_boxed(
     assert (parts(truncated), truncated.failure, truncated.answer) == ((0, 0, 0, 0), "truncated", answer)
 
 
+@pytest.mark.parametrize(
+    ("text", "by_number", "in_prose", "in_final"),
+    [
+        ("Half of 1. The answer is $\\frac{1}{2}$, since 2 > 1.", "1", r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"It is \boxed{\frac12}. The answer is 3.", r"\frac12", r"\frac12", r"\frac12"),
+        ("No answer at all", None, None, "No answer at all"),
+        ("x+1", "1", "1", "x+1"),  # a final message that is no prose is the answer
+    ],
+)
+def test_an_answer_in_prose(
+    text: str,
+    by_number: str | None,
+    in_prose: str | None,
+    in_final: str | None,
+    environment: Make,
+    harmony: Harmony,
+    tokenizer: Tokenizer,
+) -> None:
+    prose = 'extraction = "prose"\n'
+    for form, expected in ((BOXED, by_number), (BOXED + prose, in_prose)):
+        demo = environment(form + POOL)
+        ids = [*tokenizer.encode(text), *demo.stop_ids]
+        assert asyncio.run(demo.grade(MATH, single_turn(ids), 1000)).answer == expected
+    ids = turn(harmony, Message("assistant", text, channel="final"))
+    assert asyncio.run(environment(prose + POOL).grade(MATH, single_turn(ids), 1000)).answer == in_final
+    for task_type, problem in (("sort", SORT), ("math", MATH)):
+        bare = tasks.TASKS[task_type].bare_final
+        found = asyncio.run(environment(prose + POOL).grade(problem, single_turn(ids), 1000)).answer
+        assert found == (text if bare else in_final), "a task whose whole final message is the answer keeps it"
+
+
 # --- weights, state, files ---------------------------------------------------------------------------------------------
 
 CURRICULUM = """
