@@ -32,10 +32,10 @@ from nmoe.envs.environment import Environment
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Sample, ToolCall
+from nmoe.types import Message, Sample, Sampling, ToolCall
 
 R = TypeVar("R")
 
@@ -112,7 +112,7 @@ def episode_overhead(repeats: int) -> dict[str, Any]:
     both: list[tuple[float, float]] = []
     for repeat in range(repeats + 1):  # the first is warming up
         began = time.perf_counter()
-        groups = collector.collect(problems, RolloutSettings(GROUP, 256), (0, "benchmark", repeat)).groups
+        groups = collector.collect(problems, GROUP, Sampling(256), (0, "benchmark", repeat)).groups
         whole = time.perf_counter() - began
         collector_sampling = groups[0].trajectories[0].sampling
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -164,8 +164,7 @@ def throughput(model: Transformer, sleep_s: float | None) -> dict[str, float]:
     native = NativeEngine(model, TRAJECTORIES)
     collector = Collector(FixedTurns(native, lengths), demo, model.config.context_tokens)  # type: ignore[arg-type]
     problems = demo.pool.take(TRAJECTORIES)
-    settings = RolloutSettings(1, TURNS * LONGEST)
-    collected = collector.collect(problems, settings, (0, "benchmark"))
+    collected = collector.collect(problems, 1, Sampling(TURNS * LONGEST), (0, "benchmark"))
     trajectories = [group.trajectories[0] for group in collected.groups]
     tokens = sum(trajectory.sampled_tokens for trajectory in trajectories)
     calls_made = sum(len(trajectory.tool_events) for trajectory in trajectories)

@@ -14,8 +14,8 @@ from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
-from nmoe.rollout.collector import Collector, RolloutSettings
-from nmoe.types import Group, Problem, Trajectory
+from nmoe.rollout.collector import Collector
+from nmoe.types import Group, Problem, Sampling, Trajectory
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,12 @@ def sample_problems(
         raise UserError(
             f"temperature 0 gives the same completion {samples} times: use 1 sample, or a temperature above 0"
         )
-    settings = RolloutSettings(samples, max_new_tokens, temperature, state=None)
     sandboxes, workspaces = (None, None) if runtime is None else (runtime.sandboxes, runtime.workspaces)
     collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))
-    return collector.collect(distinct_problems(environment, problems), settings, key, on_group=on_group).groups
+    sampling = Sampling(max_new_tokens, temperature)
+    asked = distinct_problems(environment, problems)
+    return collector.collect(asked, samples, sampling, key, on_group=on_group, state=None).groups
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.batch import BatchSection
@@ -24,11 +24,11 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import InfrastructureError
 from nmoe.learner.learner import Learner
 from nmoe.recipes.setup import model_identity
-from nmoe.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.directory import RunDirectory
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Failure, Group, TrainerState, Trajectory
+from nmoe.types import Failure, Group, Sampling, TrainerState, Trajectory
 
 # The lowest share of a source's problems that is drawn, however well it is solved.
 LEAST = 0.1
@@ -92,7 +92,7 @@ class RolloutSampler:
     ) -> None:
         self._collector, self._pool, self._run, self._batch = collector, environment.pool, run, batch
         self._carries_signal, self._failures = carries_signal, failures
-        self._settings = RolloutSettings(samples=batch.group_size, **sampling.model_dump())
+        self._sampling = Sampling(**sampling.model_dump())
         self.focus = Focus(run.seed) if batch.favour_unsolved else None
 
     @classmethod
@@ -134,7 +134,7 @@ class RolloutSampler:
         Raises GradingError with its sample saved, and InfrastructureError where every sample was lost."""
         batch, pool, rollouts = self._batch, self._pool, Rollouts()
         passed_over = pool.passed_over
-        settings = replace(self._settings, state=TrainerState(step - 1, self._run.steps))
+        key, state = (self._run.seed, "train"), TrainerState(step - 1, self._run.steps)
         for refill in range(batch.max_refills + 1):
             missing = batch.prompts_per_step - len(rollouts.kept)
             if missing == 0:
@@ -143,7 +143,9 @@ class RolloutSampler:
             drawn = pool.draw(wanted) if self.focus is None else pool.draw(wanted, self.focus.admits)
             positions, problems = zip(*drawn, strict=True)
             try:
-                collected = self._collector.collect(problems, settings, (self._run.seed, "train"), positions)
+                collected = self._collector.collect(
+                    problems, batch.group_size, self._sampling, key, positions, state=state
+                )
             except GradingError as error:
                 self._failures.write(step, [error.trajectory])
                 raise

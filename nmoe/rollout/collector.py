@@ -46,19 +46,6 @@ class RewardFailedError(GradingError, UserError):
         self.args = (f"problem {trajectory.problem.id}: {message}",)
 
 
-@dataclass(frozen=True)
-class RolloutSettings:
-    """How a batch of problems is sampled: `samples` per problem, at most `max_new_tokens` each. `state` is what rewards are told of
-    the run; None leaves `[[rewards]]` unasked, which evaluations of correctness do."""
-
-    samples: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    state: TrainerState | None = _AT_THE_START
-
-
 @dataclass
 class Collected:
     """Groups in the order of their problems. Grading runs while the engine samples on and other trajectories are graded: `grade_s`
@@ -94,12 +81,17 @@ class Collector:
     def collect(
         self,
         problems: Sequence[Problem],
-        settings: RolloutSettings,
+        samples: int,
+        sampling: Sampling,
         key: tuple[str | int, ...],
         positions: Sequence[int] | None = None,
         on_group: Callable[[Group], None] | None = None,
+        state: TrainerState | None = _AT_THE_START,
     ) -> Collected:
-        """Groups for all problems. Seeds derive from `key` and a problem's position alone: its place in `problems` where no
+        """Groups of so many samples for all problems; the collector fills in stop tokens and seeds. `state` is what
+        `[[rewards]]` are told of the run; None leaves them unasked, as in evaluations of correctness.
+
+        Seeds derive from `key` and a problem's position alone: its place in `problems` where no
         `positions` are given, which a list that is sampled once can do without. `on_group` is called with each group that is done,
         in a thread of the engine's.
 
@@ -108,51 +100,52 @@ class Collector:
         """
         began, self._grade_s = time.perf_counter(), 0.0
         named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
-        groups = self._engine.run(self._collect(named, settings, key, on_group))
+        groups = self._engine.run(self._collect(named, samples, sampling, key, on_group, state))
         return Collected(groups, time.perf_counter() - began, self._grade_s)
 
     async def _collect(
         self,
         named: Sequence[tuple[int, Problem]],
-        settings: RolloutSettings,
+        samples: int,
+        sampling: Sampling,
         key: tuple[str | int, ...],
         on_group: Callable[[Group], None] | None,
+        state: TrainerState | None,
     ) -> list[Group]:
         async def group(position: int, problem: Problem) -> Group:
-            done = await self._group(problem, settings, (*key, position))
+            done = await self._group(problem, samples, sampling, (*key, position), state)
             if on_group is not None:
                 on_group(done)
             return done
 
-        async with opened([] if settings.state is None else self._environment.rewards):
+        async with opened([] if state is None else self._environment.rewards):
             return await all_or_none([group(position, problem) for position, problem in named])
 
-    async def _group(self, problem: Problem, settings: RolloutSettings, key: tuple[str | int, ...]) -> Group:
-        prompt_ids = self._environment.check_prompt(problem, self._context_tokens, settings.max_new_tokens)
-        sampling = Sampling(
-            max_new_tokens=self._environment.token_limit(settings.max_new_tokens),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
+    async def _group(
+        self, problem: Problem, samples: int, sampling: Sampling, key: tuple[str | int, ...], state: TrainerState | None
+    ) -> Group:
+        max_new_tokens = sampling.max_new_tokens
+        prompt_ids = self._environment.check_prompt(problem, self._context_tokens, max_new_tokens)
+        sampling = replace(
+            sampling,
+            max_new_tokens=self._environment.token_limit(max_new_tokens),
             stop_ids=self._environment.stop_ids,
             seed=request_seed(*key),
         )
-        first_turns: list[asyncio.Future[Sample]] = [
-            asyncio.get_running_loop().create_future() for _ in range(settings.samples)
-        ]
+        first_turns: list[asyncio.Future[Sample]] = [asyncio.get_running_loop().create_future() for _ in range(samples)]
 
         async def trajectory(index: int) -> Trajectory:
             turns = [Turn((), await first_turns[index])]
-            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), settings)
+            return await self._trajectory(Episode(problem, index, key, prompt_ids, sampling, turns), max_new_tokens)
 
         async def sample_first_turns() -> None:
-            request = Request(prompt_ids, settings.samples, sampling, f"{key[:-1]}/{key[-1]}")
-            async with aclosing(self._engine.samples(request)) as samples:
-                async for index, sample in samples:
+            request = Request(prompt_ids, samples, sampling, f"{key[:-1]}/{key[-1]}")
+            async with aclosing(self._engine.samples(request)) as sampled:
+                async for index, sample in sampled:
                     first_turns[index].set_result(sample)
 
-        _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(settings.samples))])
-        return Group(problem, await self._rewarded(trajectories, settings.state))
+        _, *trajectories = await all_or_none([sample_first_turns(), *map(trajectory, range(samples))])
+        return Group(problem, await self._rewarded(trajectories, state))
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
         """The trajectories with what `[[rewards]]` say of those that the infrastructure did not lose."""
@@ -177,7 +170,7 @@ class Collector:
         graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
         return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
 
-    async def _trajectory(self, episode: Episode, settings: RolloutSettings) -> Trajectory:
+    async def _trajectory(self, episode: Episode, max_new_tokens: int) -> Trajectory:
         problem = episode.problem
         prepare = None if self._workspaces is None else partial(self._workspaces.prepare, problem)
         files, access = self._environment.files(problem), self._environment.access
@@ -198,7 +191,7 @@ class Collector:
                 grade = await self._environment.grade(
                     problem,
                     episode.turns,
-                    settings.max_new_tokens,
+                    max_new_tokens,
                     ended=ended,
                     tool_events=episode.tool_events,
                     session=session,

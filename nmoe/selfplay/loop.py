@@ -39,14 +39,14 @@ from nmoe.recipes.setup import (
     set_threads,
 )
 from nmoe.rl.train import PolicyUpdate
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.records import metrics, record
 from nmoe.selfplay.streams import Streams
 from nmoe.selfplay.training import RoundTraining, generator_algorithm
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Problem
+from nmoe.types import Problem, Sampling
 
 GENERATOR, VERIFIER = "generator", "verifier"
 
@@ -195,13 +195,8 @@ class Selfplay(Recipe):
             collector(roles.generator, own),
             collector(roles.verifier, judge),
             collector(roles.meta_verifier, judge),
-            RolloutSettings(
-                batch.group_size,
-                config.sampling.max_new_tokens,
-                config.sampling.temperature,
-                config.sampling.top_p,
-                config.sampling.top_k,
-            ),
+            batch.group_size,
+            Sampling(**config.sampling.model_dump()),
             Judges(section.verifications, section.meta_verifications, section.confirmations),
             context,
         )

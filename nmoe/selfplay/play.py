@@ -15,10 +15,10 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.proof import Proof, read_proof
 from nmoe.envs.tasks.score import UNKNOWN, WrittenEvaluation, read_evaluation, read_score
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
 from nmoe.selfplay.rewards import generator_reward, meta_score, verifier_reward
-from nmoe.types import Problem, Trajectory
+from nmoe.types import Problem, Sampling, Trajectory
 
 
 @dataclass
@@ -113,19 +113,22 @@ class SelfPlay:
         generator: Collector,
         verifier: Collector,
         meta_verifier: Collector,
-        settings: RolloutSettings,
+        proofs: int,
+        sampling: Sampling,
         judges: Judges,
         context_tokens: int,
     ) -> None:
-        """`settings` are those of the generator; the judges sample alike, but as often as `judges` says."""
+        """`proofs` is the number of proofs per problem. `judges` says how many verifications and checks there are; they are
+        sampled like the proofs."""
         self._environment = environment
         self._generator, self._verifier, self._meta_verifier = generator, verifier, meta_verifier
-        self._settings, self._judges, self._context_tokens = settings, judges, context_tokens
+        self._proofs, self._sampling = proofs, sampling
+        self._judges, self._context_tokens = judges, context_tokens
 
     def play(self, problems: Sequence[Problem], key: tuple[str | int, ...]) -> list[Attempted]:
         """Every proof of the problems, in their order, judged. `key` names the batch: what is sampled depends on it, the problems
         and the weights alone."""
-        groups = self._generator.collect(problems, self._settings, (*key, "generator")).groups
+        groups = self._generator.collect(problems, self._proofs, self._sampling, (*key, "generator")).groups
         attempts = [self._read(trajectory) for group in groups for trajectory in group.trajectories]
         self._verify(attempts, key)
         judged = [
@@ -158,8 +161,8 @@ class SelfPlay:
                     asked.append((attempt, problem))
                 else:
                     attempt.outcome, attempt.own = "overlong", None
-        settings = replace(self._settings, samples=self._judges.verifications)
-        groups = self._verifier.collect([problem for _, problem in asked], settings, (*key, "verifier")).groups
+        problems, count = [problem for _, problem in asked], self._judges.verifications
+        groups = self._verifier.collect(problems, count, self._sampling, (*key, "verifier")).groups
         for (attempt, _), group in zip(asked, groups, strict=True):
             attempt.analyses = [
                 JudgedEvaluation(one, self._evaluation(one)) for one in group.trajectories if one.trainable
@@ -181,9 +184,8 @@ class SelfPlay:
             if self._fits(problem):
                 one.asked = self._judges.checks
                 asked.append((one, problem))
-        settings = replace(self._settings, samples=self._judges.checks)
-        problems = [problem for _, problem in asked]
-        groups = self._meta_verifier.collect(problems, settings, (*key, "meta_verifier")).groups
+        problems, count = [problem for _, problem in asked], self._judges.checks
+        groups = self._meta_verifier.collect(problems, count, self._sampling, (*key, "meta_verifier")).groups
         for (one, _), group in zip(asked, groups, strict=True):
             one.checks = [check for check in group.trajectories if check.trainable]
 
@@ -209,7 +211,7 @@ class SelfPlay:
         return Problem(id_, task_type, question, gold, problem.source, metadata)
 
     def _fits(self, problem: Problem) -> bool:
-        return self._environment.fits(problem, self._context_tokens, self._settings.max_new_tokens)
+        return self._environment.fits(problem, self._context_tokens, self._sampling.max_new_tokens)
 
     def _evaluation(self, trajectory: Trajectory) -> WrittenEvaluation | None:
         """What a verifier's reply says; None where it is not in the form, or was cut."""

@@ -16,12 +16,12 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.rl.train import train
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.runs.ledger import read_metrics
 from nmoe.sandbox.api import SandboxSetupError
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Trajectory
+from nmoe.types import Message, Sampling, Trajectory
 
 ROOT = Path(__file__).parents[2]
 Play = Callable[[list[list[int]]], Trajectory]
@@ -45,7 +45,7 @@ def play(tokenizer: Tokenizer) -> Play:
 
         with runtime:
             collector = Collector(ScriptedEngine(script), environment, 16000, runtime.sandboxes)  # type: ignore[arg-type]
-            (group,) = collector.collect([problem], RolloutSettings(1, 6000), (7, "train", 0)).groups
+            (group,) = collector.collect([problem], 1, Sampling(6000), (7, "train", 0)).groups
         return group.trajectories[0]
 
     return played

@@ -14,7 +14,8 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import refuse_open_problems
 from nmoe.rl.metrics import rollout_metrics
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
+from nmoe.types import Sampling
 
 Make = Callable[..., Environment]
 
@@ -40,7 +41,7 @@ def test_an_open_problem_has_rewards_and_no_verdict(environment: Make) -> None:
     problem = demo.pool.order.at(0)
     assert problem.gold == ""
     engine = ScriptedEngine(lambda *_: demo.answer_ids(problem, "something"))
-    (group,) = Collector(engine, demo, 400).collect([problem], RolloutSettings(1, 60), (0,)).groups  # type: ignore[arg-type]
+    (group,) = Collector(engine, demo, 400).collect([problem], 1, Sampling(60), (0,)).groups  # type: ignore[arg-type]
     grade = group.trajectories[0].grade
     assert (grade.verdict, grade.failure, grade.answer) == (None, "ok", "something")
     assert (grade.components["format"], grade.components["correctness"], grade.score) == (1.0, 0.0, 9.0)

@@ -16,9 +16,9 @@ from scripted_engine import Script, ScriptedEngine
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import FAILURES, Problem, Trajectory, single_turn
+from nmoe.types import FAILURES, Problem, Sampling, Trajectory, single_turn
 
 PROBLEM = Problem("demo/0", "sort", "Sort: 312", "123", "demo")
 SETTINGS = """
@@ -59,7 +59,7 @@ def sampled(tokenizer: Tokenizer, text: str) -> list[int]:
 def play(demo: Environment, script: Script) -> tuple[Trajectory, ScriptedEngine]:
     engine = ScriptedEngine(script)
     collector = Collector(engine, demo, 4000)  # type: ignore[arg-type]
-    (group,) = collector.collect([PROBLEM], RolloutSettings(1, 800), (7, "train", 3, 0)).groups
+    (group,) = collector.collect([PROBLEM], 1, Sampling(800), (7, "train", 3, 0)).groups
     return group.trajectories[0], engine
 
 

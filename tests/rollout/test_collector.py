@@ -14,7 +14,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
-from nmoe.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.episode import request_seed
 from nmoe.text.harmony import Harmony
 from nmoe.types import Group, Message, Problem, Sample, Sampling, Trajectory, Turn, Verdict
@@ -62,14 +62,14 @@ def engine(harmony: Harmony) -> ScriptedEngine:
 
 
 def collect(
-    engine: ScriptedEngine, environment: Environment, settings: RolloutSettings, context_tokens: int = 200
+    engine: ScriptedEngine, environment: Environment, samples: int, sampling: Sampling, context_tokens: int = 200
 ) -> list[Group]:
-    return Collector(engine, environment, context_tokens).collect(PROBLEMS, settings, KEY).groups  # type: ignore[arg-type]
+    return Collector(engine, environment, context_tokens).collect(PROBLEMS, samples, sampling, KEY).groups  # type: ignore[arg-type]
 
 
 def test_prompts_go_out_as_token_ids_with_the_settings(environment: Make, engine: ScriptedEngine) -> None:
     demo = environment(POOL)
-    collect(engine, demo, RolloutSettings(2, 30, temperature=0.5, top_p=0.9, top_k=4))
+    collect(engine, demo, 2, Sampling(30, temperature=0.5, top_p=0.9, top_k=4))
     assert [request.prompt_ids for request in engine.requests] == [tuple(demo.prompt_ids(p)) for p in PROBLEMS]
     for place, request in enumerate(engine.requests):
         sampling = request.sampling
@@ -82,7 +82,7 @@ def test_prompts_go_out_as_token_ids_with_the_settings(environment: Make, engine
 def test_all_requests_are_out_before_the_first_answer_and_groups_keep_the_order_of_problems(
     environment: Make, engine: ScriptedEngine
 ) -> None:
-    groups = collect(engine, environment(POOL), RolloutSettings(2, 30))
+    groups = collect(engine, environment(POOL), 2, Sampling(30))
     assert engine.events == ["asked"] * 4 + [f"answered {place}" for place in (3, 2, 1, 0)]
     assert [group.problem for group in groups] == PROBLEMS
     for place, group in enumerate(groups):
@@ -97,7 +97,7 @@ def test_all_requests_are_out_before_the_first_answer_and_groups_keep_the_order_
 
 def test_positions_name_problems_where_they_are_given(environment: Make, engine: ScriptedEngine) -> None:
     collector = Collector(engine, environment(POOL), 200)  # type: ignore[arg-type]
-    groups = collector.collect(PROBLEMS, RolloutSettings(2, 30), (7, "train"), [40, 41, 7, 9]).groups
+    groups = collector.collect(PROBLEMS, 2, Sampling(30), (7, "train"), [40, 41, 7, 9]).groups
     assert [group.trajectories[0].seed for group in groups] == [
         request_seed(7, "train", position) for position in (40, 41, 7, 9)
     ]
@@ -120,7 +120,7 @@ def test_a_seed_is_a_function_of_its_key_alone() -> None:
 
 
 def test_the_environment_s_budget_bounds_a_completion(environment: Make, engine: ScriptedEngine) -> None:
-    groups = collect(engine, environment(POOL + "[budget]\ncompletion_tokens = 5\n"), RolloutSettings(2, 30))
+    groups = collect(engine, environment(POOL + "[budget]\ncompletion_tokens = 5\n"), 2, Sampling(30))
     assert {request.sampling.max_new_tokens for request in engine.requests} == {5}
     assert {t.grade.failure for group in groups for t in group.trajectories} == {"budget_exceeded"}
 
@@ -128,10 +128,10 @@ def test_the_environment_s_budget_bounds_a_completion(environment: Make, engine:
 def test_a_prompt_that_does_not_fit_is_named(environment: Make, engine: ScriptedEngine) -> None:
     demo = environment(POOL)
     longest = max(len(demo.prompt_ids(problem)) for problem in PROBLEMS)
-    collect(engine, demo, RolloutSettings(2, 30), context_tokens=longest + 30)
+    collect(engine, demo, 2, Sampling(30), context_tokens=longest + 30)
     message = rf"problem demo/1: its prompt of {longest} tokens and completions of up to 30 do not fit .* context of"
     with pytest.raises(UserError, match=message):
-        collect(engine, demo, RolloutSettings(2, 30), context_tokens=longest + 29)
+        collect(engine, demo, 2, Sampling(30), context_tokens=longest + 29)
 
 
 def test_a_grader_that_raises_stops_the_collection_with_its_sample(
@@ -144,7 +144,7 @@ def test_a_grader_that_raises_stops_the_collection_with_its_sample(
 
     monkeypatch.setattr(TASKS["sort"], "verify", verify)
     with pytest.raises(GradingError, match="problem demo/3") as caught:
-        collect(engine, environment(POOL), RolloutSettings(2, 30))
+        collect(engine, environment(POOL), 2, Sampling(30))
     trajectory = caught.value.trajectory
     assert trajectory.problem is PROBLEMS[2]
     assert [turn.sample for turn in trajectory.turns] == [engine.answers[2][1]]

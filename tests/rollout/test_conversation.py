@@ -26,13 +26,13 @@ from nmoe.envs.tasks.conversation import Response, Said, State, plain_json
 from nmoe.envs.tasks.guess import GuessTask
 from nmoe.errors import UserError
 from nmoe.rollout.bundle import FILE, read_bundle
-from nmoe.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.episode import request_seed
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Exchange, Message, Problem, Sample, TrainerState, Trajectory, single_turn
+from nmoe.types import Exchange, Message, Problem, Sample, Sampling, TrainerState, Trajectory, single_turn
 
 Make = Callable[..., Environment]
 
@@ -64,7 +64,7 @@ def play(
 
     engine = ScriptedEngine(script)
     collector = Collector(engine, environment, context)  # type: ignore[arg-type]
-    (group,) = collector.collect([problem], RolloutSettings(samples, limit), KEY).groups
+    (group,) = collector.collect([problem], samples, Sampling(limit), KEY).groups
     return list(group.trajectories), engine
 
 

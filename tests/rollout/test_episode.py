@@ -19,12 +19,12 @@ from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tools import executor
-from nmoe.rollout.collector import Collector, GradingError, RolloutSettings
+from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.episode import request_seed
 from nmoe.sandbox.api import Limits, Result, SandboxSetupError
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import FAILURES, Message, Problem, Sample, Trajectory, Verdict
+from nmoe.types import FAILURES, Message, Problem, Sample, Sampling, Trajectory, Verdict
 
 Make = Callable[..., Environment]
 
@@ -69,7 +69,7 @@ def play(
     engine = ScriptedEngine(script)
     sandboxes = FakeSandboxes(sandbox or FakeSandbox())
     collector = Collector(engine, environment, context_tokens, sandboxes)  # type: ignore[arg-type]
-    groups = collector.collect(problems, RolloutSettings(samples, max_new_tokens), KEY).groups
+    groups = collector.collect(problems, samples, Sampling(max_new_tokens), KEY).groups
     return [trajectory for group in groups for trajectory in group.trajectories], engine
 
 
@@ -389,7 +389,7 @@ def test_an_interruption_ends_every_tool(environment: Make, harmony: Harmony) ->
     collector = Collector(engine, environment(POOL + TOOLS), CONTEXT, FakeSandboxes(sandbox))  # type: ignore[arg-type]
     began = time.perf_counter()
     with pytest.raises(TimeoutError):
-        collector.collect([PROBLEM] * 2, RolloutSettings(3, 100), KEY)
+        collector.collect([PROBLEM] * 2, 3, Sampling(100), KEY)
     assert time.perf_counter() - began < 2
     assert (ended, sandbox.closed) == (["sleep"] * 6, 6)
 
@@ -425,7 +425,7 @@ def test_any_tokens_make_a_trajectory(data: st.DataObject, environment: Make, ha
 
     engine.script = remembered
     collector = Collector(engine, demo, CONTEXT, FakeSandboxes(FakeSandbox()))  # type: ignore[arg-type]
-    (group,) = collector.collect([PROBLEM], RolloutSettings(2, 150), KEY).groups
+    (group,) = collector.collect([PROBLEM], 2, Sampling(150), KEY).groups
     prompt_ids = tuple(demo.prompt_ids(PROBLEM))
     for trajectory in group.trajectories:
         assert trajectory.grade.failure in FAILURES

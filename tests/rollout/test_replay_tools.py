@@ -26,14 +26,14 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
 from nmoe.rollout.bundle import FILE, read_bundle
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.sandbox.api import Result
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Problem, Trajectory
+from nmoe.types import Message, Problem, Sampling, Trajectory
 
 Make = Callable[..., Environment]
 
@@ -73,7 +73,7 @@ def play(environment: Environment, turns: list[list[int]], answers: list[Result]
 
     sandboxes = FakeSandboxes(FakeSandbox(answers))
     collector = Collector(ScriptedEngine(script), environment, context, sandboxes)  # type: ignore[arg-type]
-    (group,) = collector.collect([PROBLEM], RolloutSettings(1, 600), (1, "train", 1)).groups
+    (group,) = collector.collect([PROBLEM], 1, Sampling(600), (1, "train", 1)).groups
     return group.trajectories[0]
 
 
@@ -333,7 +333,7 @@ def test_a_trajectory_in_a_sandbox_replays_by_the_command(
     sandboxes = Sandboxes(SANDBOX, sandbox_limits(demo.budget))
     taken = iter(turns)
     collector = Collector(ScriptedEngine(lambda *_: next(taken)), demo, 8000, sandboxes)  # type: ignore[arg-type]
-    (group,) = collector.collect([PROBLEM], RolloutSettings(1, 1000), (1, "train", 1)).groups
+    (group,) = collector.collect([PROBLEM], 1, Sampling(1000), (1, "train", 1)).groups
     (trajectory,) = group.trajectories
     assert [(event.failure, event.output) for event in trajectory.tool_events] == [
         ("ok", ""),
@@ -391,7 +391,7 @@ def test_a_trajectory_on_files_replays_on_the_same_files(
             workspaces=runtime.workspaces,
         )
         trajectories = [
-            collector.collect([PROBLEM], RolloutSettings(1, 1500), (1, "train", step)).groups[0].trajectories[0]
+            collector.collect([PROBLEM], 1, Sampling(1500), (1, "train", step)).groups[0].trajectories[0]
             for step in (1, 2)
         ]
         record = runtime.record()
@@ -430,7 +430,7 @@ def test_files_that_do_not_go_into_the_sandbox_mask_the_sample(
     with ToolRuntime(demo, SANDBOX) as runtime:
         engine = ScriptedEngine(lambda *_: call(harmony, "bash", '{"script": "ls"}'))
         collector = Collector(engine, demo, 8000, runtime.sandboxes, workspaces=runtime.workspaces)  # type: ignore[arg-type]
-        (group,) = collector.collect([PROBLEM], RolloutSettings(2, 1500), (1, "train", 1)).groups
+        (group,) = collector.collect([PROBLEM], 2, Sampling(1500), (1, "train", 1)).groups
     for trajectory in group.trajectories:
         assert trajectory.grade.failure == "workspace_failed"
         assert not trajectory.trainable
@@ -461,7 +461,7 @@ def test_code_is_judged_again(environment: Make, harmony: Harmony, tokenizer: To
     with ToolRuntime(demo, SANDBOX) as runtime:
         engine = ScriptedEngine(lambda _, index: final(harmony, f"```python\n{codes[index]}\n```"))
         collector = Collector(engine, demo, 4000, runtime.sandboxes)  # type: ignore[arg-type]
-        (group,) = collector.collect([problem], RolloutSettings(3, 1500), (1, "train", 1)).groups
+        (group,) = collector.collect([problem], 3, Sampling(1500), (1, "train", 1)).groups
         record = runtime.record()
     assert [one.grade.components["correctness"] for one in group.trajectories] == [1, 0, 0]
     (tmp_path / "replay").mkdir()

@@ -14,10 +14,10 @@ from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.sandbox.api import SandboxSetupError
 from nmoe.text.harmony import Harmony
-from nmoe.types import Grade, Message, Problem
+from nmoe.types import Grade, Message, Problem, Sampling
 
 PROBLEMS = [Problem(f"demo/{place}", "sort", "Sort: 21", "12", "demo") for place in range(2)]
 SETTINGS = """
@@ -67,7 +67,7 @@ def test_files_stay_within_a_trajectory_and_sandboxes_outlive_a_step(
 
     collector = Collector(ScriptedEngine(script), demo, 8000, runtime.sandboxes)  # type: ignore[arg-type]
     for step in range(3):
-        for group in collector.collect(PROBLEMS, RolloutSettings(2, 1000), (7, "train", step)).groups:
+        for group in collector.collect(PROBLEMS, 2, Sampling(1000), (7, "train", step)).groups:
             for trajectory in group.trajectories:
                 assert [(event.failure, event.output) for event in trajectory.tool_events] == [
                     ("ok", ""),
@@ -114,7 +114,7 @@ def test_calls_touch_the_allowed_parts_of_the_workspace_alone(
         pytest.skip(f"the landlock level can not be had here: {error}")
     with runtime:
         collector = Collector(ScriptedEngine(script), demo, 8000, runtime.sandboxes)  # type: ignore[arg-type]
-        (group,) = collector.collect(PROBLEMS[:1], RolloutSettings(1, 2000), (7, "train", 0)).groups
+        (group,) = collector.collect(PROBLEMS[:1], 1, Sampling(2000), (7, "train", 0)).groups
     (trajectory,) = group.trajectories
     said = [event.output for event in trajectory.tool_events]
     assert "7" in said[0]

@@ -26,13 +26,13 @@ from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.envs.tasks.proof import Proof, read_proof
 from nmoe.envs.tasks.score import CLOSING, OPENING, WrittenEvaluation, read_evaluation
 from nmoe.errors import UserError
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
 from nmoe.selfplay.play import Attempted, Judges, SelfPlay
 from nmoe.selfplay.rewards import generator_reward, meta_score, verifier_reward
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Grade, Message, Problem
+from nmoe.types import Grade, Message, Problem, Sampling
 
 NONE, HALF, ALL = Fraction(0), Fraction(1, 2), Fraction(1)
 
@@ -345,9 +345,7 @@ def played(
 
     sandboxes = None if sandbox is None else FakeSandboxes(sandbox)
     collector = Collector(ScriptedEngine(script), environment, context, sandboxes)
-    play = SelfPlay(
-        environment, collector, collector, collector, RolloutSettings(samples, 1000), Judges(4, 3, 2), context
-    )
+    play = SelfPlay(environment, collector, collector, collector, samples, Sampling(1000), Judges(4, 3, 2), context)
     problems = sorted(environment.pool.take(2), key=lambda problem: problem.id)
     return play.play(problems, (0, "selfplay", 1)), asked
 

@@ -10,9 +10,9 @@ from reward_cases import PROBLEM
 from scripted_engine import ScriptedEngine
 
 from nmoe.envs.environment import Environment
-from nmoe.rollout.collector import Collector, RolloutSettings
+from nmoe.rollout.collector import Collector
 from nmoe.text.harmony import Harmony
-from nmoe.types import Group, Message, Problem, TrainerState
+from nmoe.types import Group, Message, Problem, Sampling, TrainerState
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def play(harmony: Harmony) -> Callable[..., Group]:
             return harmony.render_completion([thought, Message("assistant", said, channel="final")])
 
         collector = Collector(ScriptedEngine(script), environment, 400)  # type: ignore[arg-type]
-        settings = RolloutSettings(len(answers), 150, state=TrainerState(6, 100))
-        return collector.collect([problem], settings, (0, "train", 7, 0)).groups[0]
+        key, state = (0, "train", 7, 0), TrainerState(6, 100)
+        return collector.collect([problem], len(answers), Sampling(150), key, state=state).groups[0]
 
     return run

@@ -20,8 +20,8 @@ from nmoe.envs.rewards.reward import RewardError
 from nmoe.envs.rewards.rewards import rated
 from nmoe.errors import UserError
 from nmoe.rl.metrics import rollout_metrics
-from nmoe.rollout.collector import Collector, GradingError, RewardFailedError, RolloutSettings
-from nmoe.types import Group, TrainerState
+from nmoe.rollout.collector import Collector, GradingError, RewardFailedError
+from nmoe.types import Group, Sampling, TrainerState
 
 Make = Callable[..., Environment]
 Play = Callable[..., Group]
@@ -68,7 +68,7 @@ def test_plain_text_goes_in_as_strings(environment: Make, module: Module, tokeni
     demo = environment('format = "boxed"\nsystem = "Sort."\n' + SORT + reward(f"{name}:f"))
     ids = demo.answer_ids(PROBLEM, "123")
     collector = Collector(ScriptedEngine(lambda _, index: ids), demo, 400)  # type: ignore[arg-type]
-    (group,) = collector.collect([PROBLEM], RolloutSettings(1, 60), (0,)).groups
+    (group,) = collector.collect([PROBLEM], 1, Sampling(60), (0,)).groups
     samples = samples_of(demo, group.trajectories, TrainerState())
     assert (samples.prompt, samples.completions) == ("Sort.\n\nSort: 312\n", [r"The answer follows. \boxed{123}"])
     assert group.trajectories[0].grade.components["mine"] == 17 + 100 * 31
@@ -262,7 +262,7 @@ def test_evaluations_do_not_ask(environment: Make, module: Module, harmony: obje
     name = module("def f(completions, **_):\n    raise AssertionError('asked')\n")
     demo = environment(SORT + reward(f"{name}:f"))
     engine = ScriptedEngine(lambda _, index: demo.answer_ids(PROBLEM, "123"))
-    (group,) = Collector(engine, demo, 400).collect([PROBLEM], RolloutSettings(1, 60, state=None), (0,)).groups  # type: ignore[arg-type]
+    (group,) = Collector(engine, demo, 400).collect([PROBLEM], 1, Sampling(60), (0,), state=None).groups  # type: ignore[arg-type]
     assert (group.trajectories[0].grade.score, group.trajectories[0].trainer_state) == (1.0, None)
 
 
@@ -280,7 +280,7 @@ def f(completions, **_):
     engine = ScriptedEngine(lambda *_: demo.answer_ids(PROBLEM, "123"))
     collector = Collector(engine, demo, 400)  # type: ignore[arg-type]
     for batch in range(2):  # each has an event loop of its own
-        assert len(collector.collect([PROBLEM] * 12, RolloutSettings(1, 60), (batch,)).groups) == 12
+        assert len(collector.collect([PROBLEM] * 12, 1, Sampling(60), (batch,)).groups) == 12
     assert importlib.import_module(name).overlapped == [False] * 24
 
 

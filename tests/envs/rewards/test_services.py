@@ -15,8 +15,8 @@ from scripted_engine import ScriptedEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards import service
 from nmoe.errors import UserError
-from nmoe.rollout.collector import Collector, RewardFailedError, RolloutSettings
-from nmoe.types import Group, Problem
+from nmoe.rollout.collector import Collector, RewardFailedError
+from nmoe.types import Group, Problem, Sampling
 
 Make = Callable[..., Environment]
 Play = Callable[..., Group]
@@ -163,9 +163,9 @@ def test_groups_are_asked_side_by_side_within_the_limit(environment: Make) -> No
         engine = ScriptedEngine(lambda *_: demo.answer_ids(PROBLEM, "123"))
         collector = Collector(engine, demo, 400)  # type: ignore[arg-type]
         began = time.perf_counter()
-        collected = collector.collect(problems, RolloutSettings(1, 60), (0,))
+        collected = collector.collect(problems, 1, Sampling(60), (0,))
         assert time.perf_counter() - began < 0.9, "eight in a row would take 1.2 s"
         assert asked.most_at_once == 4
         # A second batch has an event loop of its own.
-        assert len(collector.collect(problems[:1], RolloutSettings(1, 60), (1,)).groups) == 1
+        assert len(collector.collect(problems[:1], 1, Sampling(60), (1,)).groups) == 1
     assert sorted(group.trajectories[0].grade.components["style"] for group in collected.groups) == list(range(8))
