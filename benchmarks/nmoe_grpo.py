@@ -31,13 +31,13 @@ from grpo_workload import (
 )
 from side import answer
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.advantages import ADVANTAGES
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.experience import policy_batch
@@ -55,8 +55,8 @@ class NmoeGrpo:
         with tempfile.TemporaryDirectory() as directory:
             make_model().save_pretrained(directory)
             model = load_model(Path(directory))
-        settings = OptimizerSettings(
-            LEARNING_RATE,
+        settings = OptimizerSection(
+            learning_rate=LEARNING_RATE,
             min_lr_ratio=1.0,
             weight_decay=WEIGHT_DECAY,
             beta1=ADAM_BETAS[0],

@@ -11,10 +11,10 @@ import numpy as np
 from sft_workload import ADAM_BETAS, ADAM_EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Case, Step
 from side import answer
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.data.documents import Document
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.pretrain import document_batch
 from nmoe.recipes.setup import keep_freed_memory
@@ -30,8 +30,8 @@ class NmoeSft:
         with tempfile.TemporaryDirectory() as directory:
             case.make_model().save_pretrained(directory)
             model = load_model(Path(directory))
-        settings = OptimizerSettings(
-            LEARNING_RATE,
+        settings = OptimizerSection(
+            learning_rate=LEARNING_RATE,
             min_lr_ratio=1.0,
             weight_decay=WEIGHT_DECAY,
             beta1=ADAM_BETAS[0],

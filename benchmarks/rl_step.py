@@ -23,12 +23,12 @@ import torch
 from machine import machine, versions
 from speedrun_seeds import KERNELS, ROOT
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.learner.advantages import ADVANTAGES
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
@@ -45,7 +45,7 @@ def steps(count: int) -> list[dict[str, float]]:
     shape = tomllib.loads((ROOT / "configs/speedrun_base.toml").read_text())["model"]["shape"]
     model = Transformer(ModelConfig(vocab_size=VOCABULARY, **shape)).initialize(0).set_numerics("exact")
     engine = NativeEngine(model, max_sequences=512)
-    learner = Learner(model, OptimizerSettings(4e-4), total_steps=10**6, tokens_per_microbatch=16384)
+    learner = Learner(model, OptimizerSection(learning_rate=4e-4), total_steps=10**6, tokens_per_microbatch=16384)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(VOCABULARY, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     groups_B = torch.arange(PROMPTS).repeat_interleave(SAMPLES)

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from machine import machine, versions
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.data.documents import Document
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import qwen3
@@ -64,7 +64,7 @@ def median_seconds(act: Callable[[], object], repeats: int) -> float:
 
 def train_seconds(model: Transformer, count: int, length: int, repeats: int) -> float:
     """Forward and backward over `count` sequences of `length` predicting positions, all at once."""
-    learner = Learner(model, OptimizerSettings(1e-4), total_steps=10, tokens_per_microbatch=count * length)
+    learner = Learner(model, OptimizerSection(learning_rate=1e-4), total_steps=10, tokens_per_microbatch=count * length)
     generator = np.random.default_rng(0)
     rows = [generator.integers(model.config.vocab_size, size=length + 1) for _ in range(count)]
     batch = document_batch([Document(row) for row in rows])

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import read_examples
 from nmoe.data.packing import PackedStream
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.sft import example_batch
 from nmoe.runs.resolve import resolve_checkpoint
@@ -46,7 +46,7 @@ def main() -> None:
     packs = PackedStream(examples.lengths, arguments.tokens_per_step, seed=0, fingerprint=examples.fingerprint)
     print(f"{packs.steps_per_epoch} steps an epoch, {packs.utilisation:.1%} full")
 
-    optimizer = OptimizerSettings(learning_rate=arguments.learning_rate, warmup_steps=arguments.steps // 10)
+    optimizer = OptimizerSection(learning_rate=arguments.learning_rate, warmup_steps=arguments.steps // 10)
     learner = Learner(model, optimizer, total_steps=arguments.steps, tokens_per_microbatch=arguments.tokens_per_step)
     for step in range(1, arguments.steps + 1):
         batch = example_batch([examples[index] for index in packs.take()])

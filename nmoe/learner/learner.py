@@ -16,12 +16,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scored_states, split
 from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
-from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
+from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
 from nmoe.model.head import Head
@@ -62,13 +63,14 @@ class Learner:
 
     `tokens_per_microbatch` bounds the memory of a pass; it never changes a gradient. `temperature` is the one that
     sampling uses: log-probabilities are those of the distribution that was sampled from. With `head_only` the vocabulary is left
-    out of every pass: critics of their own, reward models and classifiers have no use for it.
+    out of every pass: critics of their own, reward models and classifiers have no use for it. With a `head_learning_rate` the head
+    learns at that rate, without weight decay.
     """
 
     def __init__(
         self,
         model: Transformer,
-        optimizer: OptimizerSettings,
+        optimizer: OptimizerSection,
         total_steps: int,
         tokens_per_microbatch: int,
         temperature: float = 1.0,
@@ -76,6 +78,7 @@ class Learner:
         ranks: Ranks | None = None,
         head: Head | None = None,
         head_only: bool = False,
+        head_learning_rate: float | None = None,
     ) -> None:
         assert head is not None or not head_only, "a learner of a head alone has one"
         assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
@@ -86,7 +89,7 @@ class Learner:
         if head_only and model.head is not None:
             model.head.requires_grad_(False)  # it is never run, and would be a parameter without a gradient
         self.ranks.shard(model, model.blocks)
-        self.optimizer = Optimizer(model, optimizer, total_steps, head)
+        self.optimizer = Optimizer(model, optimizer, total_steps, head, head_learning_rate)
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
         self.version = 0

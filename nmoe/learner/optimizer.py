@@ -1,4 +1,5 @@
-"""AdamW with global-norm clipping and the learning-rate schedule, saved without pickling.
+"""AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with global-norm clipping and a learning-rate schedule, saved without
+pickling. Weight decay touches matrices only, never norms or biases.
 
 Parameters in low precision are shared with the engine and too coarse to train: one bf16 step in 2^-8 of a weight is far above a
 learning rate. So the optimizer holds fp32 masters of them, gathers their gradients in fp32, and writes each step's result back
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
 from nmoe.learner.schedule import learning_rate_factor
 from nmoe.parallel.ranks import like, total_norm, whole
@@ -26,25 +28,6 @@ from nmoe.parallel.ranks import like, total_norm, whole
 # Those of torch.amp.GradScaler.
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Weight decay touches matrices only, never norms or biases.
-
-    `max_grad_norm` bounds the global 2-norm of the gradient. A head beside the vocabulary's learns at `head_learning_rate`, without
-    decay, where that is given.
-    """
-
-    learning_rate: float
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    head_learning_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +46,12 @@ class Optimizer:
     multiplied by `loss_scale` before its backward pass."""
 
     def __init__(
-        self, model: nn.Module, settings: OptimizerSettings, total_steps: int, head: nn.Module | None = None
+        self,
+        model: nn.Module,
+        settings: OptimizerSection,
+        total_steps: int,
+        head: nn.Module | None = None,
+        head_learning_rate: float | None = None,
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps
@@ -76,7 +64,7 @@ class Optimizer:
         self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)
         self.loss_scale = FIRST_LOSS_SCALE if self.scaled else 1.0
         self.good_steps = 0
-        own = len(list(head.parameters())) if head is not None and settings.head_learning_rate is not None else 0
+        own = len(list(head.parameters())) if head is not None and head_learning_rate is not None else 0
         body, of_head = self.masters[: len(self.masters) - own], self.masters[len(self.masters) - own :]
         peak = settings.learning_rate
         # The biases of a layer's experts are stacked: a matrix that is none.
@@ -88,7 +76,7 @@ class Optimizer:
                 "peak": peak,
             },
             {"params": [p for p, d in zip(body, decays, strict=True) if not d], "weight_decay": 0.0, "peak": peak},
-            {"params": of_head, "weight_decay": 0.0, "peak": settings.head_learning_rate},
+            {"params": of_head, "weight_decay": 0.0, "peak": head_learning_rate},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],

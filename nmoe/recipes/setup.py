@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from nmoe.config.commands.base import AdaptableConfig, RunConfig
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.model import ModelSection
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import load_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.exactness import numerics_here
@@ -78,12 +78,11 @@ def keep_freed_memory() -> None:
     mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSettings:
+def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSection:
     """[optimizer], for a schedule that counts optimizer steps, of which a step of the run takes so many. The last step of a short
     run has the learning rate that was asked for."""
-    settings = config.optimizer.model_dump()
     warmup_steps = max(0, min(config.optimizer.warmup_steps, config.run.steps - 1))
-    return OptimizerSettings(**settings | {"warmup_steps": warmup_steps * updates_per_step})
+    return config.optimizer.model_copy(update={"warmup_steps": warmup_steps * updates_per_step})
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:

@@ -75,7 +75,7 @@ class Critic:
         updates = config.batch.updates
         learner = Learner(
             model,
-            replace(optimizer_settings(config, updates), learning_rate=section.learning_rate),
+            optimizer_settings(config, updates).model_copy(update={"learning_rate": section.learning_rate}),
             config.run.steps * updates,
             config.batch.tokens_per_microbatch,
             head=value_head(model.config.hidden_size, path),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.learner import Learner
@@ -19,14 +17,21 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
     model = build_model(config.model, tokenizer, config.run.seed, balance=False)
     lora = add_adapter(config, model)
     critic, updates = config.critic, config.batch.updates
-    settings, head, steps = optimizer_settings(config, updates), None, config.run.steps
+    head, head_learning_rate, steps = None, None, config.run.steps
     if critic is not None:
         steps -= critic.warmup_steps
         if critic.shared:
-            settings = replace(settings, head_learning_rate=critic.learning_rate)
-            head = value_head(model.config.hidden_size, config.model.path)
-    microbatch, temperature = config.batch.tokens_per_microbatch, config.sampling.temperature
-    return Learner(model, settings, steps * updates, microbatch, temperature, lora, head=head)
+            head, head_learning_rate = value_head(model.config.hidden_size, config.model.path), critic.learning_rate
+    return Learner(
+        model,
+        optimizer_settings(config, updates),
+        steps * updates,
+        config.batch.tokens_per_microbatch,
+        config.sampling.temperature,
+        lora,
+        head=head,
+        head_learning_rate=head_learning_rate,
+    )
 
 
 def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) -> Objective:

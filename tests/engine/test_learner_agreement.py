@@ -9,13 +9,13 @@ import pytest
 import torch
 from tiny_models import tiny_family
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
@@ -56,7 +56,7 @@ def test_learner_recomputes_the_engines_logprobs(
     batch = policy_batch(trajectories, torch.randn(12, generator=torch.Generator().manual_seed(0)), "token", 35)
     assert (batch.kept_TM is not None) == ("top_p" in sampling or "top_k" in sampling)
     temperature = sampling.get("temperature", 1.0)
-    learner = Learner(model, OptimizerSettings(1e-3), 10, 100, temperature)
+    learner = Learner(model, OptimizerSection(learning_rate=1e-3), 10, 100, temperature)
     emitted = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
     mismatch = (learner.logprobs(batch).result() - emitted).abs()
     assert mismatch.mean() <= 1e-6 / min(1.0, temperature)
@@ -155,7 +155,7 @@ def test_turns_agree_with_one_pass_over_all_of_them(
     batch = policy_batch(trajectories, torch.zeros(5), "token", 40)
     assert batch.lengths == (9 + 3 * 12 + 2 * 4 - 1,) * 5
     sampled = [one for t in trajectories for one, by_policy in zip(t.logprobs, t.mask, strict=True) if by_policy]
-    learner = Learner(model, OptimizerSettings(1e-3), 10, 100, 1.0)
+    learner = Learner(model, OptimizerSection(learning_rate=1e-3), 10, 100, 1.0)
     mismatch = (learner.logprobs(batch).result() - torch.tensor(sampled)).abs()
     assert len(mismatch) == 5 * 36
     assert mismatch.mean() <= 1e-6

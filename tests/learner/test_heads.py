@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Outputs, Scored
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.head import Head
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -31,7 +31,9 @@ def head_for(model: Transformer) -> Head:
 def learner_of(
     model: Transformer, head: Head, tokens_per_microbatch: int = 10_000, *, head_only: bool = False
 ) -> Learner:
-    return Learner(model, OptimizerSettings(1e-2), 10, tokens_per_microbatch, head=head, head_only=head_only)
+    return Learner(
+        model, OptimizerSection(learning_rate=1e-2), 10, tokens_per_microbatch, head=head, head_only=head_only
+    )
 
 
 def squares(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,7 +102,12 @@ def test_a_step_moves_head_and_model_and_both_resume(
     def fresh() -> Learner:
         model = tiny_model()
         return Learner(
-            model, OptimizerSettings(1e-2), 10, 10_000, head=Head(model.config.hidden_size, 2, "value"), head_only=True
+            model,
+            OptimizerSection(learning_rate=1e-2),
+            10,
+            10_000,
+            head=Head(model.config.hidden_size, 2, "value"),
+            head_only=True,
         )
 
     batch = random_batch(LENGTHS)
@@ -140,7 +147,7 @@ def test_pairs_stay_together_and_sequences_are_numbered(tiny_model: MakeModel, r
         assert sorted(i for part in parts for i in part) == list(range(6))
         for first in (0, 2, 4):
             assert any({first, first + 1} <= set(part) for part in parts)
-    Learner(model, OptimizerSettings(1e-2), 10, 24).forward_backward(batch, look).result()
+    Learner(model, OptimizerSection(learning_rate=1e-2), 10, 24).forward_backward(batch, look).result()
     # The first third of every sequence is not scored.
     scored = [4, 8, 2, 14, 6, 5]
     assert [len(counts) for counts, _ in seen] == [2, 2, 2]

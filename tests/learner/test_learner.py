@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, tiny_family
 from torch import Tensor
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import score
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs, Scored, clip, cross_entropy, reference_divergence, total
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import Precision, set_precision
@@ -34,7 +34,7 @@ LENGTHS = [5, 12, 3, 20, 9, 1, 12]
 
 
 def learner_of(model: Transformer, tokens_per_microbatch: int = 10_000, temperature: float = 1.0) -> Learner:
-    return Learner(model, OptimizerSettings(1e-2), 10, tokens_per_microbatch, temperature)
+    return Learner(model, OptimizerSection(learning_rate=1e-2), 10, tokens_per_microbatch, temperature)
 
 
 def quiet(model: Transformer) -> Transformer:

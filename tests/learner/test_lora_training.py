@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
@@ -19,7 +20,6 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import adapter_tensors
 from nmoe.model.precision import set_precision
@@ -27,7 +27,7 @@ from nmoe.model.transformer import Transformer
 from nmoe.types import Sampling
 
 Make = Callable[..., Transformer]
-SETTINGS = OptimizerSettings(learning_rate=1e-2)
+SETTINGS = OptimizerSection(learning_rate=1e-2)
 
 
 def learner(

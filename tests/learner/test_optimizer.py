@@ -11,8 +11,9 @@ from tiny_models import tiny_family
 from torch import Tensor, nn
 
 import nmoe.learner.optimizer as optimizer_module
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
-from nmoe.learner.optimizer import Optimizer, OptimizerSettings, StepResult
+from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.schedule import learning_rate_factor
 
 
@@ -37,8 +38,15 @@ def values(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("size", [0.1, 10.0])  # below and above the clipping norm
 def test_equals_torch_adamw_with_clipping_and_schedule(size: float) -> None:
-    settings = OptimizerSettings(
-        0.05, warmup_steps=2, min_lr_ratio=0.3, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-3, max_grad_norm=1.5
+    settings = OptimizerSection(
+        learning_rate=0.05,
+        warmup_steps=2,
+        min_lr_ratio=0.3,
+        weight_decay=0.1,
+        beta1=0.8,
+        beta2=0.9,
+        eps=1e-3,
+        max_grad_norm=1.5,
     )
     ours, reference = Small(), Small()
     optimizer = Optimizer(ours, settings, total_steps=6)
@@ -72,7 +80,7 @@ def test_equals_torch_adamw_with_clipping_and_schedule(size: float) -> None:
 def test_weight_decay_leaves_every_bias_and_norm_alone() -> None:
     """Those of a layer's experts are stacked to a matrix."""
     model = tiny_family("gpt_oss")
-    optimizer = Optimizer(model, OptimizerSettings(1e-3, weight_decay=0.1), total_steps=1)
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=1e-3, weight_decay=0.1), total_steps=1)
     decayed, plain = ({id(p) for p in group["params"]} for group in optimizer.adamw.param_groups)
     names = dict(zip(map(id, optimizer.masters), optimizer.names, strict=True))
     assert {names[key].rpartition(".")[2] for key in decayed} == {"weight", "gate_up", "down"}
@@ -81,7 +89,9 @@ def test_weight_decay_leaves_every_bias_and_norm_alone() -> None:
 
 def test_first_step_by_hand() -> None:
     model = Small()
-    optimizer = Optimizer(model, OptimizerSettings(0.1, weight_decay=0.5, eps=1.0, max_grad_norm=1.0), total_steps=10)
+    optimizer = Optimizer(
+        model, OptimizerSection(learning_rate=0.1, weight_decay=0.5, eps=1.0, max_grad_norm=1.0), total_steps=10
+    )
     model.matrix.grad = torch.tensor([[3.0, 0.0], [0.0, 0.0]])
     model.scale.grad = torch.tensor([0.0, 4.0])
     assert optimizer.step() == StepResult(5.0, 0.1)
@@ -94,7 +104,7 @@ def test_first_step_by_hand() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_steps_nothing(bad: float) -> None:
     model = Small()
-    optimizer = Optimizer(model, OptimizerSettings(0.1), total_steps=10)
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=0.1), total_steps=10)
     give_gradient(model, 0)
     optimizer.step()
     before = values(model)
@@ -110,7 +120,7 @@ def test_a_gradient_that_is_not_finite_steps_nothing(bad: float) -> None:
 
 
 def test_saved_and_loaded_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    settings = OptimizerSettings(0.05, warmup_steps=3, weight_decay=0.1)
+    settings = OptimizerSection(learning_rate=0.05, warmup_steps=3, weight_decay=0.1)
     model = Small()
     optimizer = Optimizer(model, settings, total_steps=8)
     for step in range(4):
@@ -131,11 +141,11 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_has_not_stepped_saves_and_loads(tmp_path: Path) -> None:
-    Optimizer(Small(), OptimizerSettings(0.1), 5).save(tmp_path)
+    Optimizer(Small(), OptimizerSection(learning_rate=0.1), 5).save(tmp_path)
     model, fresh = Small(), Small()
-    loaded = Optimizer(model, OptimizerSettings(0.1), 5)
+    loaded = Optimizer(model, OptimizerSection(learning_rate=0.1), 5)
     loaded.load(tmp_path)
-    other = Optimizer(fresh, OptimizerSettings(0.1), 5)
+    other = Optimizer(fresh, OptimizerSection(learning_rate=0.1), 5)
     for each, its_optimizer in ((model, loaded), (fresh, other)):
         give_gradient(each, 0)
         its_optimizer.step()
@@ -151,7 +161,7 @@ def half(model: nn.Module, precision: torch.dtype) -> nn.Module:
 def test_small_steps_add_up_in_masters() -> None:
     # 100 steps of 1e-4 from 1: bf16 alone would round each of them away.
     model = half(Small(), torch.bfloat16)
-    optimizer = Optimizer(model, OptimizerSettings(1e-4, min_lr_ratio=1.0), total_steps=100)
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=1e-4, min_lr_ratio=1.0), total_steps=100)
     for _ in range(100):
         for _ in range(2):  # micro-batches
             (model.matrix.float().sum() / 2 + model.scale.sum() / 2).backward()
@@ -166,7 +176,7 @@ def test_small_steps_add_up_in_masters() -> None:
 
 def test_gradients_are_gathered_in_fp32() -> None:
     model = half(Small(), torch.bfloat16)
-    optimizer = Optimizer(model, OptimizerSettings(1e-4, max_grad_norm=1e9), total_steps=100)
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=1e-4, max_grad_norm=1e9), total_steps=100)
     for factor in (256.0, 1.0):  # in bf16, 256 + 1 = 256
         (factor * model.matrix[0, 0]).backward()
     grad = optimizer.masters[0].grad
@@ -177,7 +187,9 @@ def test_gradients_are_gathered_in_fp32() -> None:
 def test_loss_scale_halves_on_overflow_and_grows_after_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_module, "GROWTH_STEPS", 3)
     model = half(Small(), torch.float16)
-    optimizer = Optimizer(model, OptimizerSettings(0.1, min_lr_ratio=1.0, max_grad_norm=1e9), total_steps=10)
+    optimizer = Optimizer(
+        model, OptimizerSection(learning_rate=0.1, min_lr_ratio=1.0, max_grad_norm=1e9), total_steps=10
+    )
     assert optimizer.loss_scale == 2.0**16
 
     def step(gradient: float) -> StepResult:
@@ -197,7 +209,7 @@ def test_loss_scale_halves_on_overflow_and_grows_after_good_steps(monkeypatch: p
 
 def test_a_gradient_that_no_scale_saves_is_divergence() -> None:
     model = half(Small(), torch.float16)
-    optimizer = Optimizer(model, OptimizerSettings(0.1), total_steps=10)
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=0.1), total_steps=10)
     for _ in range(16):
         (float("nan") * model.matrix[0, 0]).backward()
         assert optimizer.step().overflow
@@ -215,7 +227,7 @@ def test_masters_are_saved_and_loaded_to_the_bit(tmp_path: Path, precision: torc
             (loss * optimizer.loss_scale).backward()
             optimizer.step()
 
-    settings = OptimizerSettings(1e-3, max_grad_norm=1e9)
+    settings = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9)
     model = half(Small(), precision)
     optimizer = Optimizer(model, settings, total_steps=12)
     run(model, optimizer, range(6))
@@ -252,11 +264,11 @@ def without_the_matrix(directory: Path) -> None:
 )
 def test_broken_state_is_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     model = Small()
-    optimizer = Optimizer(model, OptimizerSettings(0.1), 5)
+    optimizer = Optimizer(model, OptimizerSection(learning_rate=0.1), 5)
     give_gradient(model, 0)
     optimizer.step()
     optimizer.save(tmp_path)
     damage(tmp_path)
     with pytest.raises(UserError, match=message) as raised:
-        Optimizer(Small(), OptimizerSettings(0.1), 5).load(tmp_path)
+        Optimizer(Small(), OptimizerSection(learning_rate=0.1), 5).load(tmp_path)
     assert str(tmp_path) in str(raised.value)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import DENSE
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.learner.prefixes import common_prefixes
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
@@ -56,7 +56,7 @@ def test_sharing_changes_no_gradient() -> None:
     gradients, losses = [], []
     for batch in (plain, replace(plain, prefixes=prefixes)):
         model = Transformer(ModelConfig(**DENSE)).initialize(0)
-        learner = Learner(model, OptimizerSettings(1e-3), 1, 64)
+        learner = Learner(model, OptimizerSection(learning_rate=1e-3), 1, 64)
         losses.append(learner.forward_backward(batch, cross_entropy).result().loss)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert abs(losses[0] - losses[1]) < 1e-6

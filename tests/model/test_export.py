@@ -10,9 +10,9 @@ import torch
 from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import export_model, load_model, save_model, stored_dtype
 from nmoe.model.families import HF_FAMILIES, family_of
 from nmoe.model.moe import RouterTrace
@@ -102,7 +102,7 @@ def test_two_models_never_lie_in_one_directory(tmp_path: Path, tiny_model: MakeM
 
 def test_a_learner_exports_what_it_has_learned(tmp_path: Path, tiny_model: MakeModel) -> None:
     model = unbiased(tiny_model(**PLAIN_MOE))
-    Learner(model, OptimizerSettings(1e-3), 10, 100).export(tmp_path / "out", format="hf")
+    Learner(model, OptimizerSection(learning_rate=1e-3), 10, 100).export(tmp_path / "out", format="hf")
     loaded = load_model(tmp_path / "out")
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
 

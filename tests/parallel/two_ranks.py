@@ -12,11 +12,11 @@ import torch.distributed as dist
 from tiny_models import FAMILIES, tiny_family
 from torch import Tensor
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.aggregation import token_weights
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks, whole
 
@@ -70,7 +70,7 @@ def check_weights(ours: Learner, theirs: Learner) -> None:
 def main(directory: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    settings = OptimizerSettings(1e-2, max_grad_norm=0.5)
+    settings = OptimizerSection(learning_rate=1e-2, max_grad_norm=0.5)
     for family in FAMILIES:
         sharded = Learner(model_of(family), settings, 10, 25)
         alone = Learner(model_of(family), settings, 10, 25, ranks=Alone())

@@ -11,11 +11,11 @@ import pytest
 import torch
 from tiny_models import FAMILIES, peaked_model
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.data.pairs import Pair
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.learner.objectives.dpo import PreferenceLoss, dpo
-from nmoe.learner.optimizer import OptimizerSettings
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.head import Head
@@ -71,7 +71,7 @@ def test_what_a_policy_did_not_say_is_not_scored() -> None:
 
 
 def learner(model: Any, tokens: int = 1000, head: Head | None = None) -> Learner:
-    return Learner(model, OptimizerSettings(1e-3), 1, tokens, head=head, head_only=head is not None)
+    return Learner(model, OptimizerSection(learning_rate=1e-3), 1, tokens, head=head, head_only=head is not None)
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

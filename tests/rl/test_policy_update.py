@@ -69,7 +69,7 @@ class Run:
             own = None
             if not critic.shared:
                 value, settings_ = Head(32, 1, "value"), optimizer_settings(config)
-                settings_ = replace(settings_, learning_rate=critic.learning_rate)
+                settings_ = settings_.model_copy(update={"learning_rate": critic.learning_rate})
                 own = Learner(tiny_model(seed=2), settings_, 10, per_microbatch, head=value, head_only=True)
             self.critic = Critic(critic, self.learner, own)
         self.policy = PolicyUpdate(
@@ -323,8 +323,7 @@ def test_the_policy_waits_for_its_critic(run: Callable[..., Run]) -> None:
 def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     head = Head(32, 1, "value")
     config = settings(algorithm={"advantage": "gae"}, critic={"shared": True, "learning_rate": 0.25})
-    chosen = replace(optimizer_settings(config), head_learning_rate=0.25)
-    learner = Learner(tiny_model(), chosen, 10, 1000, head=head)
+    learner = Learner(tiny_model(), optimizer_settings(config), 10, 1000, head=head, head_learning_rate=0.25)
     before = [parameter.clone() for parameter in learner.model.parameters()]
     assert config.critic is not None
     critic = Critic(config.critic, learner, None)
