@@ -1,1 +1,1 @@
-"""Text as token ids: the byte-level tokenizer and the Harmony conversation format."""
+"""Text as token ids: the byte-level tokenizer, the Harmony format, chat templates, and one renderer for each format."""

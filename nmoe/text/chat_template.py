@@ -1,13 +1,13 @@
-"""Conversations by a tokenizer's own chat template (Jinja, as Hugging Face checkpoints have), as token ids.
+"""Render conversations by a tokenizer's own chat template (Jinja, as in Hugging Face checkpoints), as token ids.
 
-The template writes the structure, with its control tokens; what is content can not forge one, although both pass
-through the same template: before rendering, every control token's name in a content is broken up by a character that
-stands nowhere else, and that character is taken out again, between the control tokens, before the text is encoded.
-Honest content gives the very ids that transformers gives.
+The template writes the structure, with its control tokens. Content passes through the same template and still cannot forge a
+control token: before rendering, the name of every control token inside a content is broken up by a character that occurs
+nowhere else. That character is removed again, between the control tokens, before the text is encoded. For honest content the
+ids are exactly those of transformers.
 
-A conversation only ever grows. `continuation_ids` gives what the template writes after a turn that was sampled; a
-template that then writes what came before in another way (drops earlier reasoning, moves the system message) is
-refused, because what the policy saw and what it is trained on would not be the same.
+A conversation only grows. `continuation_ids` gives what the template writes after a sampled turn. A template that rewrites
+earlier messages (drops earlier reasoning, moves the system message) is refused, because the policy would be trained on
+something other than what it saw.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORD = re.compile(r"[\w.-]*")
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool said to one call: `ToolAnswer("python", "42\\n", "0/0")`."""
+    r"""The answer of a tool to one call: `ToolAnswer("python", "42\n", "0/0")`."""
 
     name: str
     content: str
@@ -43,11 +43,12 @@ class ToolAnswer:
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer, with these tools declared."""
+    """The chat template of one tokenizer, with the declared tools."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
-        """Raises UserError for a tokenizer without template or end-of-turn token, and for a template that can not go on
-        after a turn."""
+        """Raises UserError where the tokenizer has no template or no end-of-turn token, and where the template cannot continue
+        after a turn.
+        """
         names = tokenizer.named_tokens
         template, end = tokenizer.chat_template, names.get("eos_token")
         if template is None or end is None:
@@ -75,24 +76,24 @@ class ChatTemplate:
             self.continuation_ids([Message("user", "?")], [[said], [said]])
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation, and the start of the assistant's next turn."""
+        """Renders the conversation and the start of the assistant's next turn."""
         breaker, _ = self._unused(message.content for message in messages)
         return self._encode(self._render(self._guarded(messages, breaker), opens_turn=True), breaker)
 
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolDefinition] = ()
     ) -> list[tuple[list[int], int | None]]:
-        """A whole conversation of a dataset, as templates take it, in pieces: ids, and the index of the assistant's message that
-        samples them, None for what it reads.
+        """Renders a whole conversation of a dataset in pieces: ids, and the index of the assistant's message that samples them,
+        or None for what the assistant reads.
 
-        A template with {% generation %} says itself what is sampled; of others it is what follows the opening of the turn
-        (`add_generation_prompt`). The control token that ends the turn is always sampled with it. Pieces are encoded apart, as
-        prompt and sample are, so that no token lies across the two. In all of it, tools too, no text becomes a control token;
-        only the assistant's own words may hold the tags of reasoning and calls.
+        A template with {% generation %} marks itself what is sampled. For other templates it is what follows the opening of
+        the turn (`add_generation_prompt`). The control token that ends a turn is always sampled with it. Pieces are encoded
+        separately, like prompt and sample, so that no token spans two of them. No text becomes a control token, in tools
+        neither; only the assistant's own words may contain the tags of reasoning and calls.
 
-        A turn before which the template writes something else than it did when the turn was asked for, because more follows or
-        nothing came before, is no piece of its own: nobody can sample it there. Raises UserError where the template refuses
-        the conversation, and where a turn has no end.
+        A turn is no piece of its own where the template writes the text before it differently than it did when the turn was
+        asked for: nobody can sample it there. Raises UserError where the template refuses the conversation, and where a turn
+        has no end.
         """
         declared = [tool.as_function() for tool in tools]
         breaker, _ = self._unused(_strings([*messages, *declared]))
@@ -124,13 +125,13 @@ class ChatTemplate:
         return [*pieces, (self._encode(text[place:], breaker), None)]
 
     def completion_ids(self, text: str) -> list[int]:
-        """A turn of this text as a policy samples it: control tokens by their names, the end of the turn behind it."""
+        """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
         return [*self._encode(text, self._unused([text])[0]), *self.stop_ids]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
-        """What follows the last sampled token: the end of its turn as the template writes it, the answers of the last
-        of the rounds of calls so far, and the start of the next turn. The sampled turns themselves are stood for by
-        marks."""
+        """Renders what follows the last sampled token: the end of its turn as the template writes it, the answers to the latest
+        round of calls, and the start of the next turn. Marks stand for the sampled turns.
+        """
         answers = [answer.content for round_ in rounds for answer in round_]
         breaker, mark = self._unused([*answers, *(message.content for message in messages)])
         history = self._guarded(messages, breaker)
@@ -160,10 +161,12 @@ class ChatTemplate:
         return self._encode(after, breaker)
 
     def user_ids(self, messages: Sequence[Message]) -> list[int] | None:
-        """What follows the last sampled token where the conversation goes on with a turn of the user: the end of the sampled turn
-        as the template writes it, the user's words and the start of the next turn. None where the template then writes what came
-        before in another way, as one does that drops earlier reasoning. The last two messages are the sampled turn's, which a mark
-        stands for, and the user's."""
+        """Renders what follows the last sampled token where the user speaks next: the end of the sampled turn as the template
+        writes it, the user's words, and the start of the next turn.
+
+        The last two messages are the sampled turn, for which a mark stands, and the user's message. Returns None where the
+        template then rewrites earlier messages, for example by dropping their reasoning.
+        """
         *earlier, _, user = messages
         breaker, mark = self._unused(message.content for message in messages)
         thought, said = f"{mark}t{mark}", f"{mark}s{mark}"
@@ -177,8 +180,9 @@ class ChatTemplate:
         return None if gap.strip() or not found else self._encode(after, breaker)
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
-        """Of each message of the assistant where in the text its turn starts, behind what opens it, and ends, and its index. Left
-        out is one that is opened otherwise in this text than by itself."""
+        """Finds the assistant's turns in the text: start (after the opening of the turn), end, and index of the message. Leaves
+        out a turn whose opening in this text differs from its opening when it is asked for.
+        """
         turns: list[tuple[int, int, int]] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or index == 0:
@@ -200,7 +204,9 @@ class ChatTemplate:
         return turns
 
     def _regions(self, turns: Sequence[tuple[int, int, int]], text: str) -> list[tuple[int, int, int]]:
-        """The turns, each going on to the next one's start and the first from the text's: whose marks stand where."""
+        """Extends each turn to the start of the next, and the first back to the start of the text, to assign generation marks to
+        turns.
+        """
         starts = [0, *(end for _, end, _ in turns[:-1])]
         ends = [*(end for _, end, _ in turns[:-1]), len(text)]
         return [(start, end, index) for start, end, (_, _, index) in zip(starts, ends, turns, strict=True)]
@@ -211,7 +217,7 @@ class ChatTemplate:
     def _render_marked(
         self, messages: Sequence[dict[str, Any]], tools: Any
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """The text, and where {% generation %} marks it; None where the template has no such marks."""
+        """Returns the text and the spans that {% generation %} marks; None where the template has no such marks."""
         marks = _GENERATION.search(self._template) is not None
         texts, marked = self._rendered(messages, tools, False, marks)
         return texts[0], marked[0] if marks else None
@@ -236,7 +242,7 @@ class ChatTemplate:
             raise UserError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
     def _guarded(self, messages: Sequence[Message], breaker: str) -> list[dict[str, str]]:
-        """As templates take them. They know no developer; its word has the system's weight."""
+        """The messages as templates take them. Templates know no developer role; its messages get the role system."""
         return [
             {"role": _ROLES.get(one.role, one.role), "content": self._guard(one.content, breaker)} for one in messages
         ]
@@ -253,7 +259,7 @@ class ChatTemplate:
         )
 
     def _guard_all(self, value: Any, breaker: str) -> Any:
-        """The value with all texts in it guarded, but for plain words: templates look at names, and at the length of ids."""
+        """Guards all texts inside a value except plain words: templates compare names and look at the length of ids."""
         if isinstance(value, str):
             return value if _WORD.fullmatch(value) else self._guard(value, breaker)
         if isinstance(value, Mapping):
@@ -261,9 +267,10 @@ class ChatTemplate:
         return [self._guard_all(one, breaker) for one in value] if isinstance(value, list | tuple) else value
 
     def _guard(self, content: str, breaker: str, starts: re.Pattern[str] | None = None) -> str:
-        """The content with a breaker inside every name and at both ends, where it could go on a name that the template
-        begins. White space at the ends stays outside, because templates trim it; content that is nothing else stays as
-        it is."""
+        """Puts a breaker inside every token name in the content, and at both ends, where the content could complete a name that
+        the template begins. White space at the ends stays outside, because templates trim it. Content that is only white space
+        stays as it is.
+        """
         core = content.strip()
         if not core:
             return content
@@ -273,7 +280,7 @@ class ChatTemplate:
         return left + opening + breaker.join(self._pieces(core, starts)) + breaker + right
 
     def _pieces(self, text: str, starts: re.Pattern[str] | None = None) -> list[str]:
-        """The text, cut behind the first character of every name in it, so that no piece holds one."""
+        """Cuts the text after the first character of every token name in it, so that no piece contains one."""
         cuts = [0, *(match.start() + 1 for match in (starts or self._starts).finditer(text)), len(text)]
         return [text[start:end] for start, end in pairwise(cuts)]
 
@@ -288,15 +295,14 @@ class ChatTemplate:
         return ids
 
     def _unused(self, texts: Iterable[str]) -> tuple[str, str]:
-        """Two characters that stand in none of the texts, nor in the template: from the private-use area, which no
-        encoding of human text needs."""
+        """Picks two characters of the private-use area that occur neither in the texts nor in the template."""
         present = set(self._template).union(*texts)
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
         return next(free), next(free)
 
 
 def _starts(names: Sequence[str]) -> re.Pattern[str]:
-    """Where a name starts, inside another too."""
+    """Matches the start of each name, also inside another name."""
     return re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))" if names else r"(?!)")
 
 
@@ -314,11 +320,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A sampled turn as its text says it: reasoning between the think tags, the rest of it, and the bodies of its
-    calls.
+    """A sampled turn as text: the reasoning between the think tags, the remaining content, and the bodies of its calls.
 
-    `well_formed`: the tags of reasoning open and close, at most once, before all else. A body that no tag closes runs
-    to the end.
+    `well_formed` tells whether the reasoning tags open and close at most once, before everything else. A call without a
+    closing tag runs to the end.
     """
 
     reasoning: str | None
@@ -331,7 +336,7 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def read_turn(text: str) -> ChatTurn:
-    """Reads what a model of the Hermes and Qwen3 line says; total. A prompt may have opened the reasoning already."""
+    """Parses a turn of the Hermes and Qwen3 family; total. The prompt may already have opened the reasoning."""
     head, closed, rest = text.rpartition(END_THINK)
     if not closed:
         opened = THINK in text

@@ -39,7 +39,7 @@ class ChatMessage:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing at all: no text, no reasoning, no call."""
+        """Whether it has no text, no reasoning and no call."""
         return not (self.content.strip() or (self.reasoning or "").strip() or self.calls)
 
 
@@ -65,7 +65,9 @@ class ToolDefinition:
 
 
 def split_reasoning(message: ChatMessage) -> tuple[str | None, str]:
-    """Reasoning and the rest of the content: from a field of its own, or from between the tags at the content's start."""
+    """Splits a message into reasoning and content. The reasoning has a field of its own, or stands between tags at the start of
+    the content.
+    """
     if message.reasoning is not None or message.role != "assistant":
         return message.reasoning, message.content
     head, closed, rest = message.content.partition(END_THINK)

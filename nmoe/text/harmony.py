@@ -34,14 +34,14 @@ __all__ = ["Completion", "Event", "Harmony", "HarmonyError", "HarmonyTokenizer",
 
 @dataclass(frozen=True)
 class Completion:
-    """What a sampled turn says.
+    """A parsed turn.
 
-    Completion(messages=(Message("assistant", "2+2=4", channel="analysis"), Message("assistant", "4", channel="final")),
-               end="return", error=None)
+        Completion(messages=(Message("assistant", "2+2=4", channel="analysis"), Message("assistant", "4", channel="final")),
+                   end="return", error=None)
 
-    `messages` are the well-formed ones, in order, up to the first error. `end` is "return", "call", or None when the
-    tokens ran out or broke the format. `error` is None for a well-formed turn, otherwise `token INDEX: reason`, where a
-    turn that merely ran out has a reason that starts with "truncated".
+    `messages` are the well-formed ones, in order, up to the first error. `end` is "return", "call", or None when the tokens
+    ran out or broke the format. `error` is None for a well-formed turn, otherwise `token INDEX: reason`. For a turn that only
+    ran out of tokens the reason starts with "truncated".
     """
 
     messages: tuple[Message, ...]
@@ -75,21 +75,21 @@ class Harmony:
         self.stop_ids: tuple[int, ...] = (self._ids[RETURN], self._ids[CALL])
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """The history form: each message ends in <|end|>, a tool call in <|call|>. Raises HarmonyError."""
+        """Renders a history: each message ends in <|end|>, a tool call in <|call|>. Raises HarmonyError."""
         ids: list[int] = []
         for message in messages:
             ids += self._render(message, CALL if message.is_call else END)
         return ids
 
     def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The history and then <|start|>assistant, which sampling goes on from. Raises HarmonyError."""
+        """Renders the history followed by <|start|>assistant, from which sampling continues. Raises HarmonyError."""
         return self.render(messages) + self._assistant_start
 
     def render_completion(self, messages: Sequence[Message]) -> list[int]:
-        """The turn as the assistant samples it: without the first <|start|>assistant, ending in <|return|> or <|call|>.
+        """Renders a turn as the assistant samples it: without the first <|start|>assistant, ending in <|return|> or <|call|>.
 
-        Raises HarmonyError for what can not be sampled in one turn: no message, another role, a message without
-        channel or with a name, or a tool call before the last message.
+        Raises HarmonyError for what cannot be sampled in one turn: no message, another role, a message without a channel or
+        with a name, or a tool call before the last message.
         """
         if not messages:
             raise HarmonyError("a completion has at least one message")
@@ -104,7 +104,7 @@ class Harmony:
         return ids[len(self._assistant_start) :]
 
     def parse(self, ids: Sequence[int]) -> list[Message]:
-        """The messages of a history; the inverse of `render`. A last <|return|> is read like <|end|>.
+        """Parses a history; the inverse of `render`. A last <|return|> is read like <|end|>.
 
         Content that is not UTF-8 is decoded with U+FFFD. Raises HarmonyError with the index of the offending token.
         """
@@ -115,10 +115,10 @@ class Harmony:
         return parser.messages
 
     def parse_completion(self, ids: Sequence[int]) -> Completion:
-        """What the tokens sampled after `render_prompt` say; total: any integers give a result.
+        """Parses the tokens sampled after `render_prompt`; total: any integers give a result.
 
-        A model can sample half a character: content is decoded with U+FFFD in its place, and that is no error. An id
-        outside the vocabulary is one.
+        A model can sample half a character: it is decoded as U+FFFD, which is no error. An id outside the vocabulary is an
+        error.
         """
         parser = self.parser(completion=True)
         try:
@@ -148,12 +148,12 @@ class Harmony:
 
 @dataclass(frozen=True)
 class Event:
-    """What one token of a streamed completion brought.
+    """The effect of one token of a streamed completion.
 
-    "header":   `message` says author, channel, recipient and content type; its content is still empty
-    "content":  `text` goes on with the content
-    "message":  `message` is complete; `text` is what of its content was still held back, mostly ""
-    "error":    `text` says why the completion is broken; nothing follows
+    "header":   `message` has author, channel, recipient and content type; its content is still empty
+    "content":  `text` continues the content
+    "message":  `message` is complete; `text` is the rest of its content that was held back, usually ""
+    "error":    `text` says why the completion is malformed; nothing follows
     """
 
     kind: Literal["header", "content", "message", "error"]
@@ -164,8 +164,7 @@ class Event:
 class StreamParser:
     """Parses a completion while it is sampled.
 
-    The texts of the events of one message, joined, are its content: a character whose bytes are not all there yet is
-    held back.
+    The texts of one message's events, joined, are its content. A character whose bytes are not complete yet is held back.
     """
 
     def __init__(self, harmony: Harmony) -> None:
@@ -191,7 +190,7 @@ class StreamParser:
         return Event("content", text=text) if text else None
 
     def completion(self) -> Completion:
-        """What `parse_completion` says of the tokens fed so far."""
+        """Returns what `parse_completion` gives for the tokens fed so far."""
         error = self._error
         if error is None:
             try:

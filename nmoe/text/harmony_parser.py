@@ -1,7 +1,6 @@
 """The Harmony state machine: token ids go in one by one, messages come out.
 
-Structure is read from control token ids, never from text. This is the only reader of the format: parsing a history,
-parsing a completion and streaming all run it.
+Structure is read from control token ids, never from text. All parsing runs through it: histories, completions, and streams.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class HarmonyParser:
         self._expect = _Expect.HEADER if completion else _Expect.START
 
     def feed(self, token_id: int) -> None:
-        """Read the next token. Any int is legal input."""
+        """Reads the next token. Any int is legal input."""
         control = self._control_tokens.get(token_id)
         if control is None and not 0 <= token_id < self._vocab_size:
             # A padded embedding has rows past the vocabulary; a model can sample one, and it stands for no text.
@@ -88,7 +87,7 @@ class HarmonyParser:
         self._position += 1
 
     def finish(self) -> None:
-        """Say that no token follows; raises HarmonyError when a message, or a completion's last one, is missing."""
+        """Declares that no token follows. Raises HarmonyError when a message, or the last message of a completion, is missing."""
         if self._expect is _Expect.HEADER:
             raise self._fault("truncated inside a message header")
         if self._expect is _Expect.CONTENT:

@@ -1,7 +1,7 @@
-"""Reading a completion out of a text that spells its control tokens: "<|channel|>final<|message|>42<|return|>".
+"""Parse a completion from text that spells its control tokens: "<|channel|>final<|message|>42<|return|>".
 
-Only for text that comes from elsewhere, such as a file of recorded predictions: here, unlike in token ids, what looks like
-a control token can not be told from one.
+Only for text from elsewhere, such as a file of recorded predictions. Unlike in token ids, text that looks like a control token
+cannot be told from one here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _HARMONY = Harmony(_TOKENIZER)
 
 
 def read_completion(text: str) -> Completion:
-    """The completion that a text spells. Its start, "<|start|>assistant", and a last <|return|> may be missing, as servers leave
-    them out."""
+    """Parses the completion that a text spells. Its start, "<|start|>assistant", and its last <|return|> may be missing: servers
+    omit them.
+    """
     text = text.strip().removeprefix(f"{START}assistant")
     if not text.endswith((RETURN, CALL)):
         text += RETURN

@@ -1,8 +1,8 @@
-"""Tools in Harmony's developer message, as declarations of a TypeScript namespace.
+"""Declare tools in Harmony's developer message, as a TypeScript namespace.
 
-Format: https://github.com/openai/harmony (docs/format.md, "Function calling"); held against that implementation in the tests. Of
-JSON schema it knows what types of Python functions come to: strings, enums of strings, numbers, booleans, arrays, objects,
-lists of types, and `nullable`. All else is `any`, as there.
+Format: https://github.com/openai/harmony (docs/format.md, "Function calling"); the tests compare with that implementation. Of
+JSON schema it supports the types that Python type hints produce: strings, enums of strings, numbers, booleans, arrays,
+objects, lists of types, and `nullable`. Everything else becomes `any`, as in the reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def render_tools(tools: Sequence[ToolDefinition]) -> str:
 
 
 def declare_tools(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
-    """The conversation with the tools, where there are any, declared in a developer message after those of the system."""
+    """Inserts a developer message that declares the tools, if there are any, after the system messages."""
     first = next((place for place, message in enumerate(messages) if message.role != "system"), len(messages))
     declared = [Message("developer", render_tools(tools))] if tools else []
     return [*messages[:first], *declared, *messages[first:]]

@@ -1,4 +1,4 @@
-"""Decoding one token at a time, so that the pieces joined are exactly the text that decoding at once gives."""
+"""Decode one token at a time, so that the joined pieces are exactly the text that decoding at once gives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class IncrementalDecoder:
         self._given = 0  # characters of decode(waiting) that push has returned already
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; may be empty."""
+        """Returns the text that `token_id` completes; may be empty."""
         self._waiting.append(token_id)
         text = self._decode(self._waiting)
         if not text.endswith(REPLACEMENT):
@@ -36,7 +36,7 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """The text of the bytes still waiting, now that nothing follows them; the decoder is then as new."""
+        """Returns the text of the bytes still waiting, when nothing follows them, and resets the decoder."""
         return self._drain(self._decode(self._waiting))
 
     def _drain(self, text: str) -> str:

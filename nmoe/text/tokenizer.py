@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE, trained here or loaded from Hugging Face files; text can not forge control tokens."""
+"""The tokenizer: byte-level BPE, trained here or loaded from Hugging Face files. Text cannot forge control tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str) -> None:
-        """`side_files` are written beside the model file by `save`; `origin` says in errors which tokenizer it is."""
+        """`save` writes `side_files` beside the model file; `origin` names this tokenizer in errors."""
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         # Some checkpoints declare control tokens as plain added words, which text would match.
         plain = [name for name in CONTROL_TOKENS if name in added and not added[name].special]
@@ -67,10 +67,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Train on `texts`: all bytes, the control tokens, and the most frequent merges up to `vocab_size` tokens.
+        """Trains on `texts`: all bytes, the control tokens, and the most frequent merges, up to `vocab_size` tokens.
 
         The same texts, in any order, give the same tokenizer. A corpus with fewer repeated pairs than asked for gives a
-        smaller vocabulary. Raises UserError for a vocabulary that does not hold all bytes and control tokens.
+        smaller vocabulary. Raises UserError for a vocabulary too small for all bytes and control tokens.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise UserError(
@@ -103,9 +103,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read the Hugging Face files in `directory`, of our own making or not.
+        """Reads the Hugging Face files in `directory`, written here or elsewhere.
 
-        Raises UserError, naming the file, when tokenizer.json is missing or can not be read.
+        Raises UserError, naming the file, when tokenizer.json is missing or cannot be read.
         """
         path = directory / _MODEL_FILE
         definition = _read(path)
@@ -117,7 +117,7 @@ class Tokenizer:
         return cls(backend, side_files, str(directory))
 
     def save(self, directory: Path) -> None:
-        """Write the Hugging Face files, for `load` and transformers' AutoTokenizer. Raises StorageError."""
+        """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. Raises StorageError."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for name, text in {_MODEL_FILE: self._backend.to_str(pretty=True), **self._side_files}.items():
@@ -127,22 +127,20 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the whole definition, chat template included: the same for what `save` wrote and `load` read
-        again."""
+        """32 hexadecimal digits over the whole definition, chat template included. Saving and loading keeps them."""
         parts = [self._backend.to_str(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def same_ids(self, other: Tokenizer) -> bool:
-        """Whether both have the same tokens under the same ids; templates may differ."""
+        """Whether both tokenizers have the same tokens under the same ids; their templates may differ."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        """The ids of `text` as content: "<|end|>" gives ordinary tokens, and nothing is put before or after.
+        """Encodes `text` as content: "<|end|>" gives ordinary tokens, and nothing is added before or after.
 
-        With `control_tokens` the names of control tokens in it are those tokens, as transformers' tokenizers have it by default:
-        for prompts that you write yourself, never for text from elsewhere, which could forge a turn.
-
-        Raises UserError for a lone surrogate, which is no character and has no bytes.
+        With `control_tokens`, names of control tokens in the text become those tokens, as in transformers by default. Use it
+        for prompts that you write yourself, never for text from elsewhere, which could forge a turn. Raises UserError for a
+        lone surrogate, which is no character and has no bytes.
         """
         if control_tokens:
             pieces = self._names.split(text)
@@ -158,9 +156,8 @@ class Tokenizer:
             raise
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens as their names; total.
-
-        Bytes that are not UTF-8 and ids that are not in the vocabulary become U+FFFD.
+        """Decodes `ids`, control tokens as their names; total. Bytes that are not UTF-8 and ids outside the vocabulary become
+        U+FFFD.
         """
         if self._known_ids.issuperset(ids):
             return self._backend.decode(ids, skip_special_tokens=False)
@@ -201,7 +198,7 @@ class Tokenizer:
 
     @cached_property
     def named_tokens(self) -> dict[str, str]:
-        """Which tokens have a part: `{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}`."""
+        """Tokens with a role: `{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}`."""
         named = {key: value for key, value in self._config.items() if key.endswith("_token")}
         named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
         return {key: value for key, value in named.items() if isinstance(value, str)}

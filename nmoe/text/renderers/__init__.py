@@ -37,8 +37,9 @@ RENDERERS: dict[str, type[HarmonyRenderer] | type[ChatRenderer] | type[PlainRend
 
 
 def make_renderer(tokenizer: Tokenizer, form: RenderFormat = "auto") -> Renderer:
-    """The form asked for, or the one that the tokenizer is made for: Harmony where it has the control tokens, then its chat
-    template. Raises UserError where it has neither."""
+    """Makes the renderer of the format asked for. "auto" is the tokenizer's own format: Harmony where it has the control tokens,
+    else its chat template. Raises UserError where it has neither.
+    """
     if form == "auto":
         natural = natural_format(tokenizer)
         if natural is None:

@@ -23,17 +23,17 @@ NaturalFormat = Literal["harmony", "chat"]
 
 @dataclass
 class Rendered:
-    """One sequence: `Rendered([5, 6, 7, 2], [-100, -100, 7, 2])` learns 7 and 2.
+    """One token sequence with labels: `Rendered([5, 6, 7, 2], [-100, -100, 7, 2])` learns 7 and 2.
 
-    A label is the token to predict at its place. It is the token that stands there, except where a turn's stop token becomes
-    another in the history: a final message ends in <|return|> when it is sampled, and in <|end|> when more follows.
+    A label is the token to predict at its place. It equals the token there, except where a turn's stop token becomes another
+    one in the history: a final message ends in <|return|> when it is sampled, and in <|end|> when more follows.
     """
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
 
     def read(self, ids: Sequence[int]) -> None:
-        """Goes on with what is not learned."""
+        """Appends tokens that are not learned."""
         self.ids += ids
         self.labels += [IGNORED] * len(ids)
 
@@ -43,7 +43,7 @@ class Rendered:
 
     @property
     def learned(self) -> int:
-        """How many tokens are learned."""
+        """The number of learned tokens."""
         return sum(label != IGNORED for label in self.labels)
 
     def copy(self) -> Rendered:
@@ -52,11 +52,11 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """What the turns of one answer say: `ParsedAnswer("42", structure=(True, True, True), reasoned=True)`.
+    """The turns of one answer, parsed: `ParsedAnswer("42", structure=(True, True, True), reasoned=True)`.
 
-    `text` is what was said to whoever asked, "" where nothing was. `structure` says which parts of the format hold: every turn
-    parses, the last one ends by itself, and it says something; plain text has no structure. `reasoned` tells whether the turns
-    reason before the answer.
+    `text` is the answer without its reasoning, "" where there is none. `structure` says which parts of the format hold: every
+    turn parses, the last one ends by itself, and it says something; plain text has no structure. `reasoned` says whether there
+    is reasoning before the answer.
     """
 
     text: str
@@ -66,8 +66,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True)
 class Round:
-    """What was said between two turns of the user, and the later one's words: the policy's turns, and of each what tools
-    answered to its calls."""
+    """The policy's turns between two user messages, the tools' answers to the calls of each turn, and the later user message."""
 
     turns: Sequence[Sequence[int]]
     answers: Sequence[Sequence[ToolEvent]]
@@ -127,7 +126,9 @@ class Renderer(Protocol):
 
 
 def natural_format(tokenizer: HarmonyTokenizer) -> NaturalFormat | None:
-    """Harmony where the tokenizer has all of its control tokens, else its own chat template; None where it has neither."""
+    """The format that a tokenizer is made for: Harmony where it has all control tokens, else its own chat template, None where it
+    has neither.
+    """
     try:
         for token in CONTROL_TOKENS:
             tokenizer.special_id(token)

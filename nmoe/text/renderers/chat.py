@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer (Jinja, as Hugging Face checkpoints have) as a renderer."""
+"""Render and parse conversations by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Pieces = Sequence[tuple[list[int], int | None]]
 
 
 class ChatRenderer:
-    """The messages of the tokenizer's own chat template, for models that do not speak Harmony. Calls and reasoning have
-    the form of the Hermes and Qwen3 line:
+    """The tokenizer's own chat template, for models that do not speak Harmony. Calls and reasoning have the form of Hermes and
+    Qwen3:
 
         <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
 
-    Every turn ends by itself, with its reasoning closed where it opens; the last one calls nothing, and what it says
-    after its reasoning, not blank, is the answer. A call inside the reasoning is a thought.
+    A well-formed answer closes its reasoning where it opens, and every turn ends by itself. The last turn has no call; its
+    text after the reasoning, not blank, is the answer. A call inside the reasoning is a thought.
     """
 
     name = "chat"
@@ -54,8 +54,7 @@ class ChatRenderer:
         return self._template.continuation_ids(messages, answers)
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """The same branch where the template leaves earlier turns as they were, else a new one, in which they have no
-        reasoning."""
+        """The same branch where the template leaves earlier turns as they were, else a new branch without their reasoning."""
         history = list(messages)
         for one in rounds:
             (token_ids,) = one.turns
@@ -120,7 +119,7 @@ class ChatRenderer:
         return event.call.name if event.call.name in self._names else "unknown"
 
     def _read(self, token_ids: Sequence[int]) -> tuple[ChatTurn, bool]:
-        """What a turn says, and whether it ended by itself. A control token inside of it is no text."""
+        """Parses a turn and says whether it ended by itself. A control token inside it is not text."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         body = token_ids[:-1] if ended else token_ids
         said = read_turn(self._tokenizer.decode(body))
@@ -129,7 +128,7 @@ class ChatRenderer:
 
     @cached_property
     def _reads_reasoning(self) -> bool:
-        """Whether the template writes reasoning that has a field of its own."""
+        """Whether the template writes reasoning from a field of its own."""
         probe = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "!", "reasoning_content": "because"},
@@ -138,12 +137,12 @@ class ChatRenderer:
         return "because" in self._tokenizer.decode(ids)
 
     def _says(self, message: ChatMessage, pieces: Pieces, index: int) -> bool:
-        """Whether the message is a turn among the pieces, with its reasoning where it has some."""
+        """Whether the pieces contain the message as a turn, with its reasoning if it has any."""
         reasoning = (split_reasoning(message)[0] or "").strip()
         return _is_piece(pieces, index) and (not reasoning or reasoning in self._text(pieces, index))
 
     def _text(self, pieces: Pieces, index: int) -> str:
-        """What a message's turn says among the pieces."""
+        """The text of a message's turn among the pieces."""
         return self._tokenizer.decode([token_id for piece, of in pieces if of == index for token_id in piece])
 
     def _as_template_takes(self, message: ChatMessage) -> dict[str, Any]:
@@ -173,7 +172,7 @@ def _joined(pieces: Pieces, learned: set[int]) -> Rendered:
 
 
 def _as_function_call(call: FunctionCall) -> dict[str, Any]:
-    """Templates write arguments as JSON, so that those which come as JSON already would be written twice over."""
+    """The call as templates take it. They write arguments as JSON, so arguments that are JSON text already are parsed first."""
     arguments = call.arguments
     if isinstance(arguments, str):
         try:
@@ -186,7 +185,7 @@ def _as_function_call(call: FunctionCall) -> dict[str, Any]:
 
 
 def _chat_call(body: str, call_id: str) -> ToolCall:
-    """A call from the text between its tags."""
+    """Parses a call from the text between its tags."""
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:

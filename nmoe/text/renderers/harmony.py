@@ -1,4 +1,4 @@
-"""Harmony as a renderer: what a policy is shown and samples, and what is learned of a dataset's conversations."""
+"""Render and parse Harmony conversations: prompts, sampled turns, and supervised sequences."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
 class HarmonyRenderer:
-    """Harmony. A sampled answer is well-formed where every turn parses, the last ends in <|return|>, and its last final message
-    is not blank; reasoning is an analysis message, not blank, before that final message, in any turn.
+    """Harmony. An answer is well-formed where every turn parses, the last one ends in <|return|>, and its last final message is
+    not blank. Reasoning is an analysis message, not blank, before that final message, in any turn.
 
-    A dataset's reasoning goes to `analysis`, calls to `commentary` and answers to `final`, unless the data names the channels.
+    In a dataset's conversation, reasoning goes to `analysis`, calls to `commentary` and answers to `final`, unless the data
+    names the channels.
     """
 
     name = "harmony"
@@ -49,7 +50,7 @@ class HarmonyRenderer:
         return self._harmony.render_prompt([self._answer(event)])
 
     def follow_up(self, messages: Sequence[Message], rounds: Sequence[Round]) -> tuple[Given, list[int]]:
-        """A new branch: earlier reasoning is dropped, and the answer before ends in <|end|>. Calls and their answers stay."""
+        """A new branch: earlier reasoning is dropped, and the previous answer ends in <|end|>. Calls and their answers stay."""
         history = list(messages)
         for one in rounds:
             for token_ids, events in zip(one.turns, one.answers, strict=True):
@@ -109,7 +110,7 @@ class HarmonyRenderer:
         return Message("tool", event.output, "commentary", recipient="assistant", name=f"{NAMESPACE}.{name}")
 
     def _append(self, sequence: Rendered, turn: _Turn) -> None:
-        """The turn as a policy samples it, between the answers of its tools."""
+        """Appends the turn as a policy samples it, with the tools' answers in between."""
         for sampled, answers in turn.rounds:
             sequence.read(self._harmony.render_prompt([]))
             said = [message for message, _ in sampled]
@@ -130,8 +131,9 @@ class HarmonyRenderer:
 
 @dataclass
 class _Turn:
-    """What the assistant says between two messages of others: rounds of messages, each with whether it is learned, and the answers
-    of the tools that they called."""
+    """One turn of the assistant between two messages of others: rounds of messages, each with whether it is learned, and the
+    answers of the tools called in the round.
+    """
 
     rounds: list[tuple[list[tuple[Message, bool]], list[Message]]] = field(default_factory=list)
 
@@ -150,12 +152,12 @@ class _Turn:
         return {"analysis", "final"} <= channels
 
     def history(self) -> list[Message]:
-        """The turn as later ones see it: without its analysis."""
+        """The turn as later turns see it: without its analysis."""
         return [message for message in self._messages if message.channel != "analysis"]
 
 
 def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Turn | list[Message]]:
-    """The conversation, its turns and what lies between; a turn is there once the assistant has spoken."""
+    """Splits the conversation into the assistant's turns and the messages between them."""
     parts: list[_Turn | list[Message]] = [[]]
     names: dict[str, str] = {}
     pending: list[str] = []
@@ -191,8 +193,9 @@ def _turns(messages: Iterable[tuple[int, ChatMessage]], first: int) -> list[_Tur
 
 
 def _in_sequence(messages: Messages) -> Iterator[tuple[int, ChatMessage]]:
-    """The messages with their indices, where each call is followed by its answer: Harmony calls one tool at a time, and what others
-    call at once it calls one after the other."""
+    """Yields the messages with their indices, each call followed by its answer. Harmony calls one tool at a time: parallel calls
+    are put one after the other.
+    """
     index = 0
     while index < len(messages):
         message = messages[index]

@@ -1,4 +1,4 @@
-"""Plain text: no structure between prompt and completion."""
+"""Render and parse plain text: no structure between prompt and completion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from nmoe.types import Given, Message, ToolCall, ToolEvent
 class PlainRenderer:
     r"""Plain text, for models without a conversation format.
 
-    A prompt is the messages' text, a blank line between them and a line break at the end; nothing is added, so that an instruction
-    to use `\boxed{}` belongs in an environment's `system`. Of a dataset, prompt and completion are joined as they are.
+    A prompt is the messages' text, with a blank line between them and a line break at the end. Nothing is added: an
+    instruction to use `\boxed{}` belongs in an environment's `system`. In supervised data, prompt and completion are joined
+    as they are.
     """
 
     name = "text"
