@@ -15,13 +15,14 @@ from typing import Protocol
 
 from nmoe.grading.extraction import joined_boxes
 from nmoe.grading.math import expressions
-from nmoe.grading.math.forms import REALS, Answer, Compound, Form, Scalar, dollars, percent_value, read_answer
+from nmoe.grading.math.forms import Answer, Compound, Form, read_answer
 from nmoe.grading.math.intervals import REAL_LINE, as_intervals
 from nmoe.grading.math.names import names_a_term, rename, renamed_arguments
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.grading.math.numbers import decimal_commas, read_number, same
 from nmoe.grading.math.policy import DEFAULT, Policy
 from nmoe.grading.math.question import is_unevaluated, repeats, repeats_equation, wants_equation
+from nmoe.grading.math.scalars import REALS, Scalar, dollars, percent_value
 from nmoe.grading.math.screen import differ, equations_differ
 from nmoe.grading.math.units import asked_unit, asks_percent, changes_number
 from nmoe.types import Verdict

@@ -19,32 +19,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Literal
 
 from nmoe.grading.math.names import name_of, names_in
 from nmoe.grading.math.normalization import normalize
-from nmoe.grading.math.numbers import Number, read_number
-from nmoe.grading.math.units import is_unit, known_unit, spell_unit
+from nmoe.grading.math.scalars import MARKS, REALS, UNIT_CLOSE, UNIT_OPEN, Scalar, dollars, read_scalar
 
 _MAX_DEPTH = 30
 
 Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matrix", "relation"]
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """One value: its text without the unit, and the number that this is, if it is one.
-
-    `unit` is "" without one, "%" for percent, whose number is the one before the sign, and "$" for a dollar sign, which may be
-    TeX's; the word is "dollar". `base` is that of digits with a base
-    as subscript, "" without one.
-    """
-
-    text: str
-    number: Number | None
-    unit: str = ""
-    base: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,26 +56,9 @@ class Answer:
     condition: str = ""
 
 
-# Letters in braces whose command says that they are words: the unit of what stands before.
-_UNIT_OPEN, _UNIT_CLOSE = "\ue000", "\ue001"
 _WORDED = re.compile(r"(?<=[0-9}\])\s%])\\(?:text|textrm|textnormal|textbf|mathrm|mbox)\s*\{\s*([^{}]*?)\s*\}")
-_MARKED_UNIT = re.compile(
-    rf"(.+?){_UNIT_OPEN}\s*([^{_UNIT_OPEN}{_UNIT_CLOSE}]*?)\s*{_UNIT_CLOSE}(?:\^\{{?([0-9])\}}?)?", re.DOTALL
-)
-_MARKS = re.compile(f"[{_UNIT_OPEN}{_UNIT_CLOSE}]")
 _GROUPED_COUNT = re.compile(r"\s*([0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?(?:\s|\\?%|[\ue000A-Za-z]).*)", re.DOTALL)
 _SEPARATING_WORD = re.compile(r"\s*(?:,\s*)?(?:or|and)\s*")
-
-_DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
-_PERCENT = re.compile(r"(.+?)\\?%")
-_BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
-_DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
-# An angle may be in degrees, and so may the argument of a function, which is no unit of its value.
-_ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
-_FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
-_BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-_BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
 
 # The index that a general solution runs over.
 _CONDITION = re.compile(
@@ -102,13 +68,6 @@ _CONDITION = re.compile(
     re.DOTALL,
 )
 _LINE_NAME = re.compile(r"(?:line ?)?[A-Za-z](?:_(?:[0-9]|\{[0-9]\}))?: ?(?=[^:]*[xy][^:]*$)")
-_WORD_SIGNS = {
-    r"\emptyset": ["empty set", "the empty set", "null set"],
-    r"\mathbb{R}": ["all real", "all reals", "all real numbers", "any real number", "real numbers", "the real numbers"],
-}
-_SIGN_OF = {words: sign for sign, spellings in _WORD_SIGNS.items() for words in spellings}
-REALS = r"\mathbb{R}"
-
 _TOKEN = re.compile(r"\\begin\{[a-z]+\*?\}|\\end\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _OPENING, _CLOSING = {"(", "[", "{", r"\{", r"\langle"}, {")", "]", "}", r"\}", r"\rangle"}
 _RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\lt", r"\gt", r"\ne"}
@@ -121,19 +80,14 @@ def read_answer(text: str) -> Answer:
     """The form of an answer in raw text."""
     if (amount := dollars(text)) is not None:
         return Answer(f"${normalize(text)}", Scalar(normalize(text), amount, "$"))
-    marked = _WORDED.sub(_mark, _MARKS.sub("?", text))
+    marked = _WORDED.sub(_mark, MARKS.sub("?", text))
     if grouped := _GROUPED_COUNT.fullmatch(marked):  # "1,234 eggs" is one number
         marked = grouped[1].replace(",", "") + grouped[2]
     normal = _LINE_NAME.sub("", normalize(marked), 1) if "=" in marked and ":" in marked else normalize(marked)
     condition = ""
     if r"\in" in normal and (conditioned := _CONDITION.fullmatch(normal)):
         normal, condition = conditioned.groups()
-    return replace(_read_unconditioned(normal, normalize(_MARKS.sub(" ", marked))), condition=condition)
-
-
-def dollars(text: str) -> Number | None:
-    """The number after a dollar sign that has no other to close it; None for any other raw text."""
-    return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
+    return replace(_read_unconditioned(normal, normalize(MARKS.sub(" ", marked))), condition=condition)
 
 
 def _read_unconditioned(normal: str, plain: str) -> Answer:
@@ -149,7 +103,7 @@ def _read_unconditioned(normal: str, plain: str) -> Answer:
             form = _read(right, 0)
             if names := names_in(name):
                 return Answer(plain, _record(names, form) or form)
-            return Answer(plain, form, name, Compound("relation", (_scalar(left), form), relation))
+            return Answer(plain, form, name, Compound("relation", (read_scalar(left), form), relation))
     form = _read(normal, 0)
     return _hoist_label(plain, form)
 
@@ -158,7 +112,7 @@ def _mark(worded: re.Match[str]) -> str:
     words = worded[1]
     if _SEPARATING_WORD.fullmatch(words) or not words:
         return f" {words} "
-    return f"{_UNIT_OPEN}{words}{_UNIT_CLOSE}"
+    return f"{UNIT_OPEN}{words}{UNIT_CLOSE}"
 
 
 def _hoist_label(text: str, form: Form) -> Answer:
@@ -246,7 +200,7 @@ def _read(text: str, level: int) -> Form:
     """The form of a normalised text, marks of units in it."""
     tokens = _tokens(text)
     if tokens is None or level > _MAX_DEPTH or not text:
-        return _scalar(text)
+        return read_scalar(text)
     if _WORD_SEPARATORS.search(text):
         # As signs of their own, so that they are separators outside of brackets only.
         words = {"or": "\ue002", "and": ","}
@@ -256,11 +210,11 @@ def _read(text: str, level: int) -> Form:
         parts = _split(tokens, separators)
         if len(parts) > 1:
             if not all(part for part, _ in parts):
-                return _scalar(text)
+                return read_scalar(text)
             return build(parts, level + 1)
     if (both := _plus_and_minus(tokens)) is not None:
         return Compound("set", tuple(_read(normalize(one), level + 1) for one in both), "pm")
-    return _bracketed(text, tokens, level) or _scalar(text)
+    return _bracketed(text, tokens, level) or read_scalar(text)
 
 
 def _many(kind: Kind) -> Callable[[list[tuple[str, str]], int], Form]:
@@ -378,43 +332,3 @@ def _matrix(text: str, level: int) -> Form | None:
     kind = "determinant" if match[1] == "vmatrix" else "matrix"
     parts = tuple(_read(normalize(cell), level + 1) for row in cells for cell in row)
     return Compound("matrix", parts, f"{kind} {len(cells)}x{len(cells[0])}")
-
-
-def _scalar(text: str) -> Scalar:
-    """A scalar with its unit or base taken off."""
-    if match := _MARKED_UNIT.fullmatch(text):
-        return _with_unit(match[1], spell_unit(match[2], match[3] or ""))
-    text = normalize(_MARKS.sub(" ", text))
-    text = _SIGN_OF.get(text.lower().removeprefix("the set of "), text)
-    if number := read_number(text):
-        return Scalar(text, number)
-    if match := _BASE.fullmatch(text):
-        base = match[2] or match[3]
-        digits = match[1].lstrip("0").upper() or "0"
-        base = _BASES.get(base, base)
-        return Scalar(digits, read_number(digits), base=base) if base.isdigit() else Scalar(text, None)
-    if match := _PERCENT.fullmatch(text):
-        return _with_unit(match[1], "%")
-    if match := _DEGREE.fullmatch(text):
-        return _with_unit(match[1], "degree")
-    if match := _FOREIGN_CURRENCY.fullmatch(text):
-        return _with_unit(match[2], match[1])
-    if match := _BARE_UNIT.fullmatch(text):
-        words, unit = match[2], spell_unit(match[2], match[3] or "")
-        # A single letter may be a variable: 5m. Words that are no known unit are one only after a number: 18 apples.
-        counted = is_unit(words) and read_number(normalize(match[1])) is not None
-        if (len(words) > 1 and known_unit(unit)) or counted:
-            return _with_unit(match[1], unit)
-    return Scalar(text, None)
-
-
-def _with_unit(text: str, unit: str) -> Scalar:
-    value = normalize(_MARKS.sub(" ", text))
-    if unit == "degree" and not _ANGLE.fullmatch(value):
-        return Scalar(rf"{value}^\circ", None)
-    return Scalar(value, read_number(value), unit)
-
-
-def percent_value(number: Number) -> Number:
-    """What a number of percent comes to: 50% is 0.5."""
-    return Number(number.value / Fraction(100), number.decimal)

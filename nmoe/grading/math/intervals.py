@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from nmoe.grading.math.forms import Compound, Form, Scalar
+from nmoe.grading.math.forms import Compound, Form
+from nmoe.grading.math.scalars import Scalar
 
 _ENDS = (Scalar(r"-\infty", None), Scalar(r"\infty", None))
 REAL_LINE = Compound("brackets", _ENDS, "()")

@@ -1,0 +1,102 @@
+r"""One value of an answer: its number, and the unit, the currency, the percent sign or the base that it is written with.
+
+    "5\text{ cm}"  the number 5 with the unit "cm"        "50\%"   50 with "%"
+    "$5"           5 with "$"                            "101_2"  the digits 101 with the base "2"
+
+Before `normalize` takes the braces away, `forms` marks letters in braces whose command says that they are words (`UNIT_OPEN`,
+`UNIT_CLOSE`): the unit of what stands before.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from nmoe.grading.math.normalization import normalize
+from nmoe.grading.math.numbers import Number, read_number
+from nmoe.grading.math.units import is_unit, known_unit, spell_unit
+
+UNIT_OPEN, UNIT_CLOSE = "\ue000", "\ue001"
+_MARKED_UNIT = re.compile(
+    rf"(.+?){UNIT_OPEN}\s*([^{UNIT_OPEN}{UNIT_CLOSE}]*?)\s*{UNIT_CLOSE}(?:\^\{{?([0-9])\}}?)?", re.DOTALL
+)
+MARKS = re.compile(f"[{UNIT_OPEN}{UNIT_CLOSE}]")
+
+_DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
+_PERCENT = re.compile(r"(.+?)\\?%")
+_BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
+_DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
+# An angle may be in degrees, and so may the argument of a function, which is no unit of its value.
+_ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
+_FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
+_BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+_BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
+
+_WORD_SIGNS = {
+    r"\emptyset": ["empty set", "the empty set", "null set"],
+    r"\mathbb{R}": ["all real", "all reals", "all real numbers", "any real number", "real numbers", "the real numbers"],
+}
+_SIGN_OF = {words: sign for sign, spellings in _WORD_SIGNS.items() for words in spellings}
+REALS = r"\mathbb{R}"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value: its text without the unit, and the number that this is, if it is one.
+
+    `unit` is "" without one, "%" for percent, whose number is the one before the sign, and "$" for a dollar sign, which may be
+    TeX's; the word is "dollar". `base` is that of digits with a base as
+    subscript, "" without one.
+    """
+
+    text: str
+    number: Number | None
+    unit: str = ""
+    base: str = ""
+
+
+def dollars(text: str) -> Number | None:
+    """The number after a dollar sign that has no other to close it; None for any other raw text."""
+    return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
+
+
+def read_scalar(text: str) -> Scalar:
+    """A scalar with its unit or base taken off."""
+    if match := _MARKED_UNIT.fullmatch(text):
+        return _with_unit(match[1], spell_unit(match[2], match[3] or ""))
+    text = normalize(MARKS.sub(" ", text))
+    text = _SIGN_OF.get(text.lower().removeprefix("the set of "), text)
+    if number := read_number(text):
+        return Scalar(text, number)
+    if match := _BASE.fullmatch(text):
+        base = match[2] or match[3]
+        digits = match[1].lstrip("0").upper() or "0"
+        base = _BASES.get(base, base)
+        return Scalar(digits, read_number(digits), base=base) if base.isdigit() else Scalar(text, None)
+    if match := _PERCENT.fullmatch(text):
+        return _with_unit(match[1], "%")
+    if match := _DEGREE.fullmatch(text):
+        return _with_unit(match[1], "degree")
+    if match := _FOREIGN_CURRENCY.fullmatch(text):
+        return _with_unit(match[2], match[1])
+    if match := _BARE_UNIT.fullmatch(text):
+        words, unit = match[2], spell_unit(match[2], match[3] or "")
+        # A single letter may be a variable: 5m. Words that are no known unit are one only after a number: 18 apples.
+        counted = is_unit(words) and read_number(normalize(match[1])) is not None
+        if (len(words) > 1 and known_unit(unit)) or counted:
+            return _with_unit(match[1], unit)
+    return Scalar(text, None)
+
+
+def _with_unit(text: str, unit: str) -> Scalar:
+    value = normalize(MARKS.sub(" ", text))
+    if unit == "degree" and not _ANGLE.fullmatch(value):
+        return Scalar(rf"{value}^\circ", None)
+    return Scalar(value, read_number(value), unit)
+
+
+def percent_value(number: Number) -> Number:
+    """What a number of percent comes to: 50% is 0.5."""
+    return Number(number.value / Fraction(100), number.decimal)
