@@ -102,9 +102,9 @@ def judged(groups: Sequence[Group]) -> list[Trajectory]:
 def policy_batch(
     trajectories: Sequence[Trajectory], advantages_B: Tensor | None, aggregation: Aggregation, constant_length: int
 ) -> Batch:
-    """One sequence per branch of a trajectory, which all have its advantage. Only tokens that the policy sampled are scored, stop
-    tokens among them; what it was given is read and not learned. Without `advantages_B`, of the trajectories, that column is
-    missing."""
+    """One sequence per branch of a trajectory. Only tokens that the policy sampled are scored, stop tokens included; prompts and
+    tool results are read but not learned. `advantages_B` holds one advantage per trajectory, for all its branches; without it the
+    column is missing."""
     branches = [branch for trajectory in trajectories for branch in trajectory.branches]
     samples = tuple(place for place, trajectory in enumerate(trajectories) for _ in trajectory.branches)
     several = samples if len(branches) > len(trajectories) else None
@@ -134,7 +134,7 @@ def policy_batch(
 
 
 def selected(batch: Batch, sequences: Sequence[int], aggregation: Aggregation, constant_length: int) -> Batch:
-    """These sequences of a batch, with weights whose denominators count them alone."""
+    """A batch of these sequences alone; the denominators of its weights count only them."""
     part, _ = batch.select(sequences)
     return replace(
         part, weights_T=token_weights(aggregation, part.scored_T, part.lengths, constant_length, part.samples)
@@ -142,7 +142,7 @@ def selected(batch: Batch, sequences: Sequence[int], aggregation: Aggregation, c
 
 
 def _prefixes(branches: Sequence[Branch]) -> tuple[tuple[int, int], ...]:
-    """The branches of one prompt share all of it; one that has no token has not even read its prompt's last."""
+    """Branches with the same prompt share all of it, except a branch without tokens, which has not read the prompt's last token."""
     first_of: dict[tuple[int, ...], int] = {}
     return tuple(
         (first_of.setdefault(t.prompt_ids, i), len(t.prompt_ids)) if t.token_ids else (i, 0)
@@ -158,7 +158,7 @@ def _routes(branches: Sequence[Branch]) -> Tensor | None:
 
 
 def _kept(branches: Sequence[Branch]) -> Tensor | None:
-    """Kept sets `[T, M]` filled up with -1, where sampling cut the support."""
+    """Kept sets `[T, M]`, padded with -1, where sampling truncated the support."""
     kept_ids = [t.kept_ids for t in branches]
     if all(kept is None for kept in kept_ids):
         return None
@@ -173,15 +173,15 @@ def _kept(branches: Sequence[Branch]) -> Tensor | None:
 
 
 def group_ids(groups: Sequence[Group]) -> Tensor:
-    """Which group each judged sample is of, `[B]`."""
+    """The index of the group of each judged sample, `[B]`."""
     return torch.tensor([place for place, group in enumerate(groups) for _ in group.trainable], dtype=torch.int64)
 
 
 def sample_rewards(groups: Sequence[Group], algorithm: AlgorithmSection, token_limit: int) -> tuple[Tensor, Tensor]:
-    """Rewards of every judged sample, `[B, R]`, and their weights, `[R]`; one that a sample lacks is NaN.
+    """Rewards of every judged sample, `[B, R]`, and their weights, `[R]`. A missing reward is NaN.
 
-    Under `multi_reward = "sum"` there is one, the grade's score with what length adds; under "gdpo" each component of the rubric
-    with a weight, and each reward for length, is its own. `token_limit` is the most tokens that a sample may have.
+    Under `multi_reward = "sum"` there is one reward: the grade's score plus the rewards for length. Under "gdpo" each weighted
+    component of the rubric and each reward for length is a reward by itself. `token_limit` is the most tokens a sample may have.
     """
     trajectories = judged(groups)
     by_length = _length_rewards(trajectories, group_ids(groups), algorithm, token_limit)
@@ -202,7 +202,7 @@ def sample_rewards(groups: Sequence[Group], algorithm: AlgorithmSection, token_l
 def _length_rewards(
     trajectories: Sequence[Trajectory], group_ids_B: Tensor, algorithm: AlgorithmSection, token_limit: int
 ) -> list[tuple[float, Tensor]]:
-    """Rewards for length, `[B]` each, with their weights."""
+    """Rewards for length, `[B]` each, with their weights, as [algorithm] asks for them."""
     tokens_B = torch.tensor([t.sampled_tokens for t in trajectories])
     rewards = []
     if algorithm.overlong_buffer:
@@ -214,9 +214,9 @@ def _length_rewards(
 
 
 def differs(group: Group, algorithm: AlgorithmSection, token_limit: int) -> bool:
-    """Whether rewards, those of steps included, differ within the group: otherwise every advantage in it is zero.
+    """Whether rewards, step rewards included, differ within the group. Otherwise all its advantages are zero.
 
-    A divergence from the reference that is a reward has not been measured yet; it differs between any two samples."""
+    A divergence from the reference as a reward is not measured yet at this point; it differs between any two samples."""
     if len(group.trainable) < 2:
         return False
     if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
@@ -228,12 +228,12 @@ def differs(group: Group, algorithm: AlgorithmSection, token_limit: int) -> bool
 
 
 def step_rewards(batch: Batch, trajectories: Sequence[Trajectory]) -> Tensor:
-    """What verifiers gave to steps, at the position that decides on a step's last token, `[T]`; NaN elsewhere. Several rewards of
-    one place, as of several verifiers, add up."""
+    """The rewards of steps, at the position that predicts a step's last token, `[T]`; NaN elsewhere. Several rewards at one
+    position, as several verifiers give them, add up."""
     rewards_T = torch.full((batch.tokens,), torch.nan)
     start = 0
     for trajectory in trajectories:
-        # The position that predicts each of the trajectory's tokens; none does the first branch's prompt, nor that of a later one.
+        # The position that predicts each of the trajectory's tokens; none predicts those of a prompt.
         positions: list[int | None] = []
         for branch in trajectory.branches:
             prompt, tokens = len(branch.prompt_ids), len(branch.token_ids)
@@ -249,7 +249,7 @@ def step_rewards(batch: Batch, trajectories: Sequence[Trajectory]) -> Tensor:
 
 
 def reward_divergence(batch: Batch, algorithm: AlgorithmSection) -> Tensor | None:
-    """The divergence of the policy that sampled from the reference as a reward of tokens, `[T]`, where it is one."""
+    """The divergence from the reference as a reward per token, `[T]`, under the policy that sampled; None where it is no reward."""
     if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
         return None
     assert batch.behaviour_logprobs_T is not None
@@ -285,7 +285,8 @@ def token_advantages(
 
 
 def _corrected(batch: Batch, algorithm: AlgorithmSection) -> tuple[Batch, dict[str, float]]:
-    """The batch with the weights for a sampler that was not the learner in its advantages, and their figures."""
+    """Multiplies the advantages by importance weights for a sampler that differs from the learner. Returns the batch and the
+    metrics of the weights."""
     assert batch.old_logprobs_T is not None
     assert batch.behaviour_logprobs_T is not None
     assert batch.advantages_T is not None

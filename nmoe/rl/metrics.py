@@ -26,8 +26,8 @@ SPIKE_GRAD_NORM = 50.0
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Rewards and rates over the samples of the step that were judged, those of dropped groups included; lengths and failures
-    over all. Raises RuntimeError where none was judged."""
+    """Rewards and rates over all judged samples of the step, including those of dropped groups; lengths and failures over all
+    samples. Raises RuntimeError where none was judged."""
     everything, trajectories = trajectories, [t for t in trajectories if t.trainable]
     failures = Counter(t.grade.failure for t in everything)
     if not trajectories:
@@ -45,12 +45,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             metrics[f"reward/{name}"] = _mean(values)
         if any(t.grade.cached for t in trajectories):
             metrics[f"reward_cached/{name}"] = _mean([name in t.grade.cached for t in trajectories])
-    # An answer to an open problem is neither right nor wrong, and no rate of 0.
+    # An answer to an open problem is neither right nor wrong, so it has no correctness.
     metrics.pop("correctness")
     closed = [t for t in trajectories if TASKS[t.problem.task_type].has_gold]
     if closed:
         metrics["correctness"] = _mean([t.grade.extras["correctness"] for t in closed])
-        # Rewarded above the step's mean without being right: what reward hacking looks like from outside.
+        # Rewarded above the mean of the step without being correct: a sign of reward hacking.
         metrics["high_reward_but_wrong"] = _mean(
             [t.grade.score > metrics["reward_mean"] and t.grade.extras["correctness"] == 0 for t in closed]
         )
@@ -76,7 +76,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def joined_passes(passes: Sequence[PassResult]) -> PassResult:
-    """Several updates of one step as one pass: all their tokens, mean losses, and the routers' picks of all."""
+    """Joins the passes of several updates into one: all tokens, mean losses, and all router picks."""
     if len(passes) == 1:
         return passes[0]
     routing = passes[0].routing
@@ -92,7 +92,7 @@ def joined_passes(passes: Sequence[PassResult]) -> PassResult:
 
 
 def joined_steps(steps: Sequence[StepResult]) -> StepResult:
-    """Several optimizer steps as one: the last one's settings, the largest gradient, and whether any overflowed."""
+    """Joins several optimizer steps into one: the settings of the last, the largest gradient norm, and whether any overflowed."""
     norms = [step.grad_norm for step in steps if step.grad_norm is not None]
     return replace(steps[-1], grad_norm=max(norms) if norms else None, overflow=any(step.overflow for step in steps))
 
@@ -100,8 +100,8 @@ def joined_steps(steps: Sequence[StepResult]) -> StepResult:
 def update_metrics(
     result: PassResult, step: StepResult, advantages: Tensor, mismatch_N: Tensor | None = None
 ) -> dict[str, float]:
-    """What the update did. `mismatch_N` is the log ratio of learner to sampler at the same weights, taken before the updates; None
-    where there is one update on fresh samples, whose own log ratio is just that."""
+    """Metrics of the update. `mismatch_N` is the log ratio of learner to sampler at the same weights, measured before the updates.
+    It is None for a single update on fresh samples, where it equals the update's own log ratio."""
     log_ratio_N = result.tokens["log_ratio"].double()
     clamped_N = log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     entropy_N = result.tokens["entropy"].double()

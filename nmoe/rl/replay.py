@@ -1,4 +1,4 @@
-"""`nmoe replay`: goes through a replay bundle and says, check by check, what is the same and what is not."""
+"""`nmoe replay`: repeats what a replay bundle records, and reports for each check whether the result is the same."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Trajectory
 
-# The bound that engine and learner keep to in float32 on a CPU, in nats. Below float32 nothing is promised token by token, and
-# this only tells another model's numbers from the same one's.
+# The largest difference between engine and learner in float32 on a CPU, in nats. Below float32 there is no guarantee per token;
+# the loose bound only tells a different model from the same one.
 _BOUND = {"float32": 1e-4}
 _LOOSE_BOUND = 0.5
 
 
 class ReplayDifferenceError(UserError):
-    """The replay came to something else than the record: nothing is wrong with the input, so the exit code is 1."""
+    """The replay differs from the record. The input is valid, so the exit code is 1."""
 
     exit_code = 1
 
@@ -99,7 +99,7 @@ def replay_command(
 
 
 class _Sandboxes:
-    """Sandboxes as the run had them, tried and started when the first tool asks for one."""
+    """Sandboxes like those of the run, started when the first tool asks for one."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -121,7 +121,7 @@ class _Sandboxes:
 def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
     """Compares the log-probabilities of the sampled tokens with those that the checkpoint's model gives them.
 
-    Raises UserError for a checkpoint with other weights than the tokens were sampled with, as far as it says which it has.
+    Raises UserError for a checkpoint with other weights than those that sampled, where it records which it has.
     """
     versions = sorted({version for turn in trajectory.turns for version in turn.sample.versions})
     if trajectory.sampling.temperature == 0:

@@ -63,6 +63,15 @@ class Rollouts:
             return f"every one of {len(self.groups)} groups had rewards all alike or lies outside batch.solve_rate"
         return f"every one of {len(self.groups)} groups had rewards all alike"
 
+    def times(self) -> dict[str, float]:
+        """Seconds of sampling and, within them, of grading; and tokens sampled per second."""
+        tokens = sum(trajectory.sampled_tokens for trajectory in self.trajectories)
+        return {
+            "time_rollout_s": self.rollout_s,
+            "time_grade_s": self.grade_s,
+            "tokens_per_second": tokens / self.rollout_s,
+        }
+
     def metrics(self) -> dict[str, float]:
         """Counts of groups sampled and dropped."""
         return {

@@ -129,36 +129,26 @@ class PolicyGradient(Recipe):
         self.experts = model.config.routed_experts
 
     def step(self, step: int) -> Step:
-        """Samples and grades a group of completions per prompt, updates the policy by their advantages, and publishes the
-        weights."""
+        """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and
+        publishes its weights."""
         began = time.perf_counter()
         # A cached prefix of an evaluation, or of a step that published nothing, would be missing in a resumed run.
         self.engine.forget_prefixes()
         rollouts = self.sampler.sample(step)
-        metrics = rollout_metrics(rollouts.trajectories) | rollouts.metrics()
         learn_began = time.perf_counter()
-        experience = self.policy.experience(rollouts.kept) if rollouts.kept else None
-        updated = {} if experience is None else self.policy.update(step, experience)
-        metrics |= updated | {"skipped": float(not updated)}
+        experience = self.policy.experience(rollouts.kept)
+        updated = self.policy.update(step, experience)
         publish_began = time.perf_counter()
         # While a critic warms up the policy takes no step, and the engine has its weights already.
         if "learning_rate" in updated:
             self.learner.publish(self.engine).result()
-        publish_s = time.perf_counter() - publish_began
-        if not updated:
-            self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
+        times = {"time_learn_s": publish_began - learn_began, "time_sync_s": time.perf_counter() - publish_began}
         if self.policy.reference is not None:
             self.policy.reference.renew(step)
+        metrics = {**rollout_metrics(rollouts.trajectories), **rollouts.metrics(), **updated}
+        metrics["skipped"] = float(not updated)
         metrics |= self._advance_curriculum(step, metrics)
-        now = time.perf_counter()
-        metrics |= {
-            "time_rollout_s": rollouts.rollout_s,
-            "time_grade_s": rollouts.grade_s,
-            "time_learn_s": now - learn_began - publish_s,
-            "time_sync_s": publish_s,
-            "time_step_s": now - began,
-            "tokens_per_second": sum(t.sampled_tokens for t in rollouts.trajectories) / rollouts.rollout_s,
-        }
+        metrics |= {**rollouts.times(), **times, "time_step_s": time.perf_counter() - began}
         self._record(step, rollouts, metrics)
         return Step(metrics, shown(metrics))
 
@@ -240,7 +230,10 @@ class PolicyGradient(Recipe):
         return in_force
 
     def _record(self, step: int, rollouts: Rollouts, metrics: Mapping[str, float]) -> None:
-        """Writes the step's first group as samples, and a spike of the gradient with the problems of its batch."""
+        """Records the step's first group as samples, a step without an update, and a spike of the gradient with the problems of its
+        batch."""
+        if metrics["skipped"]:
+            self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
         group = rollouts.groups[0].trajectories
         self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
         if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:
@@ -273,7 +266,10 @@ class PolicyUpdate:
         self._objective = policy_objective(algorithm, critic)
 
     def experience(self, groups: Sequence[Group]) -> Experience | None:
-        """The samples of the groups as a batch with advantages; None where every one was truncated and those are masked."""
+        """The samples of the groups as a batch with advantages; None where there is no group, or where every sample was truncated
+        and those are masked."""
+        if not groups:
+            return None
         algorithm, metrics = self.algorithm, dict[str, float]()
         batch = policy_batch(judged(groups), None, algorithm.aggregation, self._constant_length)
         if self.reference is not None:
@@ -290,8 +286,10 @@ class PolicyUpdate:
             batch, advantages, metrics = self.teacher.advise(batch)
         return trained_experience(batch, advantages, groups, algorithm, self._constant_length, metrics)
 
-    def update(self, step: int, experience: Experience) -> dict[str, float]:
-        """Takes the optimizer steps and returns their metrics."""
+    def update(self, step: int, experience: Experience | None) -> dict[str, float]:
+        """Takes the optimizer steps and returns their metrics, which are empty without experience."""
+        if experience is None:
+            return {}
         metrics = experience.metrics
         trains_policy = self.critic is None or not self.critic.warming_up(step)
         passes, steps = [], []

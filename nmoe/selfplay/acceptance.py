@@ -1,12 +1,19 @@
-"""Which score a proof gets from many analyses of it, none of which is to be trusted alone.
+"""The rules of DeepSeekMath-V2 (arXiv:2511.22570): the score that a proof is accepted with, and the rewards that follow from it.
 
-The rule of DeepSeekMath-V2 (arXiv:2511.22570, section 2.3): every analysis that reports a defect is checked by m
-meta-verifications, and stands when a majority of them confirms it. The lowest score that any analysis gives becomes the proof's
-where at least k analyses that give it stand. Where every analysis was read and no claim of a defect stands, the proof has none: 1.
-All other proofs are discarded.
+Acceptance (section 2.3). No single analysis is trusted. Every analysis that reports a defect is checked by m meta-verifications,
+and is confirmed when a majority of them agrees. A proof gets the lowest score that any analysis gives, where at least k analyses
+with that score are confirmed. It gets 1 where every analysis was read and no claim of a defect is confirmed. All other proofs are
+discarded. A missing analysis may hide a defect: a proof with an analysis that is lost or unreadable, or with a claim whose checks
+are missing or decide nothing, never gets 1.
 
-Silence is no praise. An analysis that is lost or unreadable, and a claim that was not checked or whose checks decide nothing, may
-hide a defect: a proof with one of these never gets 1.
+Rewards (sections 2.1 and 2.2). s' is the score that a completion gives, s the score that the proof was accepted with:
+
+    verifier    R = R_format * (1 - |s' - s|) * R_meta
+    generator   R = R_format * (0.76 * R_Y + 0.24 * (1 - |s' - s|) * R_meta)
+
+R_Y is s. R_meta is the mean score of the meta-verifications of the completion's own evaluation. It is 1 for an evaluation that
+reports no defect, since there is nothing it could have made up, and 0 for one whose claims leave no room in the context for their
+check, so that long evaluations do not escape a low reward. If all checks are lost or unreadable there is no R_meta and no reward.
 """
 
 from __future__ import annotations
@@ -19,12 +26,13 @@ from typing import Literal
 Outcome = Literal["accepted", "unconfirmed", "unchecked", "unread"]
 
 PERFECT = Fraction(1)
+CORRECTNESS, HONESTY = 0.76, 0.24
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One verifier's analysis of a proof: its score, and the scores that m meta-verifications of it gave. None stands for what is
-    lost or cannot be read.
+    """One verifier's analysis of a proof: its score, and the scores that m meta-verifications gave the analysis. None stands for a
+    score that is lost or cannot be read.
 
     `Analysis(Fraction(0), (Fraction(1), Fraction(1), None))` claims a fatal defect that two of three checks confirm. An analysis
     that gives 1 claims no defect and needs no check; one that claims a defect and has no checks was never checked.
@@ -41,7 +49,7 @@ class Analysis:
     @property
     def stands(self) -> bool | None:
         """Whether more than half of its checks give 1: all its defects exist, and its score follows from them. None where this is
-        not known: the claim was not checked, or the checks that are missing or unreadable could have decided it."""
+        unknown: the claim was not checked, or missing and unreadable checks could have decided it."""
         if not self.claims:
             return False
         confirmed = sum(check == PERFECT for check in self.checks)
@@ -53,11 +61,11 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a proof's analyses come to. `evidence` are the places of those analyses that give the accepted score, and stand where it
-    is below 1.
+    """The decision on a proof. `evidence` holds the indices of the analyses that give the accepted score; below a score of 1 they
+    are confirmed.
 
-    "unconfirmed": some defect stands, and too few analyses with the lowest score do. "unchecked": no defect stands, and of one that
-    is claimed this is not known. "unread": no defect stands, and an analysis is lost or cannot be read.
+    "unconfirmed": some defect is confirmed, but too few analyses with the lowest score are. "unchecked": no defect is confirmed,
+    and for one that is claimed the checks do not decide. "unread": no defect is confirmed, and an analysis is lost or unreadable.
     """
 
     outcome: Outcome
@@ -67,7 +75,7 @@ class Acceptance:
 
 def accept(analyses: Sequence[Analysis], confirmations: int) -> Acceptance:
     """The rule above with k = `confirmations` >= 1."""
-    assert confirmations >= 1, "a score that nobody confirms is no label"
+    assert confirmations >= 1, "an unconfirmed score is no label"
     if any(analysis.stands for analysis in analyses):
         lowest = min(analysis.score for analysis in analyses if analysis.score is not None)
         standing = tuple(n for n, one in enumerate(analyses) if one.score == lowest and one.stands)
@@ -77,3 +85,24 @@ def accept(analyses: Sequence[Analysis], confirmations: int) -> Acceptance:
     if not analyses or any(analysis.score is None for analysis in analyses):
         return Acceptance("unread")
     return Acceptance("accepted", PERFECT, tuple(n for n, one in enumerate(analyses) if one.score == PERFECT))
+
+
+def meta_score(checks: Sequence[Fraction | None]) -> float | None:
+    """R_meta of an evaluation that claims a defect: the mean score of the meta-verifications that were read, or None."""
+    read = [check for check in checks if check is not None]
+    return float(sum(read)) / len(read) if read else None
+
+
+def verifier_reward(given: Fraction, score: Fraction, meta: float) -> float:
+    """The reward of a well-formed evaluation that gives the score `given`; of any other it is 0."""
+    return _agreement(given, score) * meta
+
+
+def generator_reward(given: Fraction, score: Fraction, meta: float) -> float:
+    """The reward of a well-formed proof, whose self-evaluation gives the score `given` and has R_meta = `meta`; of any other
+    reply it is 0."""
+    return CORRECTNESS * float(score) + HONESTY * _agreement(given, score) * meta
+
+
+def _agreement(given: Fraction, score: Fraction) -> float:
+    return float(1 - abs(given - score))

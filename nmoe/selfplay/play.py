@@ -16,8 +16,7 @@ from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.proof import Proof, read_proof
 from nmoe.envs.tasks.score import UNKNOWN, WrittenEvaluation, read_evaluation, read_score
 from nmoe.rollout.collector import Collector
-from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
-from nmoe.selfplay.rewards import generator_reward, meta_score, verifier_reward
+from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
 from nmoe.types import Problem, Sampling, Trajectory
 
 

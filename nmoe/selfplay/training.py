@@ -132,5 +132,4 @@ class RoundTraining:
         """One step of the policy gradient on this update's share of the problems; no metrics where there is none, as after the
         generator's last step of the round."""
         chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
-        experience = policy.experience(chosen) if chosen else None
-        return {} if experience is None else policy.update(step, experience)
+        return policy.update(step, policy.experience(chosen))

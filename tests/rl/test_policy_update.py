@@ -84,8 +84,7 @@ class Run:
         )
 
     def update(self, step: int, groups: list[Group]) -> dict[str, float]:
-        experience = self.policy.experience(groups)
-        return {} if experience is None else self.policy.update(step, experience)
+        return self.policy.update(step, self.policy.experience(groups))
 
     def __call__(self, groups: list[Group], steps: int = 1) -> dict[str, float]:
         for step in range(1, steps + 1):
@@ -328,9 +327,7 @@ def test_a_shared_head_learns_at_its_own_rate(tiny_model: Tiny) -> None:
     assert config.critic is not None
     critic = Critic(config.critic, learner, None)
     policy = PolicyUpdate(learner, config.algorithm, config.sampling, LIMIT, critic=critic)
-    experience = policy.experience(GROUPS)
-    assert experience is not None
-    policy.update(1, experience)
+    policy.update(1, policy.experience(GROUPS))
     # Adam's first step is as long as the learning rate.
     assert float(head.bias.detach().abs()) == pytest.approx(0.25, rel=1e-3)
     assert (

@@ -27,9 +27,8 @@ from nmoe.envs.tasks.proof import Proof, read_proof
 from nmoe.envs.tasks.score import CLOSING, OPENING, WrittenEvaluation, read_evaluation
 from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector
-from nmoe.selfplay.acceptance import Acceptance, Analysis, accept
+from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
 from nmoe.selfplay.play import Attempted, Judges, SelfPlay
-from nmoe.selfplay.rewards import generator_reward, meta_score, verifier_reward
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Grade, Message, Problem, Sampling
