@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +48,7 @@ PROMPT, NEW = 32, 32
 
 def model_config() -> ModelConfig:
     config = qwen3.config_from_hf(json.loads(CONFIG_FILE.read_text()))
-    return replace(config, context_tokens=max(LENGTHS))
+    return config.model_copy(update={"context_tokens": max(LENGTHS)})
 
 
 def median_seconds(act: Callable[[], object], repeats: int) -> float:

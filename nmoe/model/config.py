@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from pydantic import Field, ValidationError
+
+from nmoe.config import Array, Conflict, Locator, Place
+from nmoe.config.problems import explain
+from nmoe.config.tables.model import ModelShape
 from nmoe.errors import UserError
 
 
@@ -42,9 +48,8 @@ class LatentAttention:
     value_dim: int
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """One decoder, dense or mixture-of-experts by its numbers.
+class ModelConfig(ModelShape):
+    """The shape of a decoder, with what the tokenizer and the families of checkpoints add to `[model.shape]`. Raises UserError.
 
     Example, the small MoE of the speedrun: `ModelConfig(vocab_size=512, hidden_size=128, layers=3, heads=4, kv_heads=2,
     head_dim=32, experts=8, experts_per_token=2, expert_width=128, context_tokens=160)`.
@@ -62,83 +67,75 @@ class ModelConfig:
     `router_aux_loss_coef` scales the auxiliary loss (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
     """
 
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context_tokens: int
-    intermediate_size: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_width: int = 0
-    shared_experts: int = 0
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    router_bias_rate: float = 0.0
-    router_aux_loss_coef: float = 0.0
-    qk_norm: bool = True
-    tie_embeddings: bool = True
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    vocab_size: int = Field(gt=0)
+    router_bias_rate: float = Field(default=0.0, ge=0)
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
     rope_scaling: RopeScaling | None = None
     latent: LatentAttention | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
-    windows: tuple[int, ...] = ()
-    attention_scale: float = 0.0
-    dense_layers: tuple[int, ...] = ()
+    windows: Array[int] = ()
+    attention_scale: float = Field(default=0.0, ge=0)
+    dense_layers: Array[int] = ()
     expert_bias: bool = False
-    swiglu_limit: float = 0.0
+    swiglu_limit: float = Field(default=0.0, ge=0)
     router_linear_bias: bool = False
-    router_groups: int = 1
-    router_groups_kept: int = 1
-    router_scale: float = 1.0
+    router_groups: int = Field(default=1, gt=0)
+    router_groups_kept: int = Field(default=1, gt=0)
+    router_scale: float = Field(default=1.0, ge=0)
 
-    def __post_init__(self) -> None:
-        _check_numbers(self)
-        if self.router_scores not in ("softmax", "sigmoid"):
-            raise UserError(f"router_scores = {self.router_scores!r} is neither softmax nor sigmoid")
-        if self.heads % self.kv_heads:
-            raise UserError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
-        if self.rope_dim % 2:
-            raise UserError(f"rotary embedding turns pairs, and {self.rope_dim} dimensions are odd")
+    def __init__(self, **values: Any) -> None:
+        for nested in (values.get("rope_scaling"), values.get("latent")):
+            if nested is not None:
+                _check_numbers(nested)
+        try:
+            super().__init__(**values)
+        except ValidationError as errors:
+            where = Locator(Place("the shape of a model"))
+            mistakes = [
+                mistake.message
+                for error in errors.errors(include_url=False)
+                for mistake in explain(error, type(self), where, {})
+            ]
+            raise UserError("; ".join(mistakes)) from None
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
         if self.windows and len(self.windows) != self.layers:
-            raise UserError(f"windows has {len(self.windows)} entries for {self.layers} layers")
-        if self.experts:
-            self._check_experts()
-        elif self.dense_layers:
-            raise UserError("dense_layers means something only beside experts")
-        if (not self.experts or self.dense_layers) and self.intermediate_size <= 0:
-            raise UserError("intermediate_size must be positive where there are dense layers")
+            yield Conflict("windows", f"has {len(self.windows)} entries for {self.layers} layers")
+        if any(window < 0 for window in self.windows):
+            yield Conflict("windows", "holds a negative number of tokens")
         if self.latent is not None:
-            _check_numbers(self.latent)
             if self.head_dim != self.latent.nope_dim + self.latent.rope_dim or self.kv_heads != self.heads:
-                raise UserError("with latent attention head_dim is nope_dim + rope_dim, and kv_heads equals heads")
+                yield Conflict(
+                    "latent", "with latent attention head_dim is nope_dim + rope_dim, and kv_heads equals heads"
+                )
             if self.qk_norm or self.qkv_bias:
-                raise UserError("latent attention has neither qk_norm nor qkv_bias")
-        if self.rope_scaling is not None:
-            _check_numbers(self.rope_scaling)
+                yield Conflict("latent", "latent attention has neither qk_norm nor qkv_bias")
+        if self.experts:
+            yield from self._expert_conflicts()
+        elif self.dense_layers:
+            yield Conflict("dense_layers", "means something only beside experts")
 
-    def _check_experts(self) -> None:
-        if not 0 < self.experts_per_token <= self.experts:
-            raise UserError(f"experts_per_token = {self.experts_per_token} must lie in 1..experts = {self.experts}")
-        if self.expert_width <= 0:
-            raise UserError("expert_width must be positive where there are experts")
-        if not 1 <= self.router_groups_kept <= self.router_groups or self.experts % self.router_groups:
-            raise UserError(
-                f"router_groups = {self.router_groups} must divide experts = {self.experts}, and router_groups_kept = "
-                f"{self.router_groups_kept} lie in 1..router_groups"
+    def _expert_conflicts(self) -> Iterator[Conflict]:
+        if any(not 0 <= layer < self.layers for layer in self.dense_layers):
+            yield Conflict("dense_layers", f"names layers outside 0..{self.layers - 1}")
+        if self.dense_layers and self.intermediate_size == 0:
+            yield Conflict("intermediate_size", "dense_layers need the width of their FFN")
+        if not self.router_groups_kept <= self.router_groups or self.experts % self.router_groups:
+            yield Conflict(
+                "router_groups",
+                f"must divide experts = {self.experts}, and router_groups_kept = {self.router_groups_kept} lie in "
+                "1..router_groups",
             )
+            return
         eligible = self.experts // self.router_groups * self.router_groups_kept
         if eligible < self.experts_per_token or (self.router_groups > 1 and self.experts // self.router_groups < 2):
-            raise UserError(
-                f"{self.router_groups_kept} of {self.router_groups} groups hold too few experts to choose from"
+            yield Conflict(
+                "router_groups_kept",
+                f"{self.router_groups_kept} of {self.router_groups} groups hold too few experts to choose from",
             )
-        if any(not 0 <= layer < self.layers for layer in self.dense_layers):
-            raise UserError(f"dense_layers = {self.dense_layers} names layers outside 0..{self.layers - 1}")
 
     @property
     def rope_dim(self) -> int:
@@ -171,15 +168,14 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it, defaults included: another version's may differ."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return self.model_dump(mode="json")
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
         """What `to_dict` wrote. Raises UserError for unknown and missing keys."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(raw) - known):
+        if unknown := sorted(raw.keys() - cls.model_fields.keys()):
             raise UserError(f"unknown keys {', '.join(unknown)}: written by another version?")
-        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in raw]:
+        if missing := [name for name, field in cls.model_fields.items() if field.is_required() and name not in raw]:
             raise UserError(f"missing keys {', '.join(missing)}")
         values = dict(raw)
         for name, nested in (("rope_scaling", RopeScaling), ("latent", LatentAttention)):
@@ -188,16 +184,13 @@ class ModelConfig:
                     values[name] = nested(**values[name])
                 except TypeError as error:
                     raise UserError(f"{name} = {values[name]!r}: {error}") from None
-        for name in ("windows", "dense_layers"):
-            if name in values:
-                values[name] = tuple(values[name])
         return cls(**values)
 
 
-def _check_numbers(section: ModelConfig | LatentAttention | RopeScaling) -> None:
+def _check_numbers(section: LatentAttention | RopeScaling) -> None:
     for f in fields(section):
         value = getattr(section, f.name)
-        # What has a default of 0 is something that the decoder may lack.
+        # A default of 0 stands for a feature that the decoder may lack.
         least = 0 if f.default == 0 or f.name == "q_rank" else 1
         if f.type == "int" and (type(value) is not int or value < least):
             raise UserError(f"{f.name} = {value!r} is not a whole number from {least} up")
@@ -205,5 +198,3 @@ def _check_numbers(section: ModelConfig | LatentAttention | RopeScaling) -> None
             raise UserError(f"{f.name} = {value!r} is not a number from 0 up")
         if f.type == "bool" and type(value) is not bool:
             raise UserError(f"{f.name} = {value!r} is neither true nor false")
-        if f.type == "tuple[int, ...]" and not all(type(item) is int and item >= 0 for item in value):
-            raise UserError(f"{f.name} = {value!r} does not hold whole numbers from 0 up")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -183,7 +182,7 @@ def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Tran
     """The model with the balancing, numerics, precision and trade-offs that the settings ask for."""
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
-    model.config = replace(model.config, **changes)
+    model.config = model.config.model_copy(update=changes)
     model.set_numerics(settings.numerics)
     set_precision(model, settings.precision)
     model.checkpoint_activations = settings.checkpoint_activations

@@ -265,7 +265,7 @@ def test_of_shared_rows_the_first_sequences_routes_are_replayed(tiny_model: Make
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointed_activations_change_no_bit(family: str, random_batch: MakeBatch) -> None:
     model = tiny_family(family)
-    model.config = replace(model.config, router_aux_loss_coef=0.5 if model.moe_layers() else 0.0)
+    model.config = model.config.model_copy(update={"router_aux_loss_coef": 0.5 if model.moe_layers() else 0.0})
     batch = grouped(random_batch)
     if model.moe_layers():
         batch = replace(batch, routes_TYK=own_routes(model, replace(batch, prefixes=None))[0])

@@ -156,7 +156,7 @@ def test_a_router_whose_scores_are_all_nothing_stays_finite() -> None:
         ({"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported, only 4"),
-        ({"n_group": 3}, "router_groups = 3 must divide experts = 8"),
+        ({"n_group": 3}, "router_groups = 3: must divide experts = 8"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is not supported, only 'fp8'"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},

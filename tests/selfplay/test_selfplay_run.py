@@ -57,7 +57,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("selfplay")
     tokenizer = Tokenizer.train([OPENING, CLOSING, "## Solution\n## Self Evaluation\n4+7=11"] * 20, 400)
     model = Transformer(
-        ModelConfig(tokenizer.vocab_size, 16, 1, 2, 1, 8, context_tokens=1200, intermediate_size=16)
+        ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=16,
+            layers=1,
+            heads=2,
+            kv_heads=1,
+            head_dim=8,
+            context_tokens=1200,
+            intermediate_size=16,
+        )
     ).initialize(0)
     (directory / "model").mkdir()
     save_model(model, directory / "model")

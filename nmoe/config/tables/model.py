@@ -35,7 +35,7 @@ class ModelShape(Section):
         yield from super().conflicts()
         if self.heads % self.kv_heads:
             yield Conflict("kv_heads", f"must divide heads = {self.heads}")
-        if self.head_dim % 2:
+        if self.rope_dim % 2:
             yield Conflict("head_dim", "must be even")
         if self.experts == 0 and self.intermediate_size == 0:
             yield Conflict("intermediate_size", "a dense model (experts = 0) needs the width of its FFN")
@@ -43,6 +43,11 @@ class ModelShape(Section):
             yield Conflict("experts_per_token", f"must be between 1 and experts = {self.experts}")
         if self.experts > 0 and self.expert_width == 0:
             yield Conflict("expert_width", "a mixture-of-experts model needs the width of an expert")
+
+    @property
+    def rope_dim(self) -> int:
+        """How many dimensions of a head the rotary embedding turns."""
+        return self.head_dim
 
 
 class ModelSection(Section):
