@@ -42,6 +42,7 @@ def test_the_table_has_median_range_and_worst() -> None:
     assert "at most 2.0e-07 nats apart" in table
 
 
+# documented: python scripts/learning_curve.py RUN PICTURE.svg
 def test_the_curve_shows_training_and_evaluations(tmp_path: Path) -> None:
     rows = [{"step": step, "correctness": step / 4, "format_ok": 0.9} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
