@@ -1,0 +1,124 @@
+"""The run loop under a recipe that counts: what is evaluated, saved and recorded at which step, and what a resumed run repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nmoe.config.commands.base import RunConfig
+from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, State, Step, open_run
+from nmoe.runs.ledger import read_metrics
+
+
+class Counting(Recipe):
+    """Adds the step's number at each step; its evaluations give `values` by step. `log` says what the loop asked of it."""
+
+    def __init__(self, values: dict[int, float], every: int, ends: int | None = None) -> None:
+        self.values, self.evaluate_every, self.ends = values, every, ends
+        self.evaluate_first = 0 in values
+        self.sum = self.at = 0
+        self.log: list[str] = []
+
+    def notes(self) -> list[str]:
+        return ["a recipe that counts"]
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def step(self, step: int) -> Step:
+        self.sum, self.at = self.sum + step, step
+        self.log.append(f"step {step}")
+        return Step({"sum": self.sum}, {"sum": float(self.sum)})
+
+    def evaluate(self) -> HeldOut:
+        self.log.append(f"evaluate {self.at}")
+        result = {"mode": "m", "dataset": "d", "problems": 1, "value": self.values[self.at], "low": 0.0, "high": 1.0}
+        return HeldOut({"held_out": self.values[self.at]}, f"value {self.values[self.at]}", [result], {"ece": 0.5})
+
+    def reason_to_end(self) -> str | None:
+        return "it has counted enough" if self.at == self.ends else None
+
+    def save(self, directory: Path) -> State:
+        self.log.append(f"save {self.at}")
+        (directory / "weights").write_text(str(self.sum))
+        return {"at": self.at}
+
+    def load(self, directory: Path, state: State) -> None:
+        self.sum, self.at = int((directory / "weights").read_text()), state["at"]
+        self.log.append(f"load {self.at}")
+
+
+def follow(directory: Path, recipe: Recipe, steps: int = 5, every: int = 2, resume: bool = False) -> Run:
+    tables = {
+        "run": {"name": "counts", "directory": str(directory), "steps": steps, "resume": resume},
+        "model": {"path": "nowhere"},
+        "checkpoint": {"every_steps": every},
+    }
+    with open_run(RunConfig.model_validate(tables), threads=1) as run:
+        run.follow(recipe)
+    return run
+
+
+def test_steps_are_evaluated_and_saved_when_due_the_last_and_the_best_always(tmp_path: Path) -> None:
+    recipe = Counting({0: 0.1, 3: 0.9, 5: 0.2}, every=3)
+    run = follow(tmp_path, recipe)
+    steps = ["step 1", "step 2", "save 2", "step 3", "evaluate 3", "save 3", "step 4", "save 4"]
+    assert recipe.log == ["start", "evaluate 0", *steps, "step 5", "evaluate 5", "save 5"]
+    rows = read_metrics(run.directory.path)
+    assert [(row["step"], row["sum"], row.get("held_out")) for row in rows] == [
+        (1, 1, None),
+        (2, 3, None),
+        (3, 6, 0.9),
+        (4, 10, None),
+        (5, 15, 0.2),
+    ]
+    assert (run.directory.checkpoints / "best").readlink() == Path("step_000003")
+    evaluation = json.loads((run.directory.path / "eval/step_000003.json").read_text())
+    assert (evaluation["step"], evaluation["results"][0]["value"], evaluation["ece"]) == (3, 0.9, 0.5)
+    log = (run.directory.path / "log.txt").read_text().splitlines()
+    assert [line for line in log if "value" in line] == ["step 0: value 0.1", "step 3: value 0.9", "step 5: value 0.2"]
+
+
+def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    class Interrupted(Counting):
+        def step(self, step: int) -> Step:
+            if step == 3:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(step)
+
+    recipe = Interrupted({}, every=0)
+    with pytest.raises(KeyboardInterrupt):
+        follow(tmp_path, recipe)
+    assert recipe.log == ["start", "step 1", "step 2", "save 2", "step 3", "save 3"]
+    resumed = Counting({}, every=0)
+    run = follow(tmp_path, resumed, resume=True)
+    assert resumed.log == ["load 3", "step 4", "save 4", "step 5", "save 5"]
+    assert [row["sum"] for row in read_metrics(run.directory.path)] == [1, 3, 6, 10, 15]
+
+
+def test_a_recipe_may_end_the_run_at_an_evaluation_and_a_resumed_one_stays_ended(tmp_path: Path) -> None:
+    recipe = Counting({2: 0.5, 4: 0.6}, every=2, ends=4)
+    follow(tmp_path, recipe, steps=9, every=9)
+    assert recipe.log[-3:] == ["step 4", "evaluate 4", "save 4"]
+    resumed = Counting({}, every=2, ends=4)
+    run = follow(tmp_path, resumed, steps=9, every=9, resume=True)
+    assert resumed.log == ["load 4"]
+    log = (run.directory.path / "log.txt").read_text()
+    assert "step 4: ends here, since it has counted enough" in log
+    assert "step 4: ended here, since it has counted enough" in log
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_ctrl_c_interrupts(first: signal.Signals) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt), Interruptible() as interrupt:  # noqa: PT012 (the first signal must not raise)
+        assert not interrupt.requested
+        os.kill(os.getpid(), first)
+        assert interrupt.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal was swallowed")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
