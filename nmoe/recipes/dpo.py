@@ -1,7 +1,7 @@
-"""Direct preference optimization: the policy itself becomes the reward model of preference pairs. `nmoe dpo CONFIG`
+"""Direct preference optimization: the policy itself is the reward model of preference pairs. `nmoe dpo CONFIG`
 
-Rafailov et al. 2023 (arXiv:2305.18290), with the losses of `nmoe.learner.objectives.dpo`. The reference is the policy that the run
-starts from, whether its weights are trained or an adapter beside them: it scores every pair once, before the first step.
+Rafailov et al. 2023 (arXiv:2305.18290), with the losses of `nmoe.learner.objectives.dpo`. The reference is the policy at the
+start of the run, adapter included where one is trained. It scores every pair once, before the first step.
 """
 
 # Shapes: N scored tokens, B sequences, two of each pair.
@@ -26,7 +26,7 @@ from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
 from nmoe.recipes.supervised import Supervised, supervise
 
-# Of one batch of the reference, whose log-probabilities are then put away.
+# The most tokens of one batch of pairs that the reference scores.
 REFERENCE_TOKENS = 2**20
 
 
@@ -41,7 +41,7 @@ def dpo(config: DPOConfig) -> Path:
     learner = Learner(
         model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
     )
-    # Before a resumption loads what was trained: these are the weights that the run began with.
+    # Scored before a resumed run loads its checkpoint: these are the weights at the start of the run.
     reference = [logprobs_N for part in _parts(data.pairs) for logprobs_N in _logprobs(learner, part)]
     held_out = _with_logprobs(learner, data.held_out) if data.held_out else None
     settings = config.preference
@@ -102,7 +102,7 @@ def _with_logprobs(learner: Learner, pairs: Sequence[Pair]) -> Batch:
 
 
 def _logprobs(learner: Learner, pairs: Sequence[Pair]) -> Sequence[Tensor]:
-    """Of every pair the log-probabilities of the scored tokens of both sides, one behind the other, under the present weights."""
+    """For each pair, the log-probabilities of the scored tokens of both sides, concatenated, under the present weights."""
     batch = completion_batch(pairs)
     scored_B = [int(part.sum()) for part in batch.scored_T.split(list(batch.lengths))]
     per_pair = [chosen + rejected for chosen, rejected in zip(scored_B[0::2], scored_B[1::2], strict=True)]

@@ -1,5 +1,4 @@
-"""From preference pairs to a training batch: both sides of a pair as sequences of their own that share the rows where they begin
-alike."""
+"""Batches of preference pairs. Each side of a pair is a sequence of its own; the two share the rows of their common beginning."""
 
 # Shapes: T predicting positions, B sequences (two of each pair).
 
@@ -17,7 +16,7 @@ from nmoe.text.renderers import IGNORED
 
 
 def completion_batch(pairs: Sequence[Pair]) -> Batch:
-    """Every learned token of both sides is scored; weights are such that every pair weighs 1 / (number of pairs)."""
+    """Scores every learned token of both sides, with weights such that every pair counts 1 / (number of pairs)."""
     sides = [side for pair in pairs for side in pair.sides]
     scored = [[label != IGNORED for label in side.labels[1:]] for side in sides]
     targets = [
@@ -28,8 +27,7 @@ def completion_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def reward_batch(pairs: Sequence[Pair]) -> Batch:
-    """Of every sequence the position that reads its last token is scored, whatever it would predict; weights as in
-    `completion_batch`."""
+    """Scores the position that reads the last token of each sequence, with weights as in `completion_batch`."""
     sides = [side.ids for pair in pairs for side in pair.sides]
     return _in_pairs(sides, *_last_tokens(sides))
 

@@ -1,4 +1,4 @@
-"""What recipes over preference pairs share: reading the pairs, the figures of a step, and the accuracy on pairs held out."""
+"""Shared by the recipes for preference pairs: reading the pairs, the metrics of a step, and the accuracy on held-out pairs."""
 
 # Shapes: B sequences, two of each of P pairs, the preferred one first.
 
@@ -22,8 +22,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Preferences:
-    """Pairs to train on, the stream that hands out their numbers, pairs to evaluate on (none where none are held out), and what
-    to say of them all."""
+    """Pairs to train on, the stream that hands out their indices, held-out pairs (possibly none), and notes to print about them."""
 
     pairs: list[Pair]
     stream: PackedStream
@@ -31,7 +30,7 @@ class Preferences:
     notes: list[str]
 
     def take(self) -> list[int]:
-        """The numbers of the next step's pairs."""
+        """The indices of the next step's pairs."""
         return self.stream.take()
 
 
@@ -60,7 +59,7 @@ def read_preferences(
 
 
 def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
-    """Mean rewards of both sides of a step's pairs, how far they lie apart, and how often in the right order."""
+    """Mean rewards of both sides of a step's pairs, their mean difference, and the share of pairs in the right order."""
     chosen_P, rejected_P = rewards_B[0::2].double(), rewards_B[1::2].double()
     return {
         "rewards/chosen": float(chosen_P.mean()),
@@ -72,7 +71,7 @@ def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
 
 
 def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> HeldOut:
-    """The share of pairs whose preferred side has the higher reward, with Wilson's interval; equal rewards are no preference."""
+    """The share of pairs whose preferred side has the higher reward, with the Wilson interval. Equal rewards count as wrong."""
     margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
     right = sum(margin > 0 for margin in margins)
     interval = wilson(right, len(margins))

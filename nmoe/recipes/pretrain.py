@@ -1,6 +1,6 @@
 """Pretraining: next-token cross-entropy on documents. `nmoe pretrain CONFIG`
 
-Every document is a sequence of its own: none attends to its neighbour in the pack. Several sources are mixed by weight.
+Every document is a sequence of its own and attends to no other document in the pack. Several sources are mixed by weight.
 """
 
 # Shapes: T predicting positions.
@@ -27,7 +27,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def document_batch(documents: Sequence[Document]) -> Batch:
-    """Every token after a document's first, or after its prompt, is predicted; the loss is the mean over all of them."""
+    """Predicts every token after a document's first, or after its prompt. The loss is the mean over all of them."""
     lengths = tuple(document.positions for document in documents)
     scored_T = torch.from_numpy(np.concatenate([document.learned for document in documents]))
     return Batch(
@@ -90,7 +90,7 @@ def pretrain(config: PretrainConfig) -> Path:
 def _read_sources(
     config: PretrainConfig, tokenizer: Tokenizer, context_tokens: int
 ) -> tuple[list[DocumentSource], list[list[Document]]]:
-    """The documents to train on and, source by source, the last ones, which are held out."""
+    """The documents to train on and, for each source, its last documents, which are held out."""
     sources, held_out = [], []
     for section in config.data.mixture:
         documents = read_documents(section.path, tokenizer, context_tokens)

@@ -1,8 +1,8 @@
-"""A reward model: the trunk of a language model with one number at the last token, trained on preference pairs.
-`nmoe reward CONFIG`
+"""Reward model: the trunk of a language model with a scalar head on the last token, trained on preference pairs. `nmoe reward
+CONFIG`
 
-Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is that of the model with `head.safetensors`
-beside it; it scores answers as `nmoe.verifier.scorers` does.
+Bradley-Terry, as in Ouyang et al. 2022 (arXiv:2203.02155, section 3.5). A checkpoint is that of the model plus
+`head.safetensors`; `nmoe.verifier.scorers` scores answers with it.
 """
 
 # Shapes: N scored positions, the last of each of two sequences of a pair.

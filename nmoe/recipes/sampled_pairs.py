@@ -1,8 +1,8 @@
-"""Preference pairs from a policy's own samples: of each problem one that the environment finds right, preferred to one that it
-finds wrong. `nmoe data pairs RUN ENVIRONMENT FILE`
+"""Preference pairs from a policy's own samples: for each problem, a correct sample preferred to an incorrect one. `nmoe data pairs
+RUN ENVIRONMENT FILE`
 
-Both sides are well-formed turns, so that what can be learned from them is the difference in their answers. A problem whose samples
-are all right, all wrong or out of form gives no pair.
+Both sides are well-formed turns, so that they differ in their answers and not in their form. A problem without both a correct
+and an incorrect well-formed sample gives no pair.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from nmoe.types import Group, Trajectory
 def write_pairs(
     checkpoint: Path, environment: Path, out: Path, problems: int, samples: int, temperature: float, seed: int
 ) -> str:
-    """Writes one line of `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair, and says
-    how many those are.
+    """Writes a line with `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair. Returns a
+    line that says how many there are.
 
-    Raises UserError where none does, and for a format that has no messages. After Ctrl-C the pairs of the problems that are done
-    are written before SamplingInterruptedError is raised.
+    Raises UserError where there is none, and for a format without messages. After Ctrl-C the pairs of finished problems are
+    written before SamplingInterruptedError is raised.
     """
     with open_subject(checkpoint, environment, problems, on_held_out=False) as subject:
         if subject.environment.settings.format == "boxed":
@@ -59,7 +59,7 @@ def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:
     for trajectory in group.trajectories:
         if trajectory.grade.extras["format_ok"] == 1 and len(trajectory.turns) == 1:
             messages = _messages(environment, trajectory)
-            # A message that says nothing is in form, and a record with one would be refused.
+            # An empty message is well-formed, but a record with one would be refused.
             if all(message["content"].strip() for message in messages):
                 sides.setdefault(is_correct(trajectory), messages)
     if len(sides) == 2:
@@ -68,7 +68,7 @@ def _pair(environment: Environment, group: Group) -> Iterator[dict[str, Any]]:
 
 
 def _messages(environment: Environment, trajectory: Trajectory) -> list[dict[str, str]]:
-    """The turn as OpenAI's format has it, with Harmony's channels beside."""
+    """The turn in OpenAI's format, plus Harmony's channels."""
     said = environment.transcript(trajectory.turns[-1].sample.token_ids)
     kept = [{key: value for key, value in message.items() if value is not None} for message in said]
     return [{"role": "assistant"} | message for message in kept if "content" in message]

@@ -1,4 +1,4 @@
-"""What every recipe starts with: threads, determinism, tokenizer and model."""
+"""The start of every recipe: threads, determinism, tokenizer, model and adapter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_path(config: RunConfig) -> Path:
 
 
 def with_steps(config: C, steps_per_epoch: int) -> C:
-    """The configuration with as many steps as its epochs come to."""
+    """The configuration with its epochs as a number of steps."""
     epochs = config.records.epochs
     if epochs is None:
         return config
@@ -52,8 +52,8 @@ def with_steps(config: C, steps_per_epoch: int) -> C:
 
 
 def set_threads(config: RunConfig) -> int:
-    """Sets torch's thread count and returns it: the recorded one where a run is resumed, since sums split by threads and only
-    the same count repeats a run number for number."""
+    """Sets torch's thread count and returns it. A resumed run uses the recorded count: sums are split by threads, so that only the
+    same count gives the same numbers."""
     recorded = recorded_threads(run_path(config)) if config.run.resume else None
     threads = recorded or choose_threads(config.run.threads)
     keep_freed_memory()
@@ -64,9 +64,9 @@ def set_threads(config: RunConfig) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory for the next allocation instead of returning it to the system.
+    """Makes glibc keep freed memory for the next allocation rather than return it to the system.
 
-    A training step frees and takes back buffers of many megabytes, and each time the kernel clears every page anew: without this
+    A training step frees and allocates buffers of many megabytes, and the kernel clears every page of a new one. Without this,
     half of the system time of a step (0.9 of 7 s in all) went there. Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] != "glibc":
@@ -78,22 +78,22 @@ def keep_freed_memory() -> None:
 
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSection:
-    """[optimizer], for a schedule that counts optimizer steps, of which a step of the run takes so many. The last step of a short
-    run has the learning rate that was asked for."""
+    """The settings in [optimizer], for a schedule that counts optimizer steps, `updates_per_step` for each step of the run. Warm-up
+    is shortened so that the last step of a short run has the configured learning rate."""
     warmup_steps = max(0, min(config.optimizer.warmup_steps, config.run.steps - 1))
     return config.optimizer.model_copy(update={"warmup_steps": warmup_steps * updates_per_step})
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:
-    """The tokenizer a run names, or the one beside its checkpoint."""
+    """The tokenizer that a run names, or the one in its checkpoint."""
     directory = settings.tokenizer or settings.path
     assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
     return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))
 
 
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
-    """The adapter that the configuration asks for, on the model; None where all weights are trained. Raises UserError for a target
-    the model lacks, and for an adapter to start from that is torn or for another base."""
+    """Adds the configured adapter to the model; returns None where all weights are trained. Raises UserError for a target that the
+    model lacks, and for an adapter to start from that is damaged or belongs to another base."""
     section, path = config.lora, config.model.path
     if section is None:
         return None
@@ -112,8 +112,8 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
 
 
 class ModelIdentity(BaseModel):
-    """Which model a run samples from, as its trajectories record it: `start` is the fingerprint of the `checkpoint` that the run
-    began with, or the seed of a new model; how far it has been trained since is the version of each token."""
+    """The model that a run samples from, as its trajectories record it. `start` is the fingerprint of the `checkpoint` that the run
+    started from, or the seed of a new model; the weight version of each token says how far it was trained since."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -136,12 +136,12 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
 
 
 def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
-    """What a run's directory records of where its numbers come from."""
+    """The provenance of a run: what its numbers depend on."""
     return provenance(config.run.seed, threads, numerics=numerics_here(config.model.numerics))
 
 
 def describe(config: RunConfig, lora: Lora | None) -> list[str]:
-    """What to print before a run starts: where numerics are not what was asked for, and the adapter."""
+    """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
     lines = [] if lora is None else lora.describe()
     if (numerics := numerics_here(config.model.numerics)) != config.model.numerics:
         inexact = numerics.removeprefix("exact, but for ")
@@ -154,10 +154,11 @@ def describe(config: RunConfig, lora: Lora | None) -> list[str]:
 
 
 def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance: bool = True) -> Transformer:
-    """A new model of the given shape, or the checkpoint's. Raises UserError where the tokenizer has ids beyond the embedding.
+    """A new model of the given shape, or the model of the checkpoint. Raises UserError where the tokenizer has ids beyond the
+    embedding.
 
-    `balance` says what the settings leave open: whether experts are balanced as the checkpoint was trained. Reinforcement learning
-    does not: a bias that moves changes the policy also where the gradient is zero.
+    `balance` decides what the settings leave open: whether experts are balanced as the checkpoint was trained. Reinforcement
+    learning turns it off, since a moving bias changes the policy even where the gradient is zero.
     """
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
@@ -179,7 +180,7 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
 
 
 def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Transformer:
-    """The model with the balancing, numerics, precision and trade-offs that the settings ask for."""
+    """The model with the balancing, numerics, precision and memory trade-offs of the settings."""
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
     model.config = model.config.model_copy(update=changes)

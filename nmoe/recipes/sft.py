@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: cross-entropy on what the assistant says in records of conversations. `nmoe sft CONFIG`
+"""Supervised fine-tuning: cross-entropy on the assistant's messages in conversations. `nmoe sft CONFIG`
 
-A step's token budget is filled with whole sequences (best-fit decreasing), none of which attends to another.
+Whole sequences are packed into the token budget of a step (best-fit decreasing); none attends to another.
 """
 
 # Shapes: T predicting positions, N scored positions.
@@ -30,8 +30,8 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) -> Batch:
-    """The learned tokens after a sequence's first are predicted; the loss is the mean over all of them. With `share_prefixes`
-    sequences that begin alike run their common part once."""
+    """Predicts the learned tokens after the first of each sequence. The loss is the mean over all of them. With `share_prefixes`,
+    sequences with a common beginning run it once."""
     lengths = tuple(len(example.ids) - 1 for example in examples)
     inputs_T = torch.from_numpy(np.concatenate([example.ids[:-1] for example in examples]).astype(np.int64))
     following_T = torch.from_numpy(np.concatenate([example.ids[1:] for example in examples]).astype(np.int64))
@@ -48,8 +48,8 @@ def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) 
 
 
 def held_out_loss(learner: Learner, examples: Examples, source: str) -> HeldOut:
-    """The mean loss over all learned tokens, with its 95% interval over sequences (a ratio of means, whose error is that of each
-    sequence's loss beyond the mean's: Cochran, Sampling Techniques, 1977, section 6.4)."""
+    """The mean loss over all learned tokens, with its 95% interval over sequences. It is a ratio of means, whose error is that of
+    each sequence's loss in excess of the mean (Cochran, Sampling Techniques, 1977, section 6.4)."""
     batch = example_batch([examples[index] for index in range(len(examples))])
     logprobs_N = learner.logprobs(batch).result().double().cpu()
     loss = float(-logprobs_N.mean())
@@ -110,7 +110,7 @@ def sft(config: SFTConfig) -> Path:
 
 
 def _read(config: SFTConfig, tokenizer: Tokenizer, context_tokens: int) -> tuple[Examples, Examples | None, list[str]]:
-    """What to train on, what to evaluate on, and what to say of both."""
+    """Training examples, held-out examples, and notes to print about both."""
     records = config.records
     renderer = make_renderer(tokenizer, records.format)
     examples = read_examples(records, renderer, tokenizer, context_tokens)

@@ -1,11 +1,12 @@
-"""Self-play: problems without answers are solved, the solutions verified, the verifications checked; what is confirmed becomes
-training data and, with `train`, trains verifier and generator, round by round. `nmoe selfplay CONFIG --problem_source=...`
+"""Self-play: solves problems without answers, verifies the solutions, and checks the verifications. What is confirmed becomes
+training data and, with `train`, trains verifier and generator in rounds. `nmoe selfplay CONFIG --problem_source=...`
 
-DeepSeekMath-V2 (arXiv:2511.22570), sections 2.1 to 2.3. A round is a number of steps that play, a batch of problems each, and with
-training a number of steps that train: one optimizer step of the verifier each and, in the first of them, one of the generator. Any
-step can be the last before a kill; the run goes on from the checkpoint before it, and what it leaves is the same.
+DeepSeekMath-V2 (arXiv:2511.22570), sections 2.1 to 2.3. A round has a number of steps that each play a batch of problems. With
+training it also has a number of steps that each take one optimizer step of the verifier; the first of them take one of the
+generator too. The run can be killed at any step; it continues from the last checkpoint and leaves the same files.
 
-The meta-verifier is the verifier as the run began, and stays it: who confirms the labels must not learn from them.
+The meta-verifier keeps the verifier's weights from the start of the run, because the model that confirms labels must not learn
+from them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ GENERATOR, VERIFIER = "generator", "verifier"
 
 
 class Moment(NamedTuple):
-    """What a step does: `Moment(round=2, trains=False, part=3)` plays the fourth batch of the second round."""
+    """The content of a step: `Moment(round=2, trains=False, part=3)` plays the fourth batch of the second round."""
 
     round: int
     trains: bool
@@ -61,8 +62,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds of `problems` problems, each of `batches` steps that play and `updates` steps that train. Steps and rounds count from
-    1, a round's parts from 0."""
+    """Rounds of `problems` problems each, with `batches` steps that play and `updates` steps that train. Steps and rounds count
+    from 1, the parts of a round from 0."""
 
     rounds: int
     problems: int
@@ -92,8 +93,8 @@ class Schedule:
 
 
 def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
-    """The environment that all three roles share: the run's own, or else Harmony without tools, over the problems that [selfplay]
-    names. A reply earns what its task says of it."""
+    """The environment that all three roles share: the one of the run, or Harmony without tools over the problems that [selfplay]
+    names. The reward of a completion is the score that its task gives it."""
     section, own = config.selfplay, config.environment
     if own is None:
         assert section.problem_source is not None, "the configuration asks for a source where there is no environment"
@@ -105,7 +106,7 @@ def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
 
 
 def selfplay(config: SelfplayConfig) -> Path:
-    """Runs the configuration to its end and returns the run's directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
+    """Runs the configuration to its end and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
     signal asked it to stop."""
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
@@ -127,7 +128,7 @@ def selfplay(config: SelfplayConfig) -> Path:
 
 @dataclass(frozen=True)
 class Roles:
-    """The model of each role: one for all, where they start from one checkpoint and nothing is trained."""
+    """The model of each role. It is the same model for all where they start from one checkpoint and nothing is trained."""
 
     generator: Transformer
     verifier: Transformer
@@ -135,7 +136,7 @@ class Roles:
 
     @classmethod
     def of(cls, config: SelfplayConfig, tokenizer: Tokenizer) -> Roles:
-        """Loads them. Raises UserError as `build_model` does."""
+        """Loads the models. Raises UserError as `build_model` does."""
         section, seed = config.selfplay, config.run.seed
         generator = build_model(config.model, tokenizer, seed, balance=False)
         judges = _judges_config(config).model
@@ -147,17 +148,17 @@ class Roles:
 
     @property
     def models(self) -> list[Transformer]:
-        """Each model once."""
+        """The distinct models."""
         return list({id(one): one for one in (self.generator, self.verifier, self.meta_verifier)}.values())
 
     @property
     def context_tokens(self) -> int:
-        """What all of them can read."""
+        """The shortest context of the models."""
         return min(model.config.context_tokens for model in self.models)
 
 
 class Selfplay(Recipe):
-    """The state of one run: the roles' models, engines and learners, the streams and the position in the pool."""
+    """Self-play as a recipe: the roles' models, engines and learners, the streams, and the position in the pool."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class Selfplay(Recipe):
         self.evaluate_every, self.evaluate_first = schedule.round_steps if self.learners else 0, held_out is not None
 
     def step(self, step: int) -> Step:
-        """Plays a batch of problems, or trains on what the round has left."""
+        """Plays a batch of problems, or trains on the round's data."""
         began = time.perf_counter()
         moment = self.schedule.at(step)
         values, shown = self._train(step, moment) if moment.trains else self._play(step, moment)
@@ -240,7 +241,7 @@ class Selfplay(Recipe):
         return Step({"round": moment.round, **values, "time_step_s": time.perf_counter() - began}, shown)
 
     def notes(self) -> list[str]:
-        """The size of the run, and the problems left out."""
+        """The size of the run, and the number of problems left out."""
         section, schedule, batch = self.config.selfplay, self.schedule, self.config.batch
         pool = self.environment.settings.task_pool
         assert isinstance(pool, SelfplayPool), "the environment's pool is self-play's"
@@ -261,7 +262,7 @@ class Selfplay(Recipe):
         config = self.config
         first = moment.part * config.batch.prompts_per_step
         problems = self._problems(moment.round)[first : first + config.batch.prompts_per_step]
-        # No prefix of an earlier step is found in a cache: what a resumed run samples must not depend on where it went on.
+        # Publishing clears the prefix cache, so that the samples of a resumed run do not depend on where it was resumed.
         for model in self.roles.models:
             engine = self.engines[id(model)]
             engine.run(engine.update_weights(model, self._version(model)))
@@ -278,7 +279,8 @@ class Selfplay(Recipe):
         return {**values, "time_rollout_s": seconds, "tokens_per_second": tokens / seconds}, shown
 
     def _problems(self, round_: int) -> list[Problem]:
-        """Those of a round, each once: rounds share out an order of all problems, and a new one when what is left is too few."""
+        """The problems of a round, each once. Rounds share one order of all problems, and start a new order when too few
+        are left."""
         order, place = divmod(round_ - 1, (self.problems.size - self.environment.overlong) // self.schedule.problems)
         if self.order is None or self.order[0] != order:
             everything = map(self.problems.at, range(order * self.problems.size, (order + 1) * self.problems.size))
@@ -352,7 +354,7 @@ class Selfplay(Recipe):
 
 
 def _judges_config(config: SelfplayConfig) -> SelfplayConfig:
-    """The configuration with the checkpoint of the judges, where they have their own, in the model's place."""
+    """The configuration with the judges' checkpoint, where they have their own, as the model."""
     if config.selfplay.verifier is None:
         return config
     named = {"path": config.selfplay.verifier, "shape": None}

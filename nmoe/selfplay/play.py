@@ -1,7 +1,7 @@
-"""One batch of self-play: proofs are written, each is verified n times, and what the verifications claim is checked m times.
+"""One batch of self-play: proofs are written, each is verified n times, and the claims of the verifications are checked m times.
 
-Every reply is a trajectory like any other, sampled and read by the environment; this file only says who is asked what. Requests of
-one kind run side by side, since the next kind needs all of their answers.
+Every completion is an ordinary trajectory, sampled and parsed by the environment; this file only decides which role is asked
+what. Requests of one kind run side by side, since the next kind needs all their answers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nmoe.types import Problem, Sampling, Trajectory
 
 @dataclass
 class JudgedEvaluation:
-    """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of what it claims. `asked` counts the
-    meta-verifications that were asked for: 0 where it claims no defect or is no evaluation, or where the question would not fit the
-    context. Those that the infrastructure lost are not among `checks`."""
+    """An evaluation, by a verifier or by the proof's own author, and the meta-verifications of its claims. `asked` counts the
+    meta-verifications requested: 0 where it claims no defect or is no evaluation, or where the question would not fit the
+    context. `checks` leaves out those that the infrastructure lost."""
 
     trajectory: Trajectory
     evaluation: WrittenEvaluation | None
@@ -33,15 +33,15 @@ class JudgedEvaluation:
 
     @property
     def analysis(self) -> Analysis:
-        """As the acceptance rule sees it: a check that was lost counts as one that cannot be read."""
+        """The analysis as the acceptance rule reads it: a lost check counts as an unreadable one."""
         scores = [read_score(check.grade.answer) if check.grade.answer else None for check in self.checks]
         lost = [None] * (self.asked - len(self.checks))
         return Analysis(None if self.evaluation is None else self.evaluation.score, (*scores, *lost))
 
     @property
     def meta(self) -> float | None:
-        """R_meta: 1 where it claims no defect, 0 where its claim leaves no room in the context to be checked, which is its
-        author's doing, None where the checks that were asked for are lost or cannot be read."""
+        """R_meta: 1 where it claims no defect; 0 where its claim is too long to be checked within the context, which is the
+        author's fault; None where the requested checks are lost or unreadable."""
         if not self.analysis.claims:
             return 1.0
         return meta_score(self.analysis.checks) if self.asked else 0.0
@@ -49,9 +49,9 @@ class JudgedEvaluation:
 
 @dataclass
 class Attempted:
-    """One proof of one problem, with everything that was said of it. `outcome` is that of its acceptance, or "no_proof" for a reply
-    that is none, "overlong" for one that leaves no room to be verified, "lost" where the infrastructure failed. `lost` counts the
-    verifications that it lost."""
+    """One proof of one problem, with its evaluations. `outcome` is that of its acceptance, or "no_proof" for a completion that is
+    no proof, "overlong" for a proof too long to be verified, "lost" where the infrastructure failed. `lost` counts the lost
+    verifications."""
 
     trajectory: Trajectory
     proof: Proof | None
@@ -63,12 +63,12 @@ class Attempted:
 
     @property
     def score(self) -> Fraction | None:
-        """The score it was accepted with."""
+        """The score that the proof was accepted with."""
         return None if self.acceptance is None else self.acceptance.score
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The proof, its verifications, and the meta-verifications of these and of its author's own evaluation."""
+        """The proof, its verifications, and the meta-verifications of these and of its own evaluation."""
         judged = [*([self.own] if self.own else []), *self.analyses]
         return [
             self.trajectory,
@@ -77,8 +77,8 @@ class Attempted:
         ]
 
     def generator_reward(self) -> float | None:
-        """None where it is not known: the proof was not accepted, or the checks of what its own evaluation claims are lost or
-        cannot be read. A reply that is no proof is 0."""
+        """None where the reward is unknown: the proof was not accepted, or the checks of its own evaluation are lost or unreadable.
+        A completion that is no proof gets 0."""
         if self.outcome == "no_proof":
             return 0.0
         if self.score is None or self.proof is None or self.own is None or self.own.meta is None:
@@ -86,8 +86,7 @@ class Attempted:
         return generator_reward(self.proof.evaluation.score, self.score, self.own.meta)
 
     def verifier_reward(self, judged: JudgedEvaluation) -> float | None:
-        """The reward of one of the analyses of an accepted proof; None where the checks of what it claims are lost or cannot be
-        read."""
+        """The reward of one analysis of an accepted proof; None where the checks of its claims are lost or unreadable."""
         assert self.score is not None, "only an accepted proof tells what an analysis of it is worth"
         if judged.evaluation is None:
             return 0.0
@@ -96,7 +95,8 @@ class Attempted:
 
 @dataclass(frozen=True)
 class Judges:
-    """How many are asked, and how many have to agree: `Judges(verifications=8, checks=3, confirmations=2)`."""
+    """The number of verifications and checks, and of confirmations required: `Judges(verifications=8, checks=3,
+    confirmations=2)`."""
 
     verifications: int
     checks: int
@@ -125,8 +125,8 @@ class SelfPlay:
         self._judges, self._context_tokens = judges, context_tokens
 
     def play(self, problems: Sequence[Problem], key: tuple[str | int, ...]) -> list[Attempted]:
-        """Every proof of the problems, in their order, judged. `key` names the batch: what is sampled depends on it, the problems
-        and the weights alone."""
+        """The judged proofs of the problems, in order. `key` names the batch: the samples depend only on it, the problems and the
+        weights."""
         groups = self._generator.collect(problems, self._proofs, self._sampling, (*key, "generator")).groups
         attempts = [self._read(trajectory) for group in groups for trajectory in group.trajectories]
         self._verify(attempts, key)
@@ -143,7 +143,7 @@ class SelfPlay:
     def _read(self, trajectory: Trajectory) -> Attempted:
         if not trajectory.trainable:
             return Attempted(trajectory, None, "lost")
-        # Truncated and malformed replies have no verdict, and are no proof, whatever they hold.
+        # Truncated and malformed completions have no verdict and are no proof.
         proof = None if trajectory.grade.verdict is None else read_proof(trajectory.grade.answer)
         attempt = Attempted(trajectory, proof)
         if proof is not None:
@@ -151,7 +151,7 @@ class SelfPlay:
         return attempt
 
     def _verify(self, attempts: Sequence[Attempted], key: tuple[str | int, ...]) -> None:
-        """Has every proof verified that leaves room for it."""
+        """Requests verifications of every proof that leaves room for them in the context."""
         asked = []
         for attempt in attempts:
             if attempt.proof is not None:
@@ -171,7 +171,7 @@ class SelfPlay:
                 attempt.outcome, attempt.own = "lost", None
 
     def _check(self, judged: Sequence[tuple[JudgedEvaluation, Attempted, str]], key: tuple[str | int, ...]) -> None:
-        """Has every claim of a defect checked that leaves room for it."""
+        """Requests checks of every claimed defect that leaves room for them in the context."""
         asked = []
         for one, attempt, name in judged:
             if not one.analysis.claims:
@@ -189,7 +189,7 @@ class SelfPlay:
             one.checks = [check for check in group.trajectories if check.trainable]
 
     async def _accept(self, attempts: Sequence[Attempted]) -> None:
-        """Decides, and has every judgement graded by what was decided."""
+        """Decides on acceptance, and grades every judgement by the decision."""
         for attempt in attempts:
             lost = [Analysis(None)] * attempt.lost
             acceptance = accept([*(one.analysis for one in attempt.analyses), *lost], self._judges.confirmations)
@@ -203,7 +203,7 @@ class SelfPlay:
                     one.trajectory = await self._graded(one.trajectory, acceptance.score)
 
     def _posed(self, task_type: str, attempt: Attempted, name: str, record: Mapping[str, str]) -> Problem:
-        """The question about a proof, without a gold."""
+        """The question about a proof, without a gold answer."""
         problem = attempt.trajectory.problem
         question, gold, metadata = TASKS[task_type].pose(str(problem.metadata["problem"]), UNKNOWN, record)
         id_ = f"{problem.id}/{attempt.trajectory.index}{name}"
@@ -213,16 +213,16 @@ class SelfPlay:
         return self._environment.fits(problem, self._context_tokens, self._sampling.max_new_tokens)
 
     def _evaluation(self, trajectory: Trajectory) -> WrittenEvaluation | None:
-        """What a verifier's reply says; None where it is not in the form, or was cut."""
+        """Parses a verifier's completion; None where it is malformed or truncated."""
         if trajectory.grade.verdict is None:
             return None
         return read_evaluation(*self._environment.renderer.said(trajectory.turns[-1].sample.token_ids))
 
     async def _graded(self, trajectory: Trajectory, gold: Fraction) -> Trajectory:
-        """The trajectory with the score that it ought to have given as its gold."""
+        """Grades the trajectory with the score that it should have given as its gold answer."""
         problem = replace(trajectory.problem, gold=f"{float(gold):g}")
         if trajectory.grade.verdict is None:
-            return replace(trajectory, problem=problem)  # it ended without an answer that a gold could be compared with
+            return replace(trajectory, problem=problem)  # without an answer there is nothing to compare
         grade = await self._environment.grade(
             problem, trajectory.turns, trajectory.sampling.max_new_tokens, tool_events=trajectory.tool_events
         )

@@ -1,8 +1,8 @@
-"""What self-play leaves of a batch: lines of the streams, counts, metrics and replay bundles.
+"""The records of a batch of self-play: lines of the streams, counts, metrics and replay bundles.
 
-A line holds what training needs, as tokens and with the log-probabilities that they were sampled with, and besides what people and
-other trainers read: `proof_verifier_train.jsonl` and `proof_meta_verifier_train.jsonl` are also pools of the tasks
-`proof_verification` and `meta_verification` (problem_field "problem", answer_field "score").
+A line holds what training needs, as tokens with their behaviour log-probabilities, and the text for people and other trainers:
+`proof_verifier_train.jsonl` and `proof_meta_verifier_train.jsonl` are also pools of the tasks `proof_verification` and
+`meta_verification` (problem_field "problem", answer_field "score").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLES = {"proof_generation": "generator", "proof_verification": "verifier", "met
 
 
 def record(streams: Streams, recorder: ReplayRecorder, step: int, round_: int, attempts: Sequence[Attempted]) -> None:
-    """Appends a step's lines, counts them and keeps bundles. Raises StorageError."""
+    """Appends a step's lines, counts them, and writes replay bundles. Raises StorageError."""
     at = {"step": step, "round": round_}
     streams.append(VERIFIER, ({**at, **_verifier_line(one)} for one in attempts if one.score is not None))
     streams.append(META_VERIFIER, ({**at, **line} for one in attempts for line in _meta_lines(one)))
@@ -40,7 +40,7 @@ def outcome(attempt: Attempted) -> str:
 
 
 def failures(attempts: Iterable[Attempted]) -> dict[str, Counter[str]]:
-    """How the replies of each role ended."""
+    """How the completions of each role ended."""
     counts: dict[str, Counter[str]] = {role: Counter() for role in ROLES.values()}
     for attempt in attempts:
         for trajectory in attempt.trajectories:
@@ -49,7 +49,7 @@ def failures(attempts: Iterable[Attempted]) -> dict[str, Counter[str]]:
 
 
 def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
-    """Shares of the step's proofs by outcome, mean scores and rewards, and how many claims were confirmed."""
+    """Shares of the step's proofs by outcome, mean scores and rewards, and the number of confirmed claims."""
     outcomes = Counter(attempt.outcome for attempt in attempts)
     values = {f"proofs_{name}": count / len(attempts) for name, count in sorted(outcomes.items())}
     accepted = [attempt for attempt in attempts if attempt.score is not None]
@@ -67,7 +67,8 @@ def metrics(attempts: Sequence[Attempted]) -> dict[str, float]:
 
 
 def _verifier_line(attempt: Attempted) -> dict[str, Any]:
-    """Of an accepted proof: its score, and every verification with what it earned; `evidence` marks those that carry the score."""
+    """The line of an accepted proof: its score, and every verification with its reward. `evidence` marks verifications that carry
+    the score."""
     assert attempt.score is not None
     assert attempt.acceptance is not None
     evidence = attempt.acceptance.evidence
@@ -89,7 +90,7 @@ def _verifier_line(attempt: Attempted) -> dict[str, Any]:
 
 
 def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
-    """Of every evaluation whose checks decide whether it stands: `score` is 1 or 0, what the majority of them says."""
+    """One line per evaluation whose checks decide whether it stands. `score` is 1 or 0, by the majority of the checks."""
     own = [] if attempt.own is None else [("own", attempt.own)]
     for name, one in [*own, *((f"v{place}", one) for place, one in enumerate(attempt.analyses))]:
         if one.checks and one.analysis.stands is not None:
@@ -104,7 +105,7 @@ def _meta_lines(attempt: Attempted) -> Iterator[dict[str, Any]]:
 
 
 def _generator_line(attempt: Attempted) -> dict[str, Any] | None:
-    """Of a reply whose reward is known."""
+    """The line of a completion whose reward is known."""
     reward = attempt.generator_reward()
     if reward is None:
         return None
@@ -142,7 +143,7 @@ def _evaluation(judged: JudgedEvaluation) -> dict[str, Any]:
 
 
 def _tokens(trajectory: Trajectory) -> dict[str, Any]:
-    """All tokens after the prompt; the mask says which of them the policy sampled, the others are what tools answered."""
+    """All tokens after the prompt. The mask marks those that the policy sampled; the others are tool results."""
     return {
         "token_ids": trajectory.token_ids,
         "mask": trajectory.mask,
@@ -160,7 +161,7 @@ def _number(score: Fraction | None) -> float | None:
 
 
 def _keep(recorder: ReplayRecorder, step: int, attempt: Attempted) -> None:
-    """Of an accepted proof its own bundle and those of its evidence, always; of all else the sampled share."""
+    """Writes the replay bundles of an accepted proof and its evidence, and of a sampled share of everything else."""
     accepted = [] if attempt.score is None else [attempt.trajectory, *_evidence(attempt)]
     for trajectory in attempt.trajectories:
         if any(trajectory is one for one in accepted):

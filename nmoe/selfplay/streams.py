@@ -1,7 +1,7 @@
-"""The streams that self-play writes, and what is counted: JSON lines that grow by whole steps.
+"""The streams that self-play writes, as JSON lines, and its counts.
 
-A step's lines are appended as they come. Where they ended is part of the run's checkpoint, and a resumption cuts back to there: the
-lines of a step that was killed are made again, the same ones, and neither twice nor never.
+Lines are appended during a step. A checkpoint records the length of each stream, and a resumed run truncates the streams to it.
+The lines of an interrupted step are then written again, identically, so that none is missing or doubled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Streams:
 
     def append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Raises StorageError."""
-        # ASCII escapes, so that a line separator of Unicode ends no line for whoever reads the file as text.
+        # ASCII escapes, because Unicode's line separators would end a line in readers of text.
         lines = b"".join(json.dumps(record, allow_nan=False).encode("ascii") + b"\n" for record in records)
         append_whole(self._directory / name, lines)
 
@@ -47,7 +47,7 @@ class Streams:
         write_atomically(self._directory / COUNTS, (json.dumps(content, indent=1) + "\n").encode())
 
     def state(self) -> dict[str, Any]:
-        """Where the streams end, now on the disk, and the counts: JSON-able, for a checkpoint."""
+        """The lengths of the streams, after they are flushed to disk, and the counts: JSON-able, for a checkpoint."""
         ends = {}
         for name in STREAMS:
             path = self._directory / name
@@ -57,8 +57,8 @@ class Streams:
         return {"ends": ends, "counts": {group: dict(counts) for group, counts in self.counts.items()}}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Cuts the streams back to where they ended then; to nothing without a state. Raises UserError for a stream that is shorter
-        than that."""
+        """Truncates the streams to their recorded lengths, or to nothing without a state. Raises UserError for a stream that is
+        shorter."""
         for name in STREAMS:
             path, end = self._directory / name, 0 if state is None else state["ends"][name]
             with storage_errors(path), path.open("ab") as file:

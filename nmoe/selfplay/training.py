@@ -1,10 +1,10 @@
-"""What self-play trains its roles on: the lines that a round left in the streams.
+"""The training data of self-play's roles, from the lines that a round has written.
 
-The verifier learns from the accepted verifications that carry a proof's score, by cross-entropy (rejection fine-tuning); the
-generator by the policy gradient of its reward, with the other proofs of a problem as its baseline. docs/guides/selfplay.md has why.
+The verifier learns by cross-entropy from accepted verifications that carry a proof's score (rejection fine-tuning). The
+generator learns by policy gradient, with the other proofs of a problem as the baseline. docs/guides/selfplay.md explains why.
 
-Examples are dealt out over a round's optimizer steps by an order that depends on seed and round alone: a resumed run takes the
-same.
+The examples are split over a round's optimizer steps in an order that depends only on seed and round, so that a resumed run
+takes the same ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from nmoe.types import Grade, Group, Problem, Sample, Sampling, Trajectory, Turn
 
 
 def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory]:
-    """The verifications of a round that carry the score of an accepted proof, each wording of a proof's once: a verifier that says
-    the same eight times has not said more."""
+    """The verifications of a round that carry the score of an accepted proof. Identical verifications of one proof count once,
+    since repeating a judgement adds no evidence."""
     found: list[Trajectory] = []
     for line in lines:
         if line["round"] != round_:
@@ -43,7 +43,7 @@ def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory
 
 
 def groups(lines: Iterator[Mapping[str, Any]], round_: int, config: SelfplayConfig) -> list[Group]:
-    """The proofs of a round whose reward is known, by problem; those problems whose proofs differ in it."""
+    """The proofs of a round with known rewards, grouped by problem; problems whose proofs have equal rewards are left out."""
     of: dict[str, list[Trajectory]] = {}
     for line in lines:
         if line["round"] == round_:
@@ -67,7 +67,7 @@ def _trajectory(name: str, prompt_ids: Sequence[int], line: Mapping[str, Any], r
 
 
 def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """The turns of a line's tokens: what was sampled, each with what the tools had answered before it."""
+    """The turns of a line's tokens: what was sampled, each after the tool results that it followed."""
     turns: list[Turn] = []
     given: tuple[int, ...] = ()
     for sampled, group in groupby(range(len(line["token_ids"])), line["mask"].__getitem__):
@@ -82,7 +82,7 @@ def _turns(line: Mapping[str, Any]) -> tuple[Turn, ...]:
 
 
 def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
-    """`count` places, each `epochs` times, shuffled anew each epoch, in `hands` parts whose sizes differ by one at most."""
+    """`count` indices, each `epochs` times, shuffled anew each epoch, in `hands` parts whose sizes differ by at most one."""
     places: list[int] = []
     for epoch in range(epochs):
         order = list(range(count))
@@ -93,13 +93,13 @@ def dealt(count: int, epochs: int, hands: int, *key: object) -> list[list[int]]:
 
 
 def generator_algorithm(config: SelfplayConfig) -> AlgorithmSection:
-    """The policy gradient of the generator: [algorithm], and the defaults of the keys that self-play does not have."""
+    """The policy gradient of the generator: [algorithm], with defaults for the keys that self-play does not have."""
     return AlgorithmSection(**config.algorithm.model_dump())
 
 
 @dataclass
 class RoundTraining:
-    """The optimizer steps of one round, from what its streams hold."""
+    """The optimizer steps of one round, from its streams."""
 
     evidence: list[Trajectory]
     groups: list[Group]
@@ -118,7 +118,7 @@ class RoundTraining:
         )
 
     def verifier_update(self, learner: Learner, update: int) -> dict[str, float]:
-        """One step of cross-entropy on this update's share of the evidence; no metrics where there is none."""
+        """Takes one step of cross-entropy on this update's share of the evidence; without any, takes none and returns no metrics."""
         trajectories = [self.evidence[place] for place in self.verifications[update]]
         if not trajectories:
             return {}
@@ -129,7 +129,7 @@ class RoundTraining:
         return {f"verifier_{name}": value for name, value in values.items()}
 
     def generator_update(self, policy: PolicyUpdate, step: int, update: int) -> dict[str, float]:
-        """One step of the policy gradient on this update's share of the problems; no metrics where there is none, as after the
-        generator's last step of the round."""
+        """Takes one step of the policy gradient on this update's share of the problems; without any, as after the generator's last
+        step of the round, takes none and returns no metrics."""
         chosen = [self.groups[place] for place in self.problems[update]] if update < len(self.problems) else []
         return policy.update(step, policy.experience(chosen))
