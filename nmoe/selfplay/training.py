@@ -118,7 +118,7 @@ class RoundTraining:
         )
 
     def verifier_update(self, learner: Learner, update: int) -> dict[str, float]:
-        """Takes one step of cross-entropy on this update's share of the evidence; without any, takes none and returns no metrics."""
+        """Takes one step of cross-entropy on this update's share of the evidence. Without any, returns no metrics."""
         trajectories = [self.evidence[place] for place in self.verifications[update]]
         if not trajectories:
             return {}

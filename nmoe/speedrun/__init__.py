@@ -1,4 +1,4 @@
-"""From nothing to a model that learned by reinforcement learning, on a laptop, in minutes. `nmoe speedrun`"""
+"""The demonstration: a model trained from nothing to reinforcement learning, on a laptop, in minutes. `nmoe speedrun`"""
 
 from nmoe.speedrun.speedrun import speedrun
 

@@ -1,10 +1,10 @@
-"""The speedrun's pretraining corpus: conversations that know the skills badly and the format loosely.
+"""The speedrun's pretraining corpus: conversations with poor skills and loose formatting.
 
-Every document is a question and an answer in Harmony, or in something near it. Three kinds of fault are planted, each at a rate
-set below, so that the base has much to unlearn and reinforcement learning has something to find:
+Every document is a question and an answer in Harmony, or close to it. Three kinds of fault are planted, each at a rate set
+below, so that reinforcement learning has something to improve:
 
-- skill: the right procedure stands in a minority of documents, wrong ones (copying instead of reversing, forgetting the
-  carry, sorting downwards) in the others;
+- skill: a minority of documents follows the right procedure, the others a wrong one (copying instead of reversing, forgetting the
+  carry, sorting downwards);
 - format: messages lack their end, their channel or their final answer;
 - length: some documents ramble before they reason.
 """
@@ -23,7 +23,7 @@ from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 
-# Shares of documents. What is left of each line is the third kind: a guess, the ends swapped, the digits shuffled; broken form.
+# Shares of documents. The rest of each is of a third kind: a guess, swapped ends, shuffled digits; broken form.
 ADD_RIGHT, ADD_NO_CARRY = 0.35, 0.4
 REVERSE_RIGHT, REVERSE_COPY = 0.2, 0.5
 SORT_RIGHT, SORT_DOWN = 0.25, 0.5
@@ -37,7 +37,7 @@ Worked = tuple[str, str]
 
 
 def _digit_steps(left: str, right: str, carries: bool) -> Worked:
-    """Column by column from the right: "7+5=12 4+8+1=13" and "132". Without carries: "7+5=12 4+8=12" and "122"."""
+    """Adds column by column from the right: "7+5=12 4+8+1=13" and "132". Without carries: "7+5=12 4+8=12" and "122"."""
     steps, digits, carry = [], "", 0
     width = max(len(left), len(right))
     for a, b in zip(reversed(left.zfill(width)), reversed(right.zfill(width)), strict=True):
@@ -91,8 +91,8 @@ SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Wor
 
 
 def _document(rng: random.Random, harmony: Harmony, question: str, work: str, answer: str) -> dict[str, Any]:
-    """The conversation as a document whose question is read and not learned, its answer in one of several forms, of which only the
-    first two parse."""
+    """The conversation as a document whose question is read but not learned, with its answer in one of several forms, of which only
+    the first two parse."""
     prompt = harmony.render_prompt([Message("user", question)])
     return {"token_ids": prompt + _reply(rng, harmony, work, answer), "prompt_tokens": len(prompt)}
 
@@ -139,8 +139,8 @@ def write_corpus(path: Path, tokenizer: Tokenizer, seed: int, count: int) -> Non
 
 
 def write_conversations(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations as chat messages, one JSON object a line, for supervised fine-tuning: the faults of skill are
-    those of the corpus, those of format and length are not there. Held-out questions never occur."""
+    """Writes `count` conversations as chat messages, one JSON object per line, for supervised fine-tuning. They have the skill
+    faults of the corpus, but none of format or length. Held-out questions never occur."""
     with path.open("w") as file:
         for _, question, work, answer in _examples(f"conversations/{seed}", count):
             reply = {"role": "assistant", "reasoning": work, "content": answer}

@@ -1,4 +1,4 @@
-"""The examination that base and trained model both sit: the same held-out problems, sampled, greedy and sixteen times over."""
+"""The examination of the base and the trained model: the same held-out problems, sampled, greedy, and sixteen times each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGER_PROBLEMS = 600
 
 @dataclass(frozen=True)
 class Transcript:
-    """A problem and what the model sampled for it at temperature 1, control tokens spelled out."""
+    """A problem and the model's completion at temperature 1, with control tokens spelled out."""
 
     question: str
     gold: str
@@ -34,7 +34,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Examination:
-    """Results by kind; in each list the first is over all skills, the others by skill."""
+    """Results by kind. The first of each list is over all skills, the others are by skill."""
 
     sampled: list[Evaluation]
     greedy: list[Evaluation]
@@ -125,7 +125,7 @@ def _mean(groups: Sequence[Group], name: str) -> float:
 
 
 def _transcripts(groups: Sequence[Group], tokenizer: Tokenizer) -> list[Transcript]:
-    """The first problem of each skill: not picked by how it went."""
+    """The first problem of each skill, whatever its result."""
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.problem.source, group)

@@ -1,4 +1,4 @@
-"""What a speedrun promises, and whether one kept it. Figures over many seeds are those of benchmarks/speedrun_seeds.py."""
+"""The results that a speedrun promises, and a check of them. Figures over many seeds come from benchmarks/speedrun_seeds.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Promise:
-    """Bounds of one figure of summary.json, and what to do where it lies outside: `Promise("format_ok", 0.98, 1.0, "...")`."""
+    """The bounds of one figure of summary.json, and advice for a figure outside them: `Promise("format_ok", 0.98, 1.0, "...")`."""
 
     figure: str
     low: float
@@ -34,8 +34,8 @@ PROMISES = (
 
 
 def shortfalls(summary: Mapping[str, float | int], out: str) -> list[str]:
-    """One line for each promise that the figures do not keep, with what to do. A figure that is missing or not a number keeps
-    none."""
+    """One line, with advice, for each promise that the figures break. A figure that is missing or not a number breaks its
+    promise."""
     lines = []
     for promise in PROMISES:
         value = summary.get(promise.figure, float("nan"))

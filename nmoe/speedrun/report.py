@@ -1,4 +1,4 @@
-"""The speedrun's report: what changed, how, and what it cost, on one page with plots."""
+"""The speedrun's report: what changed, how, and at what cost, on one page with plots."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def write_speedrun_report(
     before: Examination,
     after: Examination,
 ) -> Path:
-    """Writes `out/report.md` and `out/plots/*.png`; returns the report's path. `course` says what made the trained model of the
-    base."""
+    """Writes `out/report.md` and `out/plots/*.png`, and returns the path of the report. `course` says how the base became the
+    trained model."""
     with storage_errors(out):
         (out / "plots").mkdir(exist_ok=True)
     pictures = []

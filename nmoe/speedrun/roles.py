@@ -1,14 +1,14 @@
-"""Conversations that teach a small model self-play's three roles: their form, a generator that slips, weak reviewers, and a sound
-check of one claim.
+"""Conversations that teach a small model the three roles of self-play: their format, a generator that makes errors, weak reviewers,
+and sound checks of single claims.
 
-Solutions are those of `nmoe.speedrun.steps` whose only errors are sums that come to the wrong number. What the roles are
-taught is weak on purpose, as the speedrun's corpus is, so that there is something to find out:
+The solutions are those of `nmoe.speedrun.steps` whose only errors are wrong sums. The roles are weak on purpose, like the
+speedrun's corpus, so that there is something to improve:
 
-- the generator slips in half of its solutions, and overlooks it in most of its self-evaluations;
-- a verifier adds up the steps again, lets an error pass OVERLOOKS of the time and calls FALSE_ALARM of the right steps wrong;
-- the meta-verifier does one sum again, the one that is claimed to be wrong, and says whether the claim is true: always rightly.
+- the generator makes an error in half of its solutions, and misses it in most of its self-evaluations;
+- a verifier recomputes the steps, misses errors at the rate OVERLOOKS, and calls right steps wrong at the rate FALSE_ALARM;
+- the meta-verifier recomputes the one sum that is claimed to be wrong, and always judges the claim rightly.
 
-That checking one claim is easier than finding all errors is what self-play lives on. Nothing here is used once it has begun.
+Self-play relies on this: checking one claim is easier than finding all errors. Nothing here is used after self-play has started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nmoe.envs.tasks.proof import SELF_EVALUATION, SOLUTION
 from nmoe.envs.tasks.score import CLOSING, OPENING
 from nmoe.speedrun.steps import Solution, Split, solutions, solve, sum_problem
 
-# Shares of errors that a verifier overlooks, of right steps that it calls wrong, and of errors a generator owns up to.
+# Shares of errors that a verifier misses, of right steps that it calls wrong, and of errors that a generator admits.
 OVERLOOKS, FALSE_ALARM, OWNS_UP = 0.6, 0.05, 0.3
 # Numbers of additions.
 SHORTEST, LONGEST = 2, 3
@@ -33,7 +33,7 @@ _CLAIM = re.compile(r"(\d{1,9}\+\d{1,9}=\d{1,9}) [\d=! ]{1,20} is wrong")
 
 
 def slips(seed: int, split: Split) -> Iterator[Solution]:
-    """Solutions without end, half of them with one sum that comes to the wrong number."""
+    """An endless stream of solutions, half of them with one wrong sum."""
     part = 0
     while True:
         for solution in solutions(
@@ -45,8 +45,8 @@ def slips(seed: int, split: Split) -> Iterator[Solution]:
 
 
 def review(rng: random.Random, solution: Solution, overlooks: float, false_alarm: float) -> tuple[str, str]:
-    """An evaluation and its score, by a reviewer that adds up every step again, beside what it says, and stops at the first that it
-    calls wrong:
+    """An evaluation and its score, by a reviewer that recomputes every step, beside the step itself, and stops at the first one
+    that it calls wrong:
 
         11+2=13 11= 33=
         13+5=16 11= 68! is wrong
@@ -60,13 +60,13 @@ def review(rng: random.Random, solution: Solution, overlooks: float, false_alarm
 
 
 def claim_is_true(steps: Sequence[str], evaluation: str) -> bool:
-    """Whether the step that an evaluation calls wrong is one of the solution's, and a sum that comes to the wrong number."""
+    """Whether the step that an evaluation calls wrong occurs in the solution and is a wrong sum."""
     claim = _CLAIM.search(evaluation)
     return claim is not None and claim[1] in steps and _is_wrong(claim[1])
 
 
 def write_sums(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations that solve sums rightly, without instructions: where a model learns to add."""
+    """Writes `count` conversations that solve sums rightly, without instructions. They teach the model to add."""
     rng = random.Random(f"sums/{seed}")
     with path.open("w") as file:
         for _ in range(count):
@@ -74,8 +74,8 @@ def write_sums(path: Path, seed: int, count: int) -> None:
 
 
 def write_checks(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations of which every other tells right sums from wrong ones, rightly and without instructions; the
-    others are those of `write_sums`, so that adding is not forgotten."""
+    """Writes `count` conversations. Every other one tells right sums from wrong ones, rightly and without instructions; the rest
+    are those of `write_sums`, so that adding is not forgotten."""
     rng = random.Random(f"checks/{seed}")
     with path.open("w") as file:
         for number in range(count):
@@ -83,7 +83,7 @@ def write_checks(path: Path, seed: int, count: int) -> None:
 
 
 def write_roles(path: Path, seed: int, count: int) -> None:
-    """Writes `count` conversations, half of them of the meta-verifier, who has to be sound."""
+    """Writes `count` conversations, half of them those of the meta-verifier, which has to be sound."""
     rng, source = random.Random(f"roles/{seed}"), slips(seed, "train")
     with path.open("w") as file:
         for number in range(count):
@@ -93,7 +93,7 @@ def write_roles(path: Path, seed: int, count: int) -> None:
 
 
 def write_verifications(path: Path, seed: int, count: int, split: Split) -> None:
-    """Writes `count` different solutions with their true scores, as records of the task proof_verification: to evaluate on."""
+    """Writes `count` different solutions with their true scores, as records of the task proof_verification, for evaluation."""
     found: dict[tuple[str, str], Solution] = {}
     for solution in slips(seed, split):
         found.setdefault((solution.question, solution.text), solution)
@@ -133,7 +133,7 @@ def _verifier(rng: random.Random, solution: Solution, source: Iterator[Solution]
 
 
 def _meta_verifier(rng: random.Random, solution: Solution, source: Iterator[Solution]) -> Conversation:
-    """Of a claim, true or made up: each in about half of all cases."""
+    """Judges a claim; about half of the claims are true."""
     while True:
         wrong = solution.first_wrong is not None
         evaluation, score = review(rng, solution, 0.0, 0.0 if wrong else 0.5)
@@ -154,15 +154,15 @@ def _evaluation(lines: list[str], score: str) -> str:
 
 
 def _sum(rng: random.Random) -> str:
-    """A sum that comes to the wrong number half of the time."""
+    """A sum that is wrong half of the time."""
     left, right = rng.randint(1, 30), rng.randint(1, 9)
     away = rng.choice([change for change in (-10, -2, -1, 1, 2, 10) if left + right + change > 0])
     return f"{left}+{right}={left + right + (away if rng.random() < 0.5 else 0)}"
 
 
 def _checked(step: str) -> str:
-    """The step, and its result compared with the right one digit by digit: `13+5=16 11= 68!`. A small model learns soon whether two
-    digits side by side are the same, and hardly ever whether two numbers are (docs/guides/selfplay.md)."""
+    """The step, and its result compared with the right one digit by digit: `13+5=16 11= 68!`. A small model soon learns whether two
+    adjacent digits are equal, but hardly ever whether two numbers are (docs/guides/selfplay.md)."""
     left, right, result = _numbers(step)
     pairs = zip(f"{result:02d}", f"{left + right:02d}", strict=True)
     return f"{step} " + " ".join(f"{said}{true}{'=' if said == true else '!'}" for said, true in pairs)
@@ -174,7 +174,7 @@ def _is_wrong(step: str) -> bool:
 
 
 def _is_slip(solution: Solution) -> bool:
-    """Whether every step starts from what the one before came to, and adds the next number."""
+    """Whether every step starts from the result of the one before, and adds the next number."""
     total, *numbers = map(int, re.findall(r"\d+", solution.question))
     if len(numbers) != len(solution.steps):
         return False
@@ -198,7 +198,7 @@ def _write(file: Any, prompt: str, reasoning: str | None, answer: str) -> None:
     file.write(json.dumps({"messages": [{"role": "user", "content": prompt}, reply]}) + "\n")
 
 
-# What the roles are warmed up on, one after the other: conversations, tokens of a step, learning rate.
+# The stages of the roles' warm-up, in order: conversations, their number, tokens of a step, learning rate.
 WARM_UP = {
     "sums": (write_sums, 20_000, 4096, 4e-3),
     "checks": (write_checks, 30_000, 8192, 3e-3),

@@ -50,11 +50,11 @@ Figures = Mapping[str, float | int]
 
 
 def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> None:
-    """Runs every stage into `out` and prints where the report is: a new speedrun in place of an earlier one there or, with
-    `resume`, what the earlier one has not done yet. `full` is the whole pipeline (`Pipeline.stages`).
+    """Runs every stage into `out` and prints where the report is. It replaces an earlier speedrun there or, with `resume`, finishes
+    it. `full` adds the stages of the whole pipeline (`Pipeline.stages`).
 
-    Raises UserError where `out` holds anything else, and where there is nothing to resume; ShortfallError where all is done but a
-    figure is not what a speedrun promises.
+    Raises UserError where `out` holds anything else, and where there is nothing to resume; ShortfallError where all stages are
+    done but a promise is broken.
     """
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
@@ -69,14 +69,14 @@ def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> 
 
 
 class Pipeline:
-    """The work of the stages, all in the directory `out`; with `resume`, runs go on from their checkpoints."""
+    """The work of the stages, in the directory `out`; with `resume`, runs continue from their checkpoints."""
 
     def __init__(self, out: Path, seed: int, full: bool, resume: bool) -> None:
         self._out = out
         self._seed = seed
         self._full = full
         self._resume = resume
-        # Before the first stage: a mistake in a configuration is told at once.
+        # Loaded before the first stage, so that a mistake in a configuration is reported at once.
         self._base = self._load(
             "speedrun_base",
             PretrainConfig,
@@ -87,7 +87,7 @@ class Pipeline:
             self._load_full()
 
     def stages(self) -> list[tuple[str, Callable[[], Figures]]]:
-        """In their order: what `nmoe speedrun` runs, and between its stages those that --full adds."""
+        """The stages of `nmoe speedrun` in order, including those that --full adds."""
         stages = [
             ("tokenizer and corpus", self.tokenizer_and_corpus, False),
             ("pretraining the base", self.base, False),
@@ -234,7 +234,7 @@ class Pipeline:
         return self._out / "examinations.json"
 
     def _load(self, name: str, schema: type[C], values: Mapping[str, str | int | float]) -> C:
-        """`configs/NAME.toml` in this directory, with this seed."""
+        """Loads `configs/NAME.toml` with this directory and this seed."""
         overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
         return load_run(ROOT / f"configs/{name}.toml", schema, arguments)

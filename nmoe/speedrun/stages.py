@@ -1,4 +1,4 @@
-"""Stages of a pipeline in one directory: each is announced, timed and written down when it is done, so that none runs twice."""
+"""Stages of a pipeline in one directory. Each is announced, timed and recorded when it is done, so that none runs twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nmoe.errors import UserError
 from nmoe.runs.storage import storage_errors, write_atomically
 
-# Marks a directory as a speedrun's own, which the next one may replace.
+# Marks the directory of a speedrun, which the next one may replace.
 _MARKER = ".speedrun"
 _RECORD = "stages.json"
 
@@ -36,7 +36,8 @@ class StageRecord(BaseModel):
 
 
 class _Record(BaseModel):
-    """`stages.json`: what the pipeline is, the stages that are done, in order, and how often the next one was begun."""
+    """`stages.json`: the settings of the pipeline, the stages that are done, in order, and the number of attempts at the
+    next one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,12 +47,12 @@ class _Record(BaseModel):
 
 
 class Stages:
-    """The stages of `out`, of which those that are done are passed over.
+    """The stages of `out`; those that are done are skipped.
 
-    settings: what decides the results, such as the seed; a resumption needs the same.
+    settings: everything that decides the results, such as the seed; a resumed pipeline needs the same.
 
-    Without `resume`, replaces an earlier pipeline there. Raises UserError where `out` holds anything else, and where there is
-    nothing of these settings to resume; StorageError when the disk is full.
+    Without `resume`, an earlier pipeline there is replaced. Raises UserError where `out` holds anything else, and where there is
+    no pipeline with these settings to resume; StorageError when the disk is full.
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any], resume: bool) -> None:
@@ -67,13 +68,13 @@ class Stages:
 
     @property
     def done(self) -> tuple[StageRecord, ...]:
-        """In the order they were run."""
+        """The stages that are done, in the order of their runs."""
         return tuple(self._record.done)
 
     def run(self, name: str, work: Callable[[], Mapping[str, int | float]]) -> None:
-        """Does the work, unless it was done before, and records what it returns: the stage's figures, as JSON has them.
+        """Does the work, unless it is done already, and records the figures that it returns, as JSON has them.
 
-        `work` may have been broken off at any point by an earlier attempt.
+        An earlier attempt may have interrupted `work` at any point.
         """
         if any(record.name == name for record in self._record.done):
             print(f"\n== {name}: done before", flush=True)
@@ -105,7 +106,7 @@ class Stages:
             raise UserError(f"{self._file}: not there, so there is nothing to resume; run without --resume") from None
         except (ValidationError, OSError) as error:
             raise UserError(
-                f"{self._file}: can not be read: {' '.join(str(error).split())}; run without --resume to begin again"
+                f"{self._file}: cannot be read: {' '.join(str(error).split())}; run without --resume to begin again"
             ) from None
         if record.settings != settings:
             raise UserError(

@@ -62,15 +62,16 @@ class Solution:
 
     @property
     def ratings(self) -> tuple[int, ...]:
-        """PRM800K's, through the first wrong step: 1 for a step that leads on, 0 for one that only restates, -1 for a wrong one."""
+        """PRM800K's ratings, up to the first wrong step: 1 for a step that makes progress, 0 for a restatement, -1 for a wrong
+        step."""
         judged = self.steps if self.first_wrong is None else self.steps[: self.first_wrong]
         right = tuple(0 if _RESTATEMENT.fullmatch(step) else 1 for step in judged)
         return right if self.first_wrong is None else (*right, -1)
 
 
 def first_wrong(question: str, steps: Sequence[str]) -> int | None:
-    """The oracle: the index of the first wrong step, None where none is. A step that is no addition, adds another number than the
-    next, starts from another total or comes to another is wrong, and so is one after the last number. Total over any steps."""
+    """The oracle: the index of the first wrong step, None where all are right. A step is wrong if it is no addition, adds another
+    number than the next, starts from another total, has another result, or comes after the last number. Total over any steps."""
     numbers = _numbers(question)
     total, used = numbers[0], 1
     for index, step in enumerate(steps):
@@ -88,7 +89,8 @@ def first_wrong(question: str, steps: Sequence[str]) -> int | None:
 
 
 def score(question: str, steps: Sequence[str]) -> float:
-    """The oracle by the rubric: 0 with a wrong step or without steps, 1 for steps that add up all numbers, 0.5 for fewer."""
+    """The oracle's score by the rubric: 0 with a wrong step or without steps, 1 for steps that add up all numbers, 0.5 for
+    fewer."""
     if not steps or first_wrong(question, steps) is not None:
         return 0.0
     return 1.0 if _used(steps) == len(_numbers(question)) else 0.5
@@ -109,10 +111,10 @@ def solutions(
     restated: float = 0.0,
     additions: tuple[int, int] = (SHORTEST, LONGEST),
 ) -> Iterator[Solution]:
-    """`count` solutions to problems of a split, the same ones for the same arguments.
+    """`count` solutions to problems of a split; the same arguments give the same solutions.
 
-    `wrong` of them have one planted error and `unfinished` of them stop early, shares of all; `restated` is the share of steps
-    before the error after which the total is said again ("13 so far"), which is neutral. `additions` are the fewest and the most.
+    The share `wrong` has one planted error, and the share `unfinished` stops early. `restated` is the share of steps before the
+    error after which the total is repeated ("13 so far"), which is neutral. `additions` are the fewest and the most.
     """
     rng = random.Random(f"steps/{split}/{seed}")
     for _ in range(count):
@@ -134,7 +136,7 @@ def solutions(
 
 
 def sum_problem(rng: random.Random, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)) -> tuple[str, str]:
-    """Question and gold of a fresh problem of a split."""
+    """The question and gold answer of a new problem of a split."""
     while True:
         question, gold = SumTask().generate(rng, rng.randint(*additions))
         if split_of("sum", question) == split:
@@ -160,7 +162,7 @@ def step_texts(seed: int, count: int) -> Iterator[str]:
 
 
 def evaluation_text(solution: Solution) -> str:
-    """What the oracle would write of a solution, in DeepSeekMath-V2's form."""
+    """The oracle's evaluation of a solution, in DeepSeekMath-V2's format."""
     if solution.first_wrong is not None:
         found = f"Step {solution.first_wrong + 1} is wrong: {solution.steps[solution.first_wrong]}"
     elif solution.score < 1:
@@ -171,7 +173,7 @@ def evaluation_text(solution: Solution) -> str:
 
 
 def write_domain(out: Path, seed: int) -> None:
-    """Writes what configs/verifier.toml, configs/sums.toml and configs/selfplay.toml read: `prm800k/` with both phases,
+    """Writes the data of configs/verifier.toml, configs/sums.toml and configs/selfplay.toml: `prm800k/` with both phases,
     `sums.jsonl` and `problems.json`."""
     (out / "prm800k").mkdir(exist_ok=True)
     write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 40, "train", phase=1)
@@ -220,7 +222,7 @@ def _prm800k_step(rng: random.Random, solution: Solution, place: int, phase: int
     text, rating = solution.steps[place], solution.ratings[place]
     completions = [{"text": text, "rating": rating, "flagged": rng.random() < 0.01}]
     if phase == 2:
-        # No completion was good enough to go on from where the last one is wrong.
+        # Where the last completion is wrong, none was good enough to continue from.
         return {"completions": completions, "human_completion": None, "chosen_completion": None if rating < 0 else 0}
     if rating > 0 and _ADDITION.fullmatch(text):
         left, right, result = map(int, _ADDITION.fullmatch(text).groups())  # type: ignore[union-attr]
@@ -236,8 +238,8 @@ def _prm800k_step(rng: random.Random, solution: Solution, place: int, phase: int
 
 
 def write_stepwise(path: Path, seed: int, count: int, split: Split) -> None:
-    """Writes `count` labelled solutions as TRL's stepwise supervision has them: `prompt`, `completions` and `labels`, true or false
-    through the first wrong step, where the completions end too."""
+    """Writes `count` labelled solutions in the format of TRL's stepwise supervision: `prompt`, `completions` and `labels`, true or
+    false up to the first wrong step, where the completions end."""
     with path.open("w") as file:
         for solution in solutions(seed, count, split):
             labels = [rating >= 0 for rating in solution.ratings]
@@ -246,8 +248,8 @@ def write_stepwise(path: Path, seed: int, count: int, split: Split) -> None:
 
 
 def write_solutions(path: Path, seed: int, count: int, split: Split, misconceived: float = MISCONCEIVED) -> None:
-    """Writes `count` worked problems as plain text to pretrain a policy on, of which a share `misconceived` forgets every ten: a
-    policy that reads them has a systematic fault, which a majority of its samples may share."""
+    """Writes `count` worked problems as plain text to pretrain a policy on. The share `misconceived` forgets every carry, so that
+    the policy has a systematic fault, which a majority of its samples may share."""
     rng = random.Random(f"solutions/{split}/{seed}")
     with path.open("w") as file:
         for _ in range(count):
@@ -258,7 +260,7 @@ def write_solutions(path: Path, seed: int, count: int, split: Split, misconceive
 
 
 def _without_tens(question: str) -> list[str]:
-    """Every step keeps the tens that it has, and carries none: 8+5=3, 18+5=13."""
+    """A solution whose steps keep their tens but carry none: 8+5=3, 18+5=13."""
     total, *numbers = _numbers(question)
     steps = []
     for number in numbers:
@@ -271,8 +273,8 @@ def _without_tens(question: str) -> list[str]:
 def write_problems(
     path: Path, seed: int, count: int, split: Split, additions: tuple[int, int] = (SHORTEST, LONGEST)
 ) -> None:
-    """Writes `count` different problems as DeepSeekMath-V2's inputs, a JSON list of
-    {id, question, answer, contest, problem_idx}."""
+    """Writes `count` different problems in the format of DeepSeekMath-V2's inputs: a JSON list of {id, question, answer, contest,
+    problem_idx}."""
     rng = random.Random(f"problems/{split}/{seed}")
     found: dict[str, str] = {}
     while len(found) < count:
@@ -302,7 +304,7 @@ def _continued(numbers: Sequence[int], used: int, total: int) -> list[str]:
 
 
 def _planted(rng: random.Random, numbers: Sequence[int], at: int) -> list[str]:
-    """A wrong step in place of the one at index `at`, and what follows from it."""
+    """A wrong step in place of the one at index `at`, and the steps that follow from it."""
     total, number = sum(numbers[: at + 1]), numbers[at + 1]
     used = at + 2
     faults = [fault for fault in FAULTS if _possible(fault, numbers, at)]
@@ -312,7 +314,7 @@ def _planted(rng: random.Random, numbers: Sequence[int], at: int) -> list[str]:
         case "slip":
             away = [change for change in (-10, -2, -1, 1, 2, 10) if total + number + change > 0]
             left, right, result = total, number, total + number + rng.choice(away)
-        case "total":  # starts from what nobody wrote
+        case "total":  # starts from a total that no step has
             away = [change for change in (-10, -1, 1, 10) if total + change > 0]
             left, right = total + rng.choice(away), number
             result = left + right

@@ -1,10 +1,10 @@
-"""Conversations that know of the python tool but use it badly: what the base reads in mid-training, before `configs/tools.toml`.
+"""Conversations that use the python tool badly: the tool corpus of mid-training, before `configs/tools.toml`.
 
-Every document asks for a sum of environments/tools.toml, in well-formed Harmony. Most practise one of two parts: a call that copies
-the sum, without its answer, or the reading of an output that nobody called for. Of the others, whole conversations with the
-environment's own prompt, a minority hands the sum to the tool and gives its output as the answer; in the rest another sum is
-copied, the output is ignored, the call is no JSON or names a tool that is not there, or the answer is guessed without a call.
-Reinforcement learning has to find which of these pays.
+Every document asks for a sum of environments/tools.toml, in well-formed Harmony. Most practise one of two parts: a call that
+copies the sum, without an answer, or the reading of an output without a call. The others are whole conversations with the
+environment's own prompt. In a minority of them the call computes the sum and its output is the answer. In the rest the call
+copies another sum, the output is ignored, the call is not JSON or names an unknown tool, or the answer is guessed without a
+call. Reinforcement learning has to find out which of these earns a reward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OUTPUTS = (1_000, 20_000)  # of as many digits as the sums have
 
 
 def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
-    """Plain text of `count` calls, and of the tool's definition now and then, for training the tokenizer."""
+    """Plain text of `count` calls, with the tool's definition in some of them, for training the tokenizer."""
     settings = load_environment(environment)
     definitions = render_tools([builtin_tools(settings.budget)["python"].definition])
     rng = random.Random(f"tools/{seed}")
@@ -70,7 +70,7 @@ class ToolDocuments:
                 file.write(json.dumps({"token_ids": token_ids}) + "\n")
 
     def documents(self, seed: int, count: int) -> Iterator[list[int]]:
-        """The token ids of `count` documents, the same ones for the same seed."""
+        """The token ids of `count` documents; the same seed gives the same documents."""
         rng = random.Random(f"tools/{seed}")
         for _ in range(count):
             problem, copied = _problem(rng, self._settings), _problem(rng, self._settings)
@@ -87,7 +87,7 @@ class ToolDocuments:
                 yield self._environment.prompt_ids(problem) + self._conversation(rng, problem, copied)
 
     def _conversation(self, rng: random.Random, problem: Problem, copied: Problem) -> list[int]:
-        """What follows the prompt; `copied` is another problem, for a call that copies carelessly."""
+        """The messages after the prompt. `copied` is another problem, for a call that copies carelessly."""
         guess = _guess(rng, problem.gold)
         draw = rng.random()
         for share, called, answer in (
@@ -107,7 +107,7 @@ class ToolDocuments:
         return self._harmony.render_completion([_final(guess)])
 
     def _called(self, tool: str, arguments: str, output: str, answer: str) -> list[int]:
-        """A call, the tool's answer as the environment words it, and the final message."""
+        """A call, the tool's result as the environment words it, and the final message."""
         event = ToolEvent(ToolCall(tool, arguments, "0/0"), "ok", output, "", 0.0, 0.0)
         given = self._environment.renderer.answer_calls([], [[event]])
         return [
@@ -117,14 +117,14 @@ class ToolDocuments:
         ]
 
     def _refused(self, tool: str, arguments: str) -> str:
-        """What the executor answers to a call that never reaches its tool."""
+        """The executor's result for a call that never reaches its tool."""
         (event,) = asyncio.run(self._executor.run([ToolCall(tool, arguments, "0/0")], ToolSession(None)))
         assert event.failure != "ok", "it is refused"
         return event.output
 
 
 def _problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
-    """A fresh one of the train split."""
+    """A new sum of the train split."""
     pool = settings.task_pool
     assert isinstance(pool, GeneratedPool), "the environment's problems are generated"
     while True:
@@ -146,7 +146,7 @@ def _final(answer: str) -> Message:
 
 
 def _guess(rng: random.Random, gold: str) -> str:
-    """Mostly wrong by a little."""
+    """A wrong answer, mostly close to the right one."""
     return (
         gold if rng.random() < GUESS_IS_RIGHT else str(int(gold) + rng.choice((-1000, -100, -10, -1, 1, 10, 100, 1000)))
     )

@@ -1,7 +1,8 @@
 """Verifier training: a model learns to tell right steps, or right solutions, from wrong ones. `nmoe verifier CONFIG`
 
-From labelled steps (Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2024, arXiv:2312.08935), either as answers in Harmony or
-by a head that reads the end of every step; graded scores of whole solutions are those of DeepSeekMath-V2 (arXiv:2511.22570).
+It learns from labelled steps (Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2024, arXiv:2312.08935), either to answer in
+Harmony or by a head that reads the end of every step. Graded scores of whole solutions follow DeepSeekMath-V2
+(arXiv:2511.22570).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from nmoe.verifier.quality import calibration, processbench, rate
 
 @dataclass(frozen=True)
 class LabelledSolution:
-    """A solution to train or evaluate on: `labels` are those of its steps, or the one score of all of them.
+    """A solution to train or evaluate on. `labels` holds one label per step, or the one score of the whole solution.
 
     Example: `LabelledSolution("Sum: 4+7+2", ("4+7=11", "11+3=14"), ("+", "-"), first_wrong=1)`.
     """
@@ -68,7 +69,7 @@ def verifier(config: VerifierConfig) -> Path:
     context = model.config.context_tokens
     train, train_long = _fitting(judged_solutions(reading.solutions, section, config.run.seed), form, context)
     probe, probe_long = _fitting(whole_solutions(held_out.solutions, section, config.run.seed), form, context)
-    # The same solutions at every evaluation, and not the first ones of a file that may be sorted.
+    # The same solutions at every evaluation; shuffled, since the file may be sorted.
     random.Random(config.run.seed).shuffle(probe)
     probe = probe[: config.eval.problems]
     if not train:
@@ -121,7 +122,7 @@ def verifier(config: VerifierConfig) -> Path:
 
 
 def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
-    """What to train and what to evaluate on, which have no problem in common: where both come from one source, a problem's hash
+    """The training data and the evaluation data, which share no problem. Where both come from one source, a problem's hash
     decides."""
     neutral_is = {"positive": "+", "negative": "-", "own": None}[section.neutral]
     places = section.prm800k, section.math_shepherd
@@ -142,8 +143,9 @@ def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
 
 
 def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
-    """What is trained on. Steps: a prefix that several solutions share is labelled in the first alone, so that it counts once.
-    Scores: whole solutions, the steps after the first wrong one included, and of every right one a part, which is worth 0.5."""
+    """The training solutions. For steps, a prefix that several solutions share is labelled only in the first, so that it counts
+    once. For scores, whole solutions, including the steps after the first wrong one, plus for each right solution a part of it
+    with the score 0.5."""
     if section.mode == "score":
         return whole_solutions(solutions, section, seed)
     found, seen = [], set[tuple[str, ...]]()
@@ -157,7 +159,7 @@ def judged_solutions(solutions: Sequence[LabelledSteps], section: VerifierSectio
 
 
 def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection, seed: int) -> list[LabelledSolution]:
-    """Solutions whose every step is labelled, those that were not chosen to go on from left out."""
+    """The solutions with every step labelled, without alternatives that were not chosen to continue from."""
     found = []
     for one in solutions:
         if one.alternative or one.score is None:
@@ -173,7 +175,7 @@ def whole_solutions(solutions: Sequence[LabelledSteps], section: VerifierSection
 
 
 def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset: str) -> HeldOut:
-    """Accuracy, calibration and, of steps, F1; the first result decides which checkpoint is the best."""
+    """Accuracy, calibration and, for steps, F1. The first result decides which checkpoint is the best."""
     said = judge.probabilities([(one.messages, one.steps) for one in probe])
     classes = judge.form.classes
     hits: list[bool] = []
@@ -187,7 +189,7 @@ def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset
             best = int(said_K.argmax())
             hits.append(classes[best] == label)
             solutions.append(number)
-            # Of two classes, whether a step is right; of scores, whether the score that is given is.
+            # For two classes: is the step right? For scores: is the given score right?
             certainties.append(float(1 - said_K[0]) if mode == "step" else float(said_K[best]))
             outcomes.append(label != classes[0] if mode == "step" else classes[best] == label)
     accuracy, accuracy_interval = rate(hits, solutions)
@@ -228,7 +230,7 @@ def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset
 def _fitting(
     solutions: Sequence[LabelledSolution], form: Form, context_tokens: int
 ) -> tuple[list[LabelledSolution], int]:
-    """Those that fit the model's context, and how many do not."""
+    """The solutions that fit the model's context, and the number of the others."""
 
     def fits(group: Group) -> bool:
         return all(len(shown.inputs) <= context_tokens for shown in group)
@@ -238,7 +240,7 @@ def _fitting(
 
 
 def _head(config: VerifierConfig, hidden_size: int, outputs: int) -> Head:
-    """A new head or, where training goes on from a verifier, its own."""
+    """A new head, or the head of the verifier that training continues from."""
     mode = config.verifier.mode
     if config.model.path is not None:
         directory = resolve_checkpoint(Path(config.model.path))
