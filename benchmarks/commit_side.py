@@ -13,8 +13,8 @@ from typing import Any
 
 from side import answer
 
-SEQUENCES = 64
-ANSWERS = 20_000
+SEQUENCES = 32
+ANSWERS = 8_000
 STARTS = 3
 HELP = [sys.executable, "-c", "import sys; sys.argv = ['nmoe', '--help']; from nmoe.cli import main; main()"]
 

@@ -188,6 +188,18 @@ def check(tree: Path, mutants: Sequence[tuple[str, Mutation]]) -> Iterator[dict[
         yield {"file": found[0], **record, "end": "killed" if failed else "survived", "by": failed or tests[found[0]]}
 
 
+def summary(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """One line per commit: how many mutants are killed of those whose code no commit has lost."""
+    shared = [all(end != "gone" for end in ends) for ends in zip(*map(_ends, results.values()), strict=False)]
+    for commit, records in results.items():
+        counted = Counter(end for end, kept in zip(_ends(records), shared, strict=False) if kept)
+        yield f"{commit}: {counted['killed']} of {counted.total()} killed, {_ends(records).count('gone')} gone"
+
+
+def _ends(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [record["end"] for record in records]
+
+
 def main() -> None:
     commit = sys.argv[1] if sys.argv[1:] else "HEAD"
     with checked_out(BEFORE) as tree:
@@ -204,7 +216,7 @@ def main() -> None:
             records.append(record)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             print(record["end"], record["file"], record["function"], record["mistake"], flush=True)
-    print(f"{subject(commit)}: {dict(Counter(record['end'] for record in records))}")
+    print("\n".join(summary(results)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from mutants import nearest_tests
+from mutants import nearest_tests, summary
 from mutation import Mutation, functions, indexed, mutations, place, planted
 
 SOURCE = '''
@@ -102,3 +102,9 @@ def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
         "nmoe/engine/core.py": ["tests/engine/test_far.py", "tests/engine/test_blocks.py"],
         "nmoe/engine/alone.py": [],
     }
+
+
+def test_only_mutants_that_every_commit_has_are_compared() -> None:
+    ends = {"old": ["killed", "killed", "survived", "killed"], "new": ["killed", "gone", "survived", "survived"]}
+    results = {commit: [{"end": end} for end in each] for commit, each in ends.items()}
+    assert list(summary(results)) == ["old: 2 of 3 killed, 0 gone", "new: 1 of 3 killed, 1 gone"]
