@@ -82,7 +82,7 @@ def test_overlong_pairs_are_left_out_and_said(config: Callable[..., str], nmoe: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('kind = "messages"\n', "pairs are records of the kind preference"),
+        ('kind = "messages"\n', 'must be "preference" or left out'),
         ("held_out = 0.5\n", "records are held out, and never evaluated on"),
         ('[preference]\nloss = "hinge"\nlabel_smoothing = 0.1\n', 'loss = "hinge" has none; sigmoid, sigmoid_norm and'),
         ("[preference]\nbeta = 0\n", "x.toml:10: [preference] beta = 0: must be more than 0"),

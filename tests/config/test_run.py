@@ -163,7 +163,7 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (["--model.shape.experts=4", "--model.shape.experts_per_token=4", "--model.shape.expert_width=8"], []),
         (
             ["--batch.tokens_per_microbatch=511"],
-            ["--batch.tokens_per_microbatch=511: a sequence of model.shape.context_tokens = 512 does not fit in"],
+            ["--batch.tokens_per_microbatch=511: a sequence of model.shape.context_tokens = 512 does not fit"],
         ),
         (["--batch.tokens_per_microbatch=512"], []),
         (
@@ -173,7 +173,7 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (["--sampling.max_new_tokens=511"], []),
         (
             ["--sampling.temperature=0"],
-            ["--sampling.temperature=0: at 0 a group's completions are all alike, and nothing is learned"],
+            ["--sampling.temperature=0: at 0 all completions of a group are equal, so nothing is learned"],
         ),
         (["--eval.every_steps=5"], []),
         (
@@ -188,31 +188,31 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (["--batch.group_size=1", "--algorithm.advantage=gae", "--critic.shared=true"], []),
         (
             ["--algorithm.advantage=gae"],
-            ["--algorithm.advantage=gae: gae needs the values of a critic: add a [critic] table"],
+            ["--algorithm.advantage=gae: gae needs a critic; add a [critic] table"],
         ),
         (
             ["--critic.shared=true"],
-            [' [critic]: advantage = "dr_grpo" asks no critic; set algorithm.advantage = "gae"'],
+            [' [critic]: advantage = "dr_grpo" uses no critic; set algorithm.advantage = "gae"'],
         ),
         (
             ["--algorithm.advantage=gae", "--critic.gamma=1"],
-            [" [critic]: a critic of its own starts from a checkpoint: name it in critic.path, or set shared"],
+            [" [critic]: a separate critic starts from a checkpoint; name it in critic.path, or set shared"],
         ),
         (
             ["--algorithm.advantage=gae", "--critic.path=c", "--critic.warmup_steps=10", "--run.steps=10"],
-            ["--critic.warmup_steps=10: leaves no step to the policy (run.steps = 10)"],
+            ["--critic.warmup_steps=10: leaves no step for the policy (run.steps = 10)"],
         ),
         (
             ["--algorithm.advantage=gae", "--critic.path=c", "--critic.shared=true", "--critic.warmup_steps=1"],
             [
                 "--critic.path=c: a shared critic is a head on the policy's trunk and has no checkpoint of its own",
-                "--critic.warmup_steps=1: training a shared critic moves the policy; the warm-up is for one of its own",
+                "--critic.warmup_steps=1: training a shared critic changes the policy; only a separate critic has a warm-up",
             ],
         ),
         (
             ["--algorithm.loss=gspo", "--algorithm.aggregation=token"],
             [
-                "--algorithm.aggregation=token: gspo has one ratio for a sequence, and long ones would count more: "
+                "--algorithm.aggregation=token: gspo has one ratio per sequence, so long sequences would count more; "
                 'set algorithm.aggregation = "sequence"'
             ],
         ),
@@ -224,11 +224,11 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         ),
         (
             ["--distillation.teacher=t", "--algorithm.advantage=gae", "--critic.shared=true"],
-            [" [critic]: distillation.reward_coef is 0, so that there are no rewards for a critic to foretell"],
+            [" [critic]: distillation.reward_coef is 0, so there are no rewards for a critic to predict"],
         ),
         (
             ["--distillation.teacher=t", "--algorithm.kl_coef=0.1", "--algorithm.kl_in=reward"],
-            ["--algorithm.kl_in=reward: distillation.reward_coef is 0, so that rewards do not count"],
+            ["--algorithm.kl_in=reward: distillation.reward_coef is 0, so rewards do not count"],
         ),
         (
             ["--algorithm.loss=cispo", "--algorithm.clip_low=0.1"],
@@ -241,14 +241,14 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (
             ["--algorithm.loss=dppo", "--algorithm.correction=tis"],
             [
-                "--algorithm.correction=tis: dppo's ratio is to the sampler already; a correction on top would count it twice"
+                "--algorithm.correction=tis: the ratio of dppo is already to the sampler; a correction would count it twice"
             ],
         ),
         (
             ["--algorithm.correction=mask", "--algorithm.correction_cap=3", "--algorithm.correction_window=[1.5, 2]"],
             [
                 '--algorithm.correction_cap=3: correction = "mask" caps nothing',
-                "--algorithm.correction_window=[1.5, 2]: is two ratios around 1, such as [0.5, 2.0]",
+                "--algorithm.correction_window=[1.5, 2]: must be two ratios around 1, such as [0.5, 2.0]",
             ],
         ),
         (
@@ -270,8 +270,8 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         (
             ["--algorithm.kl_in=reward", "--algorithm.reference_every_steps=5"],
             [
-                "--algorithm.kl_in=reward: there is no divergence to measure: kl_coef is 0",
-                "--algorithm.reference_every_steps=5: there is no divergence to measure: kl_coef is 0",
+                "--algorithm.kl_in=reward: needs kl_coef above 0",
+                "--algorithm.reference_every_steps=5: needs kl_coef above 0",
             ],
         ),
         (
@@ -280,11 +280,13 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         ),
         (
             ["--batch.solve_rate=[0.9, 0.1]"],
-            ["--batch.solve_rate=[0.9, 0.1]: is two rates between 0 and 1, the lower one first, such as [0.1, 0.9]"],
+            [
+                "--batch.solve_rate=[0.9, 0.1]: must be two rates between 0 and 1, the lower one first, such as [0.1, 0.9]"
+            ],
         ),
         (
             ["--batch.group_size=1", "--algorithm.advantage=reinforce_pp", "--batch.solve_rate=[0.1, 0.9]"],
-            ["--batch.solve_rate=[0.1, 0.9]: that of a group of one is 0 or 1, so that none would be trained on"],
+            ["--batch.solve_rate=[0.1, 0.9]: a group of one has a rate of 0 or 1, so no group would be trained on"],
         ),
         (
             ["--batch.updates_per_step=17"],
@@ -440,7 +442,7 @@ def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
     ("keys", "message"),
     [
         ("precision=bfloat16", "exact is for float32, and precision is bfloat16"),
-        ("compile=true", "exact fixes how sums are taken"),
+        ("compile=true", "exact fixes the order of sums"),
     ],
 )
 def test_exact_numerics_go_with_nothing_that_rounds_otherwise(config: Write, keys: str, message: str) -> None:
@@ -453,7 +455,7 @@ def test_exact_numerics_go_with_nothing_that_rounds_otherwise(config: Write, key
 
 def test_an_adapter_has_a_base_and_one_source_of_its_settings(config: Write) -> None:
     assert refusals(config(SHAPE + ENVIRONMENT), RLConfig, "--lora.rank=8")[0].endswith(
-        "an adapter is trained beside a base; name its checkpoint in model.path"
+        "an adapter needs a base; name its checkpoint in model.path"
     )
     path = config('[run]\nsteps = 1\n[model]\npath = "base"\n' + ENVIRONMENT + "[lora]\n")
     for overrides, problems in {

@@ -250,7 +250,7 @@ def test_epochs_come_to_steps(configure: Configure, tmp_path: Path) -> None:
         (["--records.epochs=2"], r"\[run\] steps = 6: and records\.epochs = 2: give one or the other"),
         (["--run.steps=0"], r"run\.steps=0: must be more than 0, or records\.epochs be given"),
         (["--eval.every_steps=2"], "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"),
-        (["--records.held_out=0.1"], "records are held out, and never evaluated on; say how often"),
+        (["--records.held_out=0.1"], "records are held out but never evaluated on; set how often"),
         (
             ["--records.held_out=0.1", "--records.held_out_path=x", "--eval.every_steps=2"],
             "evaluate on one or the other",

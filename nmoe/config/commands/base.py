@@ -31,7 +31,7 @@ class RunConfig(Section):
         if shape is not None and self.batch.tokens_per_microbatch < shape.context_tokens:
             yield Conflict(
                 "batch.tokens_per_microbatch",
-                f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit in",
+                f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit",
             )
 
 
@@ -43,7 +43,7 @@ class AdaptableConfig(RunConfig):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.lora is not None and self.model.path is None:
-            yield Conflict("lora", "an adapter is trained beside a base; name its checkpoint in model.path")
+            yield Conflict("lora", "an adapter needs a base; name its checkpoint in model.path")
 
 
 class SupervisedConfig(AdaptableConfig):

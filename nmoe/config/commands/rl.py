@@ -44,11 +44,9 @@ class RLConfig(AdaptableConfig):
             )
         yield from self._algorithm_conflicts()
         if self.batch.favour_unsolved and "open" in task_types(self.environment.task_pool):
-            yield Conflict(
-                "batch.favour_unsolved", "open problems are never solved, and would be drawn in place of all others"
-            )
+            yield Conflict("batch.favour_unsolved", "open problems are never solved, so they would be drawn most often")
         if self.sampling.temperature == 0:
-            yield Conflict("sampling.temperature", "at 0 a group's completions are all alike, and nothing is learned")
+            yield Conflict("sampling.temperature", "at 0 all completions of a group are equal, so nothing is learned")
         if self.eval.every_steps > 0 and self.eval.environment is None and held_out(self.environment) is None:
             yield Conflict(
                 "eval.every_steps", "the training problems have no eval split; name another in eval.environment"
@@ -57,24 +55,22 @@ class RLConfig(AdaptableConfig):
     def _algorithm_conflicts(self) -> Iterator[Conflict]:
         algorithm, critic = self.algorithm, self.critic
         if algorithm.advantage == "gae" and critic is None:
-            yield Conflict("algorithm.advantage", "gae needs the values of a critic: add a [critic] table")
+            yield Conflict("algorithm.advantage", "gae needs a critic; add a [critic] table")
         if algorithm.advantage != "gae" and critic is not None:
             yield Conflict(
-                "critic", f'advantage = "{algorithm.advantage}" asks no critic; set algorithm.advantage = "gae"'
+                "critic", f'advantage = "{algorithm.advantage}" uses no critic; set algorithm.advantage = "gae"'
             )
         if critic is not None and not critic.shared and (critic.path or self.model.path) is None:
             yield Conflict(
-                "critic", "a critic of its own starts from a checkpoint: name it in critic.path, or set shared"
+                "critic", "a separate critic starts from a checkpoint; name it in critic.path, or set shared"
             )
         if critic is not None and critic.warmup_steps >= self.run.steps:
-            yield Conflict("critic.warmup_steps", f"leaves no step to the policy (run.steps = {self.run.steps})")
+            yield Conflict("critic.warmup_steps", f"leaves no step for the policy (run.steps = {self.run.steps})")
         rewarded = self.distillation is None or self.distillation.reward_coef > 0
         if not rewarded and critic is not None:
-            yield Conflict(
-                "critic", "distillation.reward_coef is 0, so that there are no rewards for a critic to foretell"
-            )
+            yield Conflict("critic", "distillation.reward_coef is 0, so there are no rewards for a critic to predict")
         if not rewarded and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-            yield Conflict("algorithm.kl_in", "distillation.reward_coef is 0, so that rewards do not count")
+            yield Conflict("algorithm.kl_in", "distillation.reward_coef is 0, so rewards do not count")
         if rewarded and algorithm.in_groups and self.batch.group_size < 2:
             yield Conflict(
                 "batch.group_size", f'must be at least 2: advantage = "{algorithm.advantage}" compares within a group'
@@ -87,5 +83,5 @@ class RLConfig(AdaptableConfig):
             )
         if algorithm.reference_every_steps and self.lora is not None:
             yield Conflict(
-                "algorithm.reference_every_steps", "with a [lora] the reference stays what the run starts from; set 0"
+                "algorithm.reference_every_steps", "with a [lora] the reference is always the initial model; set 0"
             )

@@ -40,9 +40,9 @@ class SelfplayConfig(RunConfig):
         if self.environment is not None:
             yield from self._environment_conflicts(self.environment)
         elif self.selfplay.problem_source is None:
-            yield Conflict("selfplay.problem_source", "says where the problems are; or name an [environment] that does")
+            yield Conflict("selfplay.problem_source", "is required, or an [environment] with a task pool")
         if self.sampling.temperature == 0:
-            yield Conflict("sampling.temperature", "at 0 all verifications of a proof are alike, and count once")
+            yield Conflict("sampling.temperature", "at 0 all verifications of a proof are equal, and count once")
         if self.selfplay.train:
             yield from self._training_conflicts()
 
@@ -51,24 +51,22 @@ class SelfplayConfig(RunConfig):
             yield Conflict("environment.task_pool.type", 'must be "selfplay": problems without answers')
         for key in ("rubric", "curriculum"):
             if getattr(environment, key) is not None:
-                yield Conflict(f"environment.{key}", "self-play has rewards of its own, for each role; leave it out")
+                yield Conflict(f"environment.{key}", "self-play has its own rewards for each role; leave it out")
         if environment.rewards:
-            yield Conflict("environment.rewards", "self-play has rewards of its own, for each role; leave them out")
+            yield Conflict("environment.rewards", "self-play has its own rewards for each role; leave them out")
 
     def _training_conflicts(self) -> Iterator[Conflict]:
         if self.sampling.top_p < 1 or self.sampling.top_k:
-            yield Conflict("sampling", "the streams do not keep cut supports; train with top_p = 1 and top_k = 0")
+            yield Conflict("sampling", "training needs the full distribution; set top_p = 1 and top_k = 0")
         if self.run.steps % self.selfplay.rounds:
-            yield Conflict(
-                "run.steps", f"are dealt out evenly over selfplay.rounds = {self.selfplay.rounds}; take a multiple"
-            )
+            yield Conflict("run.steps", f"must be a multiple of selfplay.rounds = {self.selfplay.rounds}")
         elif self.selfplay.generator_steps > self.run.steps // self.selfplay.rounds:
             yield Conflict(
                 "selfplay.generator_steps",
                 f"are more than the steps of a round, run.steps / selfplay.rounds = {self.run.steps // self.selfplay.rounds}",
             )
         if self.batch.group_size < 2:
-            yield Conflict("batch.group_size", "must be at least 2: a proof's reward is compared with that of others")
+            yield Conflict("batch.group_size", "must be at least 2: the rewards of proofs are compared within a group")
         if self.algorithm.overlong_buffer > self.sampling.max_new_tokens:
             yield Conflict(
                 "algorithm.overlong_buffer", f"is more than sampling.max_new_tokens = {self.sampling.max_new_tokens}"

@@ -39,15 +39,15 @@ class RecordsConfig(SupervisedConfig):
         yield from super().conflicts()
         epochs = self.records.epochs
         if self.run.steps == 0 and epochs is None:
-            yield Conflict("run.steps", "must be more than 0, or records.epochs be given")
+            yield Conflict("run.steps", "must be more than 0, unless records.epochs is given")
         if self.run.steps > 0 and epochs is not None:
-            yield Conflict("run.steps", f"and records.epochs = {epochs:g}: give one or the other")
+            yield Conflict("run.steps", f"excludes records.epochs = {epochs:g}; give one of the two")
         if self.eval.every_steps > 0 and not self.records.holds_out:
             yield Conflict(
                 "eval.every_steps", "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"
             )
         if self.records.holds_out and self.eval.every_steps == 0:
-            yield Conflict("eval.every_steps", "records are held out, and never evaluated on; say how often")
+            yield Conflict("eval.every_steps", "records are held out but never evaluated on; set how often")
 
 
 class SFTConfig(RecordsConfig):
@@ -65,7 +65,7 @@ class PreferenceConfig(RecordsConfig):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.records.kind not in (None, "preference"):
-            yield Conflict("records.kind", "pairs are records of the kind preference")
+            yield Conflict("records.kind", 'must be "preference" or left out')
 
 
 class DPOConfig(PreferenceConfig):

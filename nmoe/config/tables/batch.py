@@ -8,37 +8,37 @@ from nmoe.config.base import Array, Conflict, Section
 
 
 class MicroBatchSection(Section):
-    """[batch] of every command: in what portions a step goes through the model."""
+    """[batch] of the supervised commands: the size of a micro-batch."""
 
-    tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens of one forward and backward pass")
+    tokens_per_microbatch: int = Field(default=16384, gt=0, description="tokens per forward and backward pass")
 
 
 class GroupBatchSection(MicroBatchSection):
-    """[batch] of what samples groups: self-play takes these keys alone."""
+    """[batch] of self-play."""
 
-    prompts_per_step: int = Field(default=16, gt=0, description="problems of one step")
-    group_size: int = Field(default=8, ge=1, description="completions of each problem, compared with one another")
+    prompts_per_step: int = Field(default=16, gt=0, description="problems per step")
+    group_size: int = Field(default=8, ge=1, description="completions per problem, which are compared with one another")
 
 
 class BatchSection(GroupBatchSection):
-    """[batch]: how much goes into one step, and in what portions."""
+    """[batch]: how many samples go into a step, and how many tokens through the model at once."""
 
     updates_per_step: int = Field(
-        default=1, ge=1, description="optimizer steps of one pass over a step's groups, which are dealt out among them"
+        default=1, ge=1, description="optimizer steps per pass over a step's groups; each takes its part of the groups"
     )
     passes_per_step: int = Field(default=1, ge=1, description="passes over a step's groups")
     oversampling: float = Field(
-        default=1.0, ge=1, description="problems sampled for each that is wanted, since some groups teach nothing"
+        default=1.0, ge=1, description="problems sampled per problem wanted, because some groups carry no signal"
     )
     max_refills: int = Field(
-        default=1, ge=0, description="how many times a step samples more prompts for groups that teach nothing"
+        default=1, ge=0, description="how many times a step samples more prompts to replace groups without signal"
     )
     favour_unsolved: bool = Field(
         default=False,
-        description="draw the problems of a source in proportion to the share of it that is not solved yet, at least a tenth",
+        description="weight the sources of problems by the share of each that is unsolved, at least a tenth",
     )
     solve_rate: Array[float] = Field(
-        default=(0.0, 1.0), description="lowest and highest mean correctness of a group that is trained on"
+        default=(0.0, 1.0), description="train only on groups whose mean correctness lies in this range"
     )
 
     @property
@@ -49,9 +49,9 @@ class BatchSection(GroupBatchSection):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if len(self.solve_rate) != 2 or not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:
-            yield Conflict("solve_rate", "is two rates between 0 and 1, the lower one first, such as [0.1, 0.9]")
+            yield Conflict("solve_rate", "must be two rates between 0 and 1, the lower one first, such as [0.1, 0.9]")
         elif self.group_size == 1 and self.solve_rate[0] > 0 and self.solve_rate[1] < 1:
-            yield Conflict("solve_rate", "that of a group of one is 0 or 1, so that none would be trained on")
+            yield Conflict("solve_rate", "a group of one has a rate of 0 or 1, so no group would be trained on")
         if self.updates_per_step > self.prompts_per_step:
             yield Conflict(
                 "updates_per_step",

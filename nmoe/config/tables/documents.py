@@ -44,17 +44,15 @@ class DataSection(Section):
     sources: Array[DocumentSourceSection] = Field(
         default=(), description="several datasets, mixed by weight, as [[data.sources]], in place of `documents`"
     )
-    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
-    held_out_documents: int = Field(
-        default=0, ge=0, description="documents of each source kept from training, to evaluate on"
-    )
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
+    held_out_documents: int = Field(default=0, ge=0, description="documents of each source held out for evaluation")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.documents is None and not self.sources:
-            yield Conflict("", "needs either documents (one dataset) or [[data.sources]] (several, mixed)")
+            yield Conflict("", "needs either documents (one dataset) or [[data.sources]] (a mixture)")
         if self.documents is not None and self.sources:
-            yield Conflict("documents", "is one of several sources here: give it a [[data.sources]] of its own")
+            yield Conflict("documents", "there are [[data.sources]] too: make it one of them")
         yield from duplicates("sources", (source.label for source in self.sources))
 
     @property

@@ -11,7 +11,7 @@ from nmoe.config.packaged import find_environment
 
 
 class PeriodSection(Section):
-    """[eval] of what learns from given examples, some of which are held out."""
+    """[eval] of a command that learns from examples, some of which are held out."""
 
     every_steps: int = Field(default=0, ge=0, description="steps between evaluations; 0: none during the run")
 
@@ -19,7 +19,7 @@ class PeriodSection(Section):
 class CountedEvalSection(PeriodSection):
     """[eval] of a verifier."""
 
-    problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
+    problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
 
 
 class EvalSection(CountedEvalSection):
@@ -30,29 +30,30 @@ class EvalSection(CountedEvalSection):
     )
     split: Literal["validation", "eval"] = Field(
         default="eval",
-        description="the training environment's split to evaluate on; what decides when a run ends is not what it is judged by",
+        description="the split of the training environment to evaluate on; use `validation` if evaluations end the run",
     )
     temperature: float = Field(default=0.0, ge=0, description="0: greedy; otherwise one sample at this temperature")
     enough: float | None = Field(
-        default=None, gt=0, le=1, description="the run ends when every source of problems is solved at this rate"
+        default=None, gt=0, le=1, description="end the run when every source of problems is solved at this rate"
     )
     patience: int | None = Field(
-        default=None, gt=0, description="the run ends after so many evaluations in a row in which no source got better"
+        default=None, gt=0, description="end the run after this many evaluations without an improvement in any source"
     )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         for key in ("enough", "patience"):
             if getattr(self, key) is not None and self.every_steps == 0:
-                yield Conflict(key, "looks at evaluations, of which there are none during the run; set every_steps")
+                yield Conflict(key, "needs evaluations during the run; set every_steps")
         if self.environment is not None and self.split != "eval":
-            yield Conflict("split", "is of the training environment, and eval.environment names another")
+            yield Conflict("split", "applies to the training environment, and eval.environment names another")
 
 
 class SelfplayEvalSection(Section):
-    """[eval] of self-play, which evaluates before the first round and after each that trains."""
+    """[eval] of self-play, which evaluates before the first round and after each round with training."""
 
-    problems: int = Field(default=200, gt=0, description="held-out problems of one evaluation")
+    problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None, description="what the verifier is asked, or its `path`; without it nothing is evaluated"
+        default=None,
+        description="the environment that the verifier is evaluated on, or its `path`; default: no evaluation",
     )

@@ -57,22 +57,23 @@ class ModelSection(Section):
     shape: ModelShape | None = Field(default=None, description="the shape of a new model")
     numerics: Literal["fast", "exact"] = Field(
         default="fast",
-        description="exact: engine and learner compute the same bits (fp32 on CPU), at some cost in speed",
+        description="exact: engine and learner compute the same bits (float32), somewhat slower",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="of weights and activations; below float32 the optimizer holds float32 masters of the weights",
+        description="dtype of weights and activations; below float32 the optimizer keeps float32 master weights",
     )
     router_bias_rate: float | None = Field(
         default=None,
         ge=0,
-        description="step of loss-free load balancing, 0: off; default: as the checkpoint was trained, and off in RL and self-play",
+        description="step size of loss-free load balancing, 0: off; default: as the checkpoint was trained; off in RL, self-play",
     )
     router_aux_loss_coef: float | None = Field(
         default=None, ge=0, description="weight of the load-balancing loss, 0: off; default: as router_bias_rate"
     )
     checkpoint_activations: bool = Field(
-        default=False, description="keep only each block's input for the backward pass, which runs the block again"
+        default=False,
+        description="activation checkpointing: keep only each block's input, and run the block again in the backward pass",
     )
     compile: bool = Field(
         default=False, description="compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"
@@ -92,16 +93,16 @@ class ModelSection(Section):
         if self.numerics == "exact" and self.precision != "float32":
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
         if self.numerics == "exact" and self.compile:
-            yield Conflict("numerics", "exact fixes how sums are taken, and compile takes them its own way")
+            yield Conflict("numerics", "exact fixes the order of sums, and compile changes it")
 
 
 class LoraSection(Section):
-    """[lora]: train a low-rank adapter beside the frozen base that model.path names, and nothing else."""
+    """[lora]: train a low-rank adapter on the frozen base that model.path names."""
 
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="run or directory of the adapter to start from, which then gives rank, alpha, rslora and targets",
+        description="run or directory of the adapter to start from; rank, alpha, rslora and targets are then its own",
     )
     rank: int = Field(default=32, gt=0, description="rank of each update")
     alpha: float | None = Field(
@@ -125,7 +126,7 @@ class LoraSection(Section):
             "experts.down_proj",
         ]
     ] = Field(
-        default=(), description="projections to adapt; none: those of attention, and in a dense model of the MLP too"
+        default=(), description="projections to adapt; default: those of attention and, in a dense model, of the MLP"
     )
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -21,14 +21,14 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="steps of linear warm-up; a run of no more steps than these warms up until its last",
+        description="steps of linear warm-up; a run that is not longer warms up until its last step",
     )
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate as a share of the peak")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="final learning rate as a share of the peak")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to this")
+    eps: float = Field(default=1e-8, gt=0, description="epsilon, added to the root of the second moment")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient norm is clipped to this")
 
 
 class FineTuningOptimizerSection(OptimizerSection):

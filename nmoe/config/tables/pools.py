@@ -172,7 +172,7 @@ class SelfplayPool(Section):
     problem_field: str | None = Field(
         default=None,
         min_length=1,
-        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
+        description="the field with the problem's text; default: the first of problem, question, prompt and input that exists",
     )
     max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")

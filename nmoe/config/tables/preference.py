@@ -13,18 +13,15 @@ class PreferenceSection(Section):
 
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"] = Field(
         default="sigmoid",
-        description="of the pairs' log ratios: DPO's; DPO's of means over tokens; unbiased under flipped labels; a hinge; IPO's "
-        "square, of means over tokens",
+        description="sigmoid: DPO; sigmoid_norm: DPO with mean log-ratios over tokens; robust: unbiased if labels flip; hinge; "
+        "ipo: the squared loss of IPO, "
+        "with mean log-ratios over tokens",
     )
-    beta: float = Field(
-        default=0.1, gt=0, description="strength of the tie to the reference, IPO's tau; higher: tighter"
-    )
+    beta: float = Field(default=0.1, gt=0, description="strength of the tie to the reference (tau of IPO)")
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="share of pairs whose sides are taken to be swapped"
+        default=0.0, ge=0, lt=0.5, description="share of pairs that are assumed to be swapped"
     )
-    sft_weight: float = Field(
-        default=0.0, ge=0, description="weight of the mean loss over the tokens of the preferred side"
-    )
+    sft_weight: float = Field(default=0.0, ge=0, description="weight of an SFT loss on the preferred side")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -36,8 +33,8 @@ class RewardModelSection(Section):
     """[reward_model]: the Bradley-Terry loss."""
 
     margin: float = Field(
-        default=0.0, ge=0, description="how far the preferred answer's reward is to lie above the other's"
+        default=0.0, ge=0, description="margin by which the preferred answer's reward should exceed the other's"
     )
     centering: float = Field(
-        default=0.0, ge=0, description="weight of the squared sum of a pair's rewards, which holds their mean near 0"
+        default=0.0, ge=0, description="weight of the squared sum of a pair's rewards, which keeps their mean near 0"
     )

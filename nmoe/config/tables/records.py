@@ -47,7 +47,7 @@ class RecordsSection(DatasetSettings):
         description="how records become tokens: Harmony, the tokenizer's chat template, completions behind prompts as they are; "
         "auto: Harmony where the tokenizer has its control tokens, or else its template",
     )
-    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
     epochs: float | None = Field(
         default=None, gt=0, description="passes over the records, in place of run.steps; 0.5 is half of them"
     )

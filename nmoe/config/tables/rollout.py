@@ -8,25 +8,25 @@ from nmoe.config.base import Section
 class EngineSection(Section):
     """[engine]: how rollouts are generated."""
 
-    max_sequences: int = Field(default=256, gt=0, description="the most sequences that are generated side by side")
+    max_sequences: int = Field(default=256, gt=0, description="maximum number of sequences generated at once")
     cache_mb: int = Field(
-        default=0, ge=0, description="memory of the key-value cache; 0: what max_sequences need, at most 4096"
+        default=0, ge=0, description="memory of the key-value cache; 0: enough for max_sequences, at most 4096"
     )
 
 
 class SamplingSection(Section):
     """[sampling]: the distribution that completions are drawn from."""
 
-    max_new_tokens: int = Field(default=256, gt=0, description="the most tokens of one completion")
-    temperature: float = Field(default=1.0, ge=0, description="0: always the most likely token")
+    max_new_tokens: int = Field(default=256, gt=0, description="maximum tokens per completion")
+    temperature: float = Field(default=1.0, ge=0, description="0: greedy")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="smallest set of tokens with this much probability; 1: off"
+        default=1.0, gt=0, le=1, description="sample from the smallest set of tokens with this much probability; 1: off"
     )
-    top_k: int = Field(default=0, ge=0, description="only so many most likely tokens; 0: off")
+    top_k: int = Field(default=0, ge=0, description="sample from this many of the most likely tokens; 0: off")
 
 
 class SampleRateSection(Section):
-    """[monitor] of what samples: self-play takes this key alone."""
+    """[monitor] of self-play."""
 
     replay_sample_rate: float = Field(
         default=0.001, ge=0, le=1, description="share of all trajectories kept as replay bundles"
@@ -34,8 +34,8 @@ class SampleRateSection(Section):
 
 
 class MonitorSection(SampleRateSection):
-    """[monitor]: what a run keeps of its rollouts, to look into later."""
+    """[monitor]: which rollouts a run keeps as replay bundles."""
 
     replays_per_failure: int = Field(
-        default=1, ge=0, description="replay bundles kept of each class of failure and step, in addition"
+        default=1, ge=0, description="additional replay bundles per step and failure class"
     )

@@ -11,14 +11,16 @@ NAME = r"\w[\w.+=-]*"
 
 
 class RunSection(Section):
-    """[run]: what the run is called, where it lives and how long it goes on."""
+    """[run]: the name, place and length of a run."""
 
-    name: str = Field(default="run", description="the run lives in directory/name; default: the file's name")
+    name: str = Field(
+        default="run", description="name of the run, which is written to directory/name; default: the name of this file"
+    )
     directory: str = Field(default="runs", min_length=1, description="the directory of all runs")
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of everything that is drawn at random")
-    threads: int = Field(default=0, ge=0, description="CPU threads; 0: as many as are free")
-    steps: int = Field(gt=0, description="optimizer steps to take; left out where records.epochs says how far to go")
-    resume: bool = Field(default=False, description="go on from the run's latest checkpoint")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of all random draws")
+    threads: int = Field(default=0, ge=0, description="CPU threads; 0: all that are free")
+    steps: int = Field(gt=0, description="optimizer steps")
+    resume: bool = Field(default=False, description="resume from the run's latest checkpoint")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -27,9 +29,9 @@ class RunSection(Section):
 
 
 class RecordsRunSection(RunSection):
-    """[run] of what learns from records, which may go on for epochs instead."""
+    """[run] of a command that learns from records: its length can be given in epochs instead."""
 
-    steps: int = Field(default=0, ge=0, description="optimizer steps to take; 0: those of records.epochs")
+    steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as records.epochs takes")
 
 
 class SelfplayRunSection(RunSection):
@@ -38,12 +40,12 @@ class SelfplayRunSection(RunSection):
     steps: int = Field(
         default=1,
         gt=0,
-        description="optimizer steps of the verifier over all rounds; without training, none",
+        description="optimizer steps of the verifier over all rounds; without training there are none",
     )
 
 
 class CheckpointSection(Section):
-    """[checkpoint]: what is kept to resume from and to choose from."""
+    """[checkpoint]: how often a run saves, and how many checkpoints it keeps."""
 
     every_steps: int = Field(default=50, gt=0, description="steps between checkpoints")
-    keep: int = Field(default=2, gt=0, description="newest checkpoints that are kept")
+    keep: int = Field(default=2, gt=0, description="how many of the newest checkpoints are kept")

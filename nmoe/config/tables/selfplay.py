@@ -1,4 +1,4 @@
-"""[selfplay]: how many judge a proof, how many have to agree, and what is trained on what they agree on."""
+"""[selfplay]: how often a proof is judged, how many judgements have to agree, and what is trained on them."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from nmoe.config.base import Conflict, Section
 
 
 class SelfplaySection(Section):
-    """[selfplay]: how many judge a proof, and what is trained on their judgement."""
+    """[selfplay]: how often a proof is judged, and what is trained on the judgements."""
 
     problem_source: str | None = Field(
         default=None,
@@ -19,13 +19,13 @@ class SelfplaySection(Section):
     problem_field: str | None = Field(
         default=None,
         min_length=1,
-        description="the field with the problem's text; default: the first there of problem, question, prompt, input",
+        description="the field with the problem's text; default: the first of problem, question, prompt and input that exists",
     )
-    max_problems: int = Field(default=1000, gt=0, description="the most problems of one round")
+    max_problems: int = Field(default=1000, gt=0, description="maximum problems per round")
     verifications: int = Field(default=8, gt=0, description="verifications of each proof (n)")
     meta_verifications: int = Field(default=3, gt=0, description="checks of each verification that claims a defect (m)")
     confirmations: int = Field(
-        default=2, gt=0, description="confirmed verifications that the lowest score needs to stand (k)"
+        default=2, gt=0, description="confirmed verifications that the lowest score needs to be accepted (k)"
     )
     verifier: str | None = Field(
         default=None,
@@ -33,11 +33,11 @@ class SelfplaySection(Section):
         description="checkpoint of verifier and meta-verifier; default: model.path, which is the generator",
     )
     train: bool = Field(default=False, description="train verifier and generator at the end of each round")
-    rounds: int = Field(default=1, gt=0, description="rounds of generation, each with its training")
+    rounds: int = Field(default=1, gt=0, description="rounds of generation, each followed by training")
     generator_steps: int = Field(
         default=2,
         gt=0,
-        description="optimizer steps of a round that the generator takes, each on its part of the problems, beside the verifier's "
+        description="the generator's optimizer steps per round, each on its part of the problems, during the verifier's "
         "first ones",
     )
     verifier_epochs: int = Field(default=1, gt=0, description="passes over a round's accepted verifications")
@@ -46,7 +46,8 @@ class SelfplaySection(Section):
         yield from super().conflicts()
         if self.confirmations > self.verifications:
             yield Conflict(
-                "confirmations", f"are more than the verifications = {self.verifications}: nothing could stand"
+                "confirmations",
+                f"are more than the verifications = {self.verifications}, so no score could be accepted",
             )
         if self.rounds > 1 and not self.train:
-            yield Conflict("rounds", "differ by what is trained between them; set train, or raise max_problems")
+            yield Conflict("rounds", "only differ if training happens between them; set train, or raise max_problems")

@@ -54,7 +54,7 @@ class VerifierSection(Section):
     held_out_share: float = Field(
         default=0.1, gt=0, lt=1, description="share of the problems to evaluate on, where there is no `held_out_source`"
     )
-    tokens_per_step: int = Field(default=16384, gt=0, description="tokens of one optimizer step")
+    tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
