@@ -27,10 +27,10 @@ from torch import Tensor
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import MoE, RouterTrace
+from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
@@ -216,7 +216,7 @@ def generate(counts: list[int]) -> dict[str, Any]:
 
 def attention_alone(bandwidth: float) -> list[dict[str, Any]]:
     """The paged kernel by tile, warps, stages and split, against the bandwidth: what to choose in `paged_attention_triton`."""
-    from nmoe.model.kernels import paged_attention_triton as kernels
+    from nmoe.model.ops.triton import paged_attention as kernels
 
     rows = []
     names = ("SPLIT_POSITIONS", "TILE_POSITIONS", "WARPS", "STAGES")

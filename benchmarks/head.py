@@ -23,7 +23,7 @@ from machine import machine, versions
 from torch import Tensor
 
 from nmoe.model.logprobs import head_logprobs
-from nmoe.model.products import input_gradient, linear, weight_gradient
+from nmoe.model.ops.table import ops_for
 
 WAYS = ("training", "frozen head", "no gradient")
 
@@ -42,11 +42,12 @@ def by_torch(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor
 def products(x_ND: Tensor, weight_VD: Tensor, way: str) -> None:
     """The matrix products alone."""
     with torch.no_grad():
-        logits_NV = linear(x_ND, weight_VD)
+        ops = ops_for(x_ND)
+        logits_NV = ops.linear(x_ND, weight_VD)
         if way != "no gradient":
-            input_gradient(logits_NV, weight_VD)
+            ops.input_gradient(logits_NV, weight_VD)
         if way == "training":
-            weight_gradient(x_ND, logits_NV)
+            ops.weight_gradient(x_ND, logits_NV)
 
 
 Side = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -27,10 +27,10 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import qwen3
 from nmoe.model.moe import RouterTrace
+from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.pretrain import document_batch

@@ -15,14 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = [
     "tests/model/test_exactness.py",
-    "tests/model/test_numerics.py",
-    "tests/model/test_exact_attention.py",
+    "tests/model/ops/test_exact_numerics.py",
+    "tests/model/ops/test_exact_attention.py",
     "tests/model/test_lora.py",
     "tests/engine/test_learner_agreement.py",
     "tests/engine/test_engine_equivalence.py",
 ]
 # Of the engine's ways the two in which products are smallest, and the learner's and the scorer's recomputation.
-CHOSEN = "(exact or test_numerics) and not (in_a_batch or after_a_prefix_hit or in_little_memory)"
+CHOSEN = "exact and not (in_a_batch or after_a_prefix_hit or in_little_memory)"
 
 INSTRUCTIONS = {
     "this machine's": {},

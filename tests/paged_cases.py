@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer
 
 BLOCK = 16
 

@@ -9,31 +9,15 @@ is the same code and the same weights, which is what keeps sampler and learner f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.kernels.cpu import library, operations
-from nmoe.model.linear import Linear
-from nmoe.model.norm import RMSNorm, rms_norm
-from nmoe.model.rope import rotate
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """What an `Attend` has to know of the layer that calls it.
-
-    `window` tokens back, the query's own included, can be seen (0: all). `sinks_H` is each query head's logit that takes part
-    in the softmax's sum and in nothing else (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
-    """
-
-    index: int
-    scale: float
-    window: int = 0
-    sinks_H: Tensor | None = None
+from nmoe.model.linear import Linear, RMSNorm
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.table import ops_for
 
 
 class Attend(Protocol):
@@ -82,19 +66,10 @@ class Attention(nn.Module):
 
     def _normed_and_turned(self, qkv_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
         """Query heads, then key heads."""
-        turned = self.heads + self.kv_heads
-        qk_TNC = qkv_TNC[:, :turned]
-        if library.usable(qkv_TNC):
-            norms = None
-            if self.q_norm is not None and self.k_norm is not None:
-                norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-            operations.norm_and_turn_(qkv_TNC, norms, cos_T1c, sin_T1c, self.heads, self.kv_heads)
-            return qk_TNC
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            # Queries and keys at once, each head with its kind's scale: small operations cost their launch.
-            scales = [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
-            qk_TNC = rms_norm(qk_TNC, torch.cat(scales), self.q_norm.eps)
-        return rotate(qk_TNC, cos_T1c, sin_T1c)
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return ops_for(qkv_TNC).norm_and_rotate(qkv_TNC, norms, cos_T1c, sin_T1c, self.heads, self.kv_heads)
 
 
 # What DeepSeek's release and transformers norm latents with, whatever rms_norm_eps says.
@@ -125,7 +100,8 @@ class LatentAttentionBlock(nn.Module):
         q_nope_THC, q_rope_THC = q_THC.split([latent.nope_dim, latent.rope_dim], -1)
         kv_TD, k_rope_TC = self.kv_a_proj(x_TD).split([latent.kv_rank, latent.rope_dim], -1)
         kv_TR = self.kv_a_norm(kv_TD)
-        turned_TNC = rotate(torch.cat([q_rope_THC, k_rope_TC.unsqueeze(1)], 1), cos_T1c, sin_T1c)
+        rope_TNC = torch.cat([q_rope_THC, k_rope_TC.unsqueeze(1)], 1)
+        turned_TNC = ops_for(rope_TNC).rotate(rope_TNC, cos_T1c, sin_T1c)
         q_THC = torch.cat([q_nope_THC, turned_TNC[:, :-1]], -1)
         latents_TL = torch.cat([kv_TR, turned_TNC[:, -1]], -1)
         layer = AttentionLayer(self.layer, self.scale, self.window)

@@ -13,6 +13,8 @@ from nmoe.config.problems import explain
 from nmoe.config.tables.model import ModelShape
 from nmoe.errors import UserError
 
+Numerics = Literal["fast", "exact"]
+
 
 @dataclass(frozen=True)
 class RopeScaling:

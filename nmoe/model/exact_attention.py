@@ -1,6 +1,6 @@
 """Causal attention that gives a query the same bits in any batch, in training, over prompts and in decoding: by the kernel of
 decoding, which takes a query's keys one after another, in blocks that start at position 0, or, where that cannot run, by sums that
-no order changes (`nmoe.model.order_free_attention`).
+no order changes (`nmoe.model.ops.exact.attention`).
 """
 
 # Shapes: T packed tokens, S sequences, M blocks of the longest, H query heads, J key-value heads, C key width, U value width.
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmoe.model.attention import Attend, AttentionLayer
-from nmoe.model.kernels.cpu import library, operations
+from nmoe.model.attention import Attend
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.table import ops_for
 
 _BLOCK = 16  # positions, of attention.cpp
 
@@ -44,9 +45,10 @@ class ExactAttention:
         return out_THU
 
     def attend(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        if not library.serves_exact(q_THC):
+        ops = ops_for(q_THC, exact=True)
+        if not ops.attends_in_blocks:
             return self.order_free(layer, q_THC, k_TJC, v_TJU)
-        return operations.attention(
+        return ops.attend_in_blocks(
             layer,
             q_THC,
             self._in_blocks(k_TJC),

@@ -1,6 +1,6 @@
 """Whether exact numerics are exact on the machine at hand: each part of a model over rows together, and over some of them alone.
 
-Products, attention and the sum over a token's experts are built so that they have to be (`nmoe.model.numerics`). Norms, softmax,
+Products, attention and the sum over a token's experts are built so that they have to be (`nmoe.model.ops.exact`). Norms, softmax,
 exponentials and rotary turns are torch's, whose kernels differ with processor and version. Trying all takes some 20 ms.
 """
 
@@ -13,14 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
-from nmoe.model.kernels.combine import combine
 from nmoe.model.logprobs import head_logprobs
-from nmoe.model.norm import rms_norm
-from nmoe.model.numerics import sigmoid
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
-from nmoe.model.products import linear, linear_by_group
-from nmoe.model.rope import rotate
 
 _ROWS = 97
 _SOME = (slice(0, 1), slice(0, 8), slice(5, 22), slice(40, 41), slice(64, _ROWS))
@@ -56,13 +52,13 @@ def _parts() -> dict[str, Callable[[slice], Tensor]]:
         torch.rand(_ROWS, 3, generator=generator),
         torch.randint(_ROWS, (_ROWS, 3), generator=generator),
     )
-    layer = AttentionLayer(0, 0.2)
+    layer, ops = AttentionLayer(0, 0.2), ops_for(x_ND, exact=True)
 
     def grouped(some: slice) -> Tensor:
         """One expert three times, with some of the rows each."""
         rows = x_ND[some]
         counts = [min(len(rows), 30), 0, max(len(rows) - 30, 0)]
-        return linear_by_group(rows, expert.expand(3, -1, -1), counts, exact=True)
+        return ops.linear_by_group(rows, expert.expand(3, -1, -1), counts)
 
     def attention(some: slice) -> Tensor:
         """Queries of one sequence, which is cut off after the last of them."""
@@ -72,15 +68,15 @@ def _parts() -> dict[str, Callable[[slice], Tensor]]:
         return packed(layer, q, k, v)[some]
 
     return {
-        "products": lambda some: linear(x_ND[some], wide, exact=True),
-        "narrow products": lambda some: linear(x_ND[some], narrow, exact=True),
+        "products": lambda some: ops.linear(x_ND[some], wide),
+        "narrow products": lambda some: ops.linear(x_ND[some], narrow),
         "products of experts": grouped,
-        "sums over experts": lambda some: combine(x_ND, weights_NK[some], place_NK[some], exact=True),
+        "sums over experts": lambda some: ops.combine(x_ND, weights_NK[some], place_NK[some]),
         "attention": attention,
-        "norms": lambda some: rms_norm(x_ND[some], scale_D, 1e-6),
-        "norms of heads": lambda some: rms_norm(heads_NHC[some, :5], scale_D[:20], 1e-6),
-        "rotary turns": lambda some: rotate(heads_NHC[some, :5], angles[some].cos(), angles[some].sin()),
+        "norms": lambda some: ops.rms_norm(x_ND[some], scale_D, 1e-6),
+        "norms of heads": lambda some: ops.rms_norm(heads_NHC[some, :5], scale_D[:20], 1e-6),
+        "rotary turns": lambda some: ops.rotate(heads_NHC[some, :5], angles[some].cos(), angles[some].sin()),
         "softmax": lambda some: x_ND[some, :48].softmax(-1),
-        "sigmoid": lambda some: sigmoid(heads_NHC[some], exact=True),
+        "sigmoid": lambda some: ops.sigmoid(heads_NHC[some]),
         "log-probabilities": lambda some: head_logprobs(x_ND[some], head, tokens[some], exact=True)[0],
     }

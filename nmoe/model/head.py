@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nmoe.errors import UserError
-from nmoe.model.products import linear
+from nmoe.model.ops.table import ops_for
 
 HeadKind = Literal["value", "reward", "step", "score"]
 
@@ -33,9 +33,13 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x_ND: Tensor, exact: bool = False) -> Tensor:
-        """Outputs `[N, K]` of normalised final hidden states; `exact` is that of `nmoe.model.numerics`."""
+        """Outputs `[N, K]` of normalised final hidden states; `exact` is that of `ops_for`."""
         x_ND = x_ND.to(self.weight.dtype)
-        return linear(x_ND, self.weight, self.bias, exact=True) if exact else F.linear(x_ND, self.weight, self.bias)
+        return (
+            ops_for(x_ND, exact).linear(x_ND, self.weight, self.bias)
+            if exact
+            else F.linear(x_ND, self.weight, self.bias)
+        )
 
     def save(self, directory: Path) -> None:
         """Writes weights and description into a checkpoint's directory, beside the model's."""

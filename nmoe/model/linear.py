@@ -1,4 +1,4 @@
-"""A linear layer: the one place where a projection's weight meets its input."""
+"""Linear layers and norms: the modules that own a weight and apply it by one operation."""
 
 # Shapes: N rows, D inputs, F outputs.
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nmoe.model.low_rank import LowRank
-from nmoe.model.products import linear
+from nmoe.model.ops.table import ops_for
 
 
 class Linear(nn.Module):
@@ -23,6 +23,18 @@ class Linear(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         if self.adapter is None:
-            return linear(x_ND, self.weight, self.bias, self.exact)
+            return ops_for(x_ND, self.exact).linear(x_ND, self.weight, self.bias)
         out_NF: Tensor = self.adapter(x_ND, self.weight, self.bias, self.exact)
         return out_NF
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last axis with a learned scale (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return ops_for(x_ND).rms_norm(x_ND, self.weight, self.eps)

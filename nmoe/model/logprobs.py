@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmoe.model.numerics import prepared, row_sums
-from nmoe.model.products import input_gradient, weight_gradient
+from nmoe.model.ops.head import prepared, row_sums
+from nmoe.model.ops.table import ops_for
 
 _PIECE_LOGITS = 2**20
 _LEAST_ROWS = 256
@@ -96,7 +96,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_nV.scatter_add_(-1, targets_N[piece].unsqueeze(-1), grad_N[piece].unsqueeze(-1))
             grad_nV = grad_nV.to(weight_VD.dtype)
             if grad_x_ND is not None:
-                grad_x_ND[piece] = input_gradient(grad_nV, weight_VD)
+                grad_x_ND[piece] = ops_for(grad_nV).input_gradient(grad_nV, weight_VD)
             if ctx.needs_input_grad[1]:
                 grad_weight_VD = _plus_weight_gradient(grad_weight_VD, x_ND[piece], grad_nV, grad_N.dtype)
         if ctx.needs_input_grad[1]:
@@ -113,7 +113,7 @@ def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, 
         return grad_nV.t() @ x_nD if sum_VD is None else sum_VD.addmm_(grad_nV.t(), x_nD)
     if sum_VD is None:
         sum_VD = torch.zeros(grad_nV.shape[-1], x_nD.shape[-1], dtype=dtype, device=x_nD.device)
-    return sum_VD.add_(weight_gradient(x_nD, grad_nV))
+    return sum_VD.add_(ops_for(x_nD).weight_gradient(x_nD, grad_nV))
 
 
 def _logits(head: Callable[[Tensor], Tensor], x_nD: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def head_logprobs(
     """`log softmax(x @ weight.T / temperature)[target]` and the entropy in nats of that distribution, both `[N]` in fp32 and with
     gradient.
 
-    `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `nmoe.model.numerics`.
+    `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `ops_for`.
     """
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     keep = needs_grad and x_ND.shape[0] * weight_VD.shape[0] <= max(_KEPT_LOGITS, weight_VD.numel())

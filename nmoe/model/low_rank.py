@@ -4,8 +4,9 @@ LoRA, Hu et al. 2021 (arXiv:2106.09685, section 4.1). A linear layer that holds 
 value; gate and up) has an update for each of some of them. Their A are one matrix, because small products cost their launch more
 than their arithmetic; each B adds to its own columns of the output.
 
-With fast numerics only the frozen weight's product is `nmoe.model.products`'. With the narrow ones by oneDNN too, decoding with
-adapted experts took three times as long (docs/decisions.md). With exact numerics all are: MKL's narrow ones depend on the batch.
+With fast numerics only the frozen weight's product is the table's (`nmoe.model.ops`), and the narrow ones are torch's: by oneDNN,
+decoding with adapted experts took three times as long (docs/decisions.md). With exact numerics all are the table's, because MKL's
+narrow products depend on the batch.
 """
 
 # Shapes: N rows, D inputs, F outputs, G projections with an update, r rank, S outputs of those projections together, E experts,
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmoe.model import products
+from nmoe.model.ops.table import ops_for
 
 Span = tuple[int, int]
 
@@ -39,7 +40,7 @@ class LowRank(nn.Module):
         self.b_Sr = nn.Parameter(like.new_zeros(outputs, rank))
 
     def forward(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool = False) -> Tensor:
-        """The whole layer, frozen weight and updates, `[N, F]`; `exact` is that of `nmoe.model.numerics`."""
+        """The whole layer, frozen weight and updates, `[N, F]`; `exact` is that of `ops_for`."""
         if torch.is_grad_enabled():
             out_NF: Tensor = _LinearWithUpdates.apply(x_ND, weight_FD, bias_F, self.a_GD, self.b_Sr, self, exact)
             return out_NF
@@ -49,12 +50,13 @@ class LowRank(nn.Module):
         self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, a_GD: Tensor, b_Sr: Tensor, exact: bool
     ) -> tuple[Tensor, Tensor]:
         """The layer's output and `x @ A.T`, called where no gradient is recorded."""
-        out_NF = products.linear(x_ND, weight_FD, bias_F, exact)
-        low_NG = products.linear(x_ND, a_GD, exact=True) if exact else F.linear(x_ND, a_GD)
+        ops = ops_for(x_ND, exact)
+        out_NF = ops.linear(x_ND, weight_FD, bias_F)
+        low_NG = ops.linear(x_ND, a_GD) if exact else F.linear(x_ND, a_GD)
         for (start, stop), ranks, rows in self.parts():
             if exact:
                 # Scaled, then added: what `addmm_` rounds in between depends on the library.
-                update_NF = products.linear(low_NG[:, ranks], b_Sr[rows], exact=True)
+                update_NF = ops.linear(low_NG[:, ranks], b_Sr[rows])
                 out_NF[:, start:stop] += update_NF.mul_(self.scale)
             else:
                 out_NF[:, start:stop].addmm_(low_NG[:, ranks], b_Sr[rows].t(), alpha=self.scale)
@@ -114,7 +116,7 @@ class _LinearWithUpdates(torch.autograd.Function):
         grad_a_GD = grad_low_NG.t() @ x_ND
         grad_x_ND = None
         if ctx.needs_input_grad[0]:
-            grad_x_ND = products.input_gradient(grad_NF, weight_FD).addmm_(grad_low_NG, a_GD)
+            grad_x_ND = ops_for(grad_NF).input_gradient(grad_NF, weight_FD).addmm_(grad_low_NG, a_GD)
         return grad_x_ND, None, None, grad_a_GD, grad_b_Sr, None, None
 
 

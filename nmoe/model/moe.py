@@ -12,14 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.kernels.combine import combine, dispatch
-from nmoe.model.kernels.swiglu import swiglu
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
-from nmoe.model.numerics import sigmoid
-from nmoe.model.products import by_kernel, by_onednn, linear, linear_by_group, swiglu_linear
-from nmoe.model.products import experts as experts_by_kernel
-from nmoe.model.products import route as route_by_kernel
+from nmoe.model.ops.table import ops_for
 
 
 class RouterTrace:
@@ -71,13 +66,16 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> tuple[Tensor, Tensor]:
         """Weights `[T, K]` and expert ids `[T, K]` of the chosen experts."""
         bias_E = None if self.linear_bias is None else self.linear_bias.float()
-        if self.groups == 1 and trace.replay is None and by_kernel(x_TD, self.weight):
+        if self.groups == 1 and trace.replay is None:
             rule = (self.sigmoid, self.renormalize, self.scale, self.experts_per_token)
-            weights_TK, chosen_TK = route_by_kernel(x_TD, self.weight, bias_E, self.bias, *rule)
-            trace.chosen_TK.append(chosen_TK)
-            return weights_TK, chosen_TK
-        logits_TE = linear(x_TD.float(), self.weight.float(), bias_E, self.exact)
-        scores_TE = sigmoid(logits_TE, self.exact) if self.sigmoid else logits_TE.softmax(-1)
+            routed = ops_for(x_TD).route(x_TD, self.weight, bias_E, self.bias, *rule)
+            if routed is not None:
+                trace.chosen_TK.append(routed[1])
+                return routed
+        wide_TD = x_TD.float()
+        ops = ops_for(wide_TD, self.exact)
+        logits_TE = ops.linear(wide_TD, self.weight.float(), bias_E)
+        scores_TE = ops.sigmoid(logits_TE) if self.sigmoid else logits_TE.softmax(-1)
         layer = len(trace.chosen_TK)
         choice_TE = self._limit_groups(scores_TE.detach() + self.bias)
         own_TK = choice_TE.topk(self.experts_per_token, dim=-1).indices
@@ -105,7 +103,7 @@ class Router(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` and `exact` are those of `swiglu`."""
+    """The experts of a layer. Biases are `[E, 2F]` and `[E, D]` or absent; `limit` is that of `swiglu`, `exact` of `ops_for`."""
 
     gate_up_EDF: Tensor
     down_EFD: Tensor
@@ -124,13 +122,14 @@ ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
 def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
     """The experts one after another, each over its own rows. Rows are sorted by expert; `counts_E` says how many each has."""
     counts, offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
+    ops = ops_for(x_RD, weights.exact)
 
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
-        return linear_by_group(rows_RD, weight_EDF, counts, weights.exact)
+        return ops.linear_by_group(rows_RD, weight_EDF, counts)
 
     def narrow(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
         if weights.exact:
-            return linear_by_group(rows_RD, weight_EDF, counts, exact=True)
+            return ops.linear_by_group(rows_RD, weight_EDF, counts)
         # Not by oneDNN, as `low_rank` says.
         if grouped_mm_fits(rows_RD, weight_EDF.shape[-1]):
             return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
@@ -187,9 +186,8 @@ def _through(
         return out if bias_EF is None else out + spread(bias_EF)
 
     hidden = layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
-    return layer(
-        swiglu(hidden, weights.limit, weights.exact), weights.down_EFD, weights.down_bias_ED, weights.down_adapter
-    )
+    hidden = ops_for(hidden, weights.exact).swiglu(hidden, weights.limit)
+    return layer(hidden, weights.down_EFD, weights.down_bias_ED, weights.down_adapter)
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
@@ -207,11 +205,6 @@ def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
 _PADDED_SHARE = 3
 _SMALL_PRODUCT = 2**20
 
-# oneDNN makes a program for every new shape, for about a millisecond each, and in training every expert has another number of rows
-# at every step. Forward and backward of 4032 rows over 8 experts: 18.7 against 8.0 ms by MKL's groups at width 128 and expert
-# width 128, 35.6 against 28.7 at 256 and 256, 48.3 against 55.9 at 512 and 256 (two Zen 5 cores).
-_OWN_SHAPE_PRODUCT = 2**27
-
 
 def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> ExpertsWay:
     """The fastest of the ways on this device; for exact ones, the one that gives a row the same bits in any batch."""
@@ -225,15 +218,11 @@ def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Exper
     if x_RD.dtype not in (torch.float32, torch.bfloat16):
         return experts_by_loop
     experts, longest = counts_E.shape[0], int(counts_E.max())
-    if experts * longest <= _PADDED_SHARE * x_RD.shape[0]:
-        _, width, hidden = weights.gate_up_EDF.shape
-        if x_RD.dtype == torch.bfloat16 or longest * width * hidden <= _SMALL_PRODUCT:
-            return experts_by_padding
-    if not by_onednn(x_RD):
-        return grouped
     _, width, hidden = weights.gate_up_EDF.shape
-    small = longest * width * hidden < _OWN_SHAPE_PRODUCT
-    return grouped if torch.is_grad_enabled() and small else experts_by_loop
+    small = x_RD.dtype == torch.bfloat16 or longest * width * hidden <= _SMALL_PRODUCT
+    if small and experts * longest <= _PADDED_SHARE * x_RD.shape[0]:
+        return experts_by_padding
+    return experts_by_loop if ops_for(x_RD).loops_over_experts(x_RD, longest, width, hidden) else grouped
 
 
 class MoE(nn.Module):
@@ -257,16 +246,17 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TD, trace)
-        routed = self._by_kernel if self._fits_kernel(x_TD) else self._routed
-        out_TD = routed(x_TD, weights_TK, chosen_TK)
+        out_TD = self._at_once(x_TD, weights_TK, chosen_TK)
+        if out_TD is None:
+            out_TD = self._routed(x_TD, weights_TK, chosen_TK)
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 
-    def _fits_kernel(self, x_TD: Tensor) -> bool:
-        return self.gate_up_adapter is None and self.down_adapter is None and by_kernel(x_TD, self.gate_up, self.down)
-
-    def _by_kernel(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-        matrices, biases = (self.gate_up, self.down), (self.gate_up_bias, self.down_bias)
-        return experts_by_kernel(x_TD, chosen_TK, weights_TK, *matrices, *biases, self.limit)
+    def _at_once(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor | None:
+        """All experts by one kernel, where there is one."""
+        if self.gate_up_adapter is not None or self.down_adapter is not None:
+            return None
+        weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return ops_for(x_TD).experts(x_TD, chosen_TK, weights_TK, *weights, self.limit)
 
     def _routed(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         tokens, k = chosen_TK.shape
@@ -276,13 +266,13 @@ class MoE(nn.Module):
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         row_TK = row_R.view(tokens, k)
-        rows_RD = dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
+        rows_RD = ops_for(x_TD).dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
         adapters = (self.gate_up_adapter, self.down_adapter)
         weights = ExpertWeights(
             self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, self.exact, *adapters
         )
         out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)
-        return combine(out_RD, weights_TK, row_TK, self.exact)
+        return ops_for(out_RD, self.exact).combine(out_RD, weights_TK, row_TK)
 
 
 class SwiGLU(nn.Module):
@@ -295,9 +285,10 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_up = self.gate_up_proj
-        if gate_up.adapter is None and gate_up.bias is None and by_kernel(x_TD, gate_up.weight):
-            hidden_TF = swiglu_linear(x_TD, gate_up.weight)
+        if gate_up.adapter is None and gate_up.bias is None:
+            hidden_TF = ops_for(x_TD, gate_up.exact).swiglu_linear(x_TD, gate_up.weight)
         else:
-            hidden_TF = swiglu(gate_up(x_TD), exact=gate_up.exact)
+            gate_up_TF = gate_up(x_TD)
+            hidden_TF = ops_for(gate_up_TF, gate_up.exact).swiglu(gate_up_TF)
         out_TD: Tensor = self.down_proj(hidden_TF)
         return out_TD

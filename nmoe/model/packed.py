@@ -10,24 +10,21 @@ member at the end, where a causal kernel needs no mask: a real token never looks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model import exact_attention, order_free, order_free_attention
-from nmoe.model.attention import AttentionLayer
+from nmoe.model import exact_attention
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.table import ops_for
 from nmoe.model.varlen import VarlenAttention
 
 # A bucket ends where a sequence is shorter than this share of the bucket's longest: lower wastes arithmetic on padding,
 # higher launches more kernels.
 _BUCKET_SHARE = 0.8
-
-# Kernels want head widths that are multiples of this.
-_WIDTH_STEP = 8
 
 # Where there is a variable-length kernel.
 _VARLEN_DEVICES = ("cuda",)
@@ -80,10 +77,10 @@ class PackedAttention:
     @cached_property
     def bucketed(self) -> _BucketedAttention:
         """Made only where a layer needs it."""
-        return _BucketedAttention(self.lengths, self.device, causal_attention, self.shared)
+        return _BucketedAttention(self.lengths, self.device, self.shared, exact=False)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        if self.exact and order_free.needed(q_THC):
+        if ops_for(q_THC, self.exact).exact:
             return self._exact(layer, q_THC, k_TJC, v_TJU)
         if self.varlen is not None and self.varlen.takes(layer, q_THC):
             return self.varlen(layer, q_THC, k_TJC, v_TJU)
@@ -99,23 +96,22 @@ class PackedAttention:
     @cached_property
     def in_order(self) -> exact_attention.ExactAttention:
         without_order, plain = (
-            _BucketedAttention(self.lengths, self.device, within, shared=None)
-            for within in (order_free_attention.causal_attention, causal_attention)
+            _BucketedAttention(self.lengths, self.device, shared=None, exact=exact) for exact in (True, False)
         )
         return exact_attention.ExactAttention(self.lengths, without_order, plain)
 
 
 class _BucketedAttention:
-    """An `Attend` bucket by bucket; `within` attends in one, as `causal_attention` does."""
+    """An `Attend` bucket by bucket."""
 
     def __init__(
         self,
         lengths: Sequence[int],
         device: torch.device,
-        within: Callable[[AttentionLayer, Tensor, Tensor, Tensor], Tensor],
         shared: tuple[Tensor, Tensor] | None,
+        exact: bool,
     ) -> None:
-        self.within = within
+        self.exact = exact
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.gather_T: Tensor | None = None
         if order != list(range(len(lengths))):
@@ -140,48 +136,10 @@ class _BucketedAttention:
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         if self.gather_T is not None:
             q_THC, k_TJC, v_TJU = (x.index_select(0, self.gather_T) for x in (q_THC, k_TJC, v_TJU))
-        parts = []
+        parts, ops = [], ops_for(q_THC, self.exact)
         for bucket in self.buckets:
-            o_BHLU = self.within(layer, bucket.block(q_THC), bucket.block(k_TJC), bucket.block(v_TJU))
+            o_BHLU = ops.causal_attention(layer, bucket.block(q_THC), bucket.block(k_TJC), bucket.block(v_TJU))
             o_THU = o_BHLU.transpose(1, 2).reshape(-1, o_BHLU.shape[1], o_BHLU.shape[3])
             parts.append(o_THU if bucket.rows_T is None else o_THU.index_select(0, bucket.rows_T))
         out_THU = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_THU if self.gather_T is None else out_THU.index_select(0, self.back_S)
-
-
-def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
-    """Causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
-    positions.
-
-    A sink is one more key before the others, which only its logit makes different from zeros: the query's extra column holds
-    the logit, the key's a one, and its value is zero. So any kernel computes it, with its gradient.
-    """
-    width, value_width, length, positions = q_BHLC.shape[-1], v_BJSU.shape[-1], q_BHLC.shape[-2], k_BJSC.shape[-2]
-    sinks_H = layer.sinks_H
-    square = earlier == 0 and not 0 < layer.window < length
-    if sinks_H is not None:
-        column_H11 = (sinks_H.to(q_BHLC.dtype) / layer.scale).view(-1, 1, 1)
-        q_BHLC = torch.cat([q_BHLC, column_H11.expand(*q_BHLC.shape[:-1], 1)], -1)
-        # A causal kernel wants as many queries as keys: one more, that nobody reads.
-        q_BHLC = F.pad(q_BHLC, (0, _WIDTH_STEP - 1, int(square), 0))
-        k_BJSC = F.pad(k_BJSC, (0, _WIDTH_STEP, 1, 0))
-        first = torch.zeros(positions + 1, width + _WIDTH_STEP, device=k_BJSC.device, dtype=k_BJSC.dtype)
-        first[0, width] = 1
-        k_BJSC = k_BJSC + first
-        v_BJSU = F.pad(v_BJSU, (0, 0, 1, 0))
-    # The fast kernels take values as wide as the keys.
-    if (missing := q_BHLC.shape[-1] - value_width) > 0:
-        v_BJSU = F.pad(v_BJSU, (0, missing))
-    mask_LS = None
-    if not square:
-        query_L = torch.arange(earlier, positions, device=q_BHLC.device)
-        key_S = torch.arange(-(sinks_H is not None), positions, device=q_BHLC.device)
-        age_LS = query_L.unsqueeze(1) - key_S
-        mask_LS = age_LS >= 0
-        if layer.window:
-            mask_LS &= (age_LS < layer.window) | (key_S < 0)
-    gqa = q_BHLC.shape[1] != k_BJSC.shape[1]
-    o_BHLU = F.scaled_dot_product_attention(
-        q_BHLC, k_BJSC, v_BJSU, mask_LS, is_causal=mask_LS is None, scale=layer.scale, enable_gqa=gqa
-    )
-    return o_BHLU[:, :, -length:, :value_width]

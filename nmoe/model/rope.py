@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,38 +53,3 @@ def rope_table(
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), frequencies_c)
     factor = scaling.attention_factor if scaling is not None and scaling.kind == "yarn" else 1.0
     return (angles.cos() * factor).float(), (angles.sin() * factor).float()
-
-
-def _rotate(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-    if x_TNC.is_cuda and x_TNC.dtype != torch.float64:
-        from nmoe.model.kernels.rotary_triton import rotate_triton
-
-        return rotate_triton(x_TNC, cos_T1c, sin_T1c)
-    half = x_TNC.shape[-1] // 2
-    first, second = x_TNC[..., :half], x_TNC[..., half:]
-    out_TNC = torch.empty_like(x_TNC, memory_format=torch.contiguous_format)
-    torch.mul(first, cos_T1c, out=out_TNC[..., :half]).addcmul_(second, sin_T1c, value=-1)
-    torch.mul(second, cos_T1c, out=out_TNC[..., half:]).addcmul_(first, sin_T1c)
-    return out_TNC
-
-
-class _Rotate(torch.autograd.Function):
-    """A rotation, scaled where the table is; its gradient is the transposed map, the rotation back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_T1c, sin_T1c)
-        return _rotate(x_TNC, cos_T1c, sin_T1c)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_T1c, sin_T1c = ctx.saved_tensors
-        return _rotate(grads[0], cos_T1c, -sin_T1c), None, None
-
-
-def rotate(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-    """Turns each pair `(x[i], x[i + C/2])` of every head by its position's angle. cos and sin are `[T, 1, C/2]`."""
-    if not torch.is_grad_enabled():
-        return _rotate(x_TNC, cos_T1c, sin_T1c)
-    out: Tensor = _Rotate.apply(x_TNC, cos_T1c, sin_T1c)
-    return out

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
-from nmoe.model.config import ModelConfig
-from nmoe.model.linear import Linear
+from nmoe.model.config import ModelConfig, Numerics
+from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.moe import MoE, Router, RouterTrace, SwiGLU
-from nmoe.model.norm import RMSNorm
-from nmoe.model.numerics import Numerics, head_product
+from nmoe.model.ops.head import head_product
 from nmoe.model.rope import rope_table
 
 
@@ -112,7 +111,7 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def set_numerics(self, numerics: Numerics) -> Transformer:
-        """Chooses between speed and results that do not depend on the batch (`nmoe.model.numerics`)."""
+        """Chooses between speed and results that do not depend on the batch (`nmoe.model.ops`)."""
         for module in self.modules():
             if isinstance(module, Transformer | Linear | Router | MoE):
                 module.exact = numerics == "exact"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer
 
 # What the kernel asks of head widths, which keys and values have to share.
 _WIDTH_STEP, _WIDEST = 8, 256

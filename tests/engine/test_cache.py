@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
 from nmoe.engine.native.cache import PagedCache, bytes_per_block
-from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import LatentAttention, ModelConfig
+from nmoe.model.ops.attention import AttentionLayer
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}

@@ -12,7 +12,7 @@ from nmoe.engine.api import EngineStats, Request
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.forward import batch_logprobs
-from nmoe.model.numerics import Numerics
+from nmoe.model.config import Numerics
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn

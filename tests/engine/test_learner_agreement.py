@@ -16,8 +16,8 @@ from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
+from nmoe.model.config import Numerics
 from nmoe.model.lora import Lora, LoraSettings, choose
-from nmoe.model.numerics import Numerics
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch
 from nmoe.types import Grade, Problem, Sample, Trajectory, Turn

@@ -13,18 +13,18 @@ from paged_cases import SHAPES, Cache
 from tiny_models import MOE
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
 from nmoe.model.config import ModelConfig
-from nmoe.model.kernels.combine import combine, dispatch
-from nmoe.model.kernels.paged_attention import paged_attention, paged_attention_reference
-from nmoe.model.kernels.swiglu import swiglu
+from nmoe.model.linear import RMSNorm
 from nmoe.model.moe import MoE, RouterTrace
-from nmoe.model.norm import RMSNorm
+from nmoe.model.ops.attention import AttentionLayer, paged_attention
+from nmoe.model.ops.table import ops_for
+from nmoe.model.ops.triton.ops import TritonOps
 from nmoe.model.packed import PackedAttention, _BucketedAttention
-from nmoe.model.rope import rotate
 from nmoe.model.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
+
+KERNELS = TritonOps()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -68,8 +68,8 @@ def test_paged_attention(cache: Cache, dtype: torch.dtype) -> None:
     arguments = cache.of(dtype).arguments()
     layer, *tensors = arguments
     wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors]
-    expected = paged_attention_reference(layer, *wide)
-    out = paged_attention(*on_gpu(arguments))
+    expected = paged_attention(layer, *wide)
+    out = KERNELS.paged_attention(*on_gpu(arguments))
     assert out.dtype == dtype
     assert not out.isnan().any()
     assert relative_error(out, expected) < TOLERANCE[dtype]
@@ -78,9 +78,9 @@ def test_paged_attention(cache: Cache, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_row_has_the_same_bits_in_any_batch(sinks: bool) -> None:
     cache = Cache([300, 5, 1300, 512, 513], 16, 8, 128, 128, sinks=sinks).of(torch.bfloat16)
-    together = paged_attention(*on_gpu(cache.arguments()))
+    together = KERNELS.paged_attention(*on_gpu(cache.arguments()))
     for row, length in enumerate(cache.lengths):
-        alone = paged_attention(*on_gpu(cache.arguments(slice(row, row + 1), -(-length // 16))))
+        alone = KERNELS.paged_attention(*on_gpu(cache.arguments(slice(row, row + 1), -(-length // 16))))
         assert torch.equal(alone[0], together[row])
 
 
@@ -93,12 +93,12 @@ def test_pointwise_kernels_and_their_gradients(dtype: torch.dtype) -> None:
 
     def turned(x: Tensor) -> Tensor:
         table = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return rotate(x, angle.cos().to(x.device, table), angle.sin().to(x.device, table))
+        return ops_for(x).rotate(x, angle.cos().to(x.device, table), angle.sin().to(x.device, table))
 
     cases = {
-        "swiglu": (lambda x: swiglu(x), (512, 1536)),
-        "clamped": (lambda x: swiglu(x, 1.5), (512, 1536)),
-        "dispatch": (lambda x: dispatch(x, token_R.to(x.device), row_TK.to(x.device)), (512, 768)),
+        "swiglu": (lambda x: ops_for(x).swiglu(x), (512, 1536)),
+        "clamped": (lambda x: ops_for(x).swiglu(x, 1.5), (512, 1536)),
+        "dispatch": (lambda x: ops_for(x).dispatch(x, token_R.to(x.device), row_TK.to(x.device)), (512, 768)),
         "rotary": (turned, (512, 24, 128)),
         "norm": (lambda x: RMSNorm(768, 1e-6).to(x)(x), (512, 768)),
     }
@@ -116,7 +116,7 @@ def test_pointwise_kernels_and_their_gradients(dtype: torch.dtype) -> None:
     results = []
     for convert in (lambda t: t.cuda(), lambda t: t.double()):
         leaves = [leaf(convert(t)) for t in (y, weights)]
-        out = combine(*leaves, row_TK.to(leaves[0].device))
+        out = ops_for(leaves[0]).combine(*leaves, row_TK.to(leaves[0].device))
         out.backward(convert(upstream))
         results.append([out, *(x.grad for x in leaves)])
     for ours, theirs in zip(*results, strict=True):
@@ -136,7 +136,7 @@ def test_variable_length_attention_equals_the_buckets(window: int, widths: tuple
     results = []
     for attend, convert in (
         (PackedAttention(lengths, torch.device("cuda")), lambda t: t.cuda()),
-        (_BucketedAttention(lengths, torch.device("cpu"), False, None), lambda t: t.double()),
+        (_BucketedAttention(lengths, torch.device("cpu"), None, exact=False), lambda t: t.double()),
     ):
         leaves = [leaf(convert(x)) for x in qkv]
         out = attend(layer, *leaves)

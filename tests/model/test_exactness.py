@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.config.commands.base import RunConfig
-from nmoe.model import exactness
 from nmoe.model.exactness import inexact_parts, numerics_here
+from nmoe.model.ops.exact.ops import ExactSums
+from nmoe.model.ops.torch import TorchOps
 from nmoe.recipes.setup import describe, provenance_of
 
 
@@ -29,9 +30,9 @@ def library_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def moved(out: Tensor) -> Tensor:
         return out * (1 + 1e-7) if len(out) < 8 else out
 
-    plain_norm = exactness.rms_norm
-    monkeypatch.setattr(exactness, "rms_norm", lambda x, w, eps: moved(plain_norm(x, w, eps)))
-    monkeypatch.setattr(exactness, "linear", lambda x, w, exact: moved(F.linear(x, w)))
+    plain_norm = TorchOps.rms_norm
+    monkeypatch.setattr(TorchOps, "rms_norm", lambda self, x, w, eps: moved(plain_norm(self, x, w, eps)))
+    monkeypatch.setattr(ExactSums, "linear", lambda self, x, w: moved(F.linear(x, w)))
 
 
 def config(numerics: str) -> RunConfig:

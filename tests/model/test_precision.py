@@ -10,12 +10,12 @@ from tiny_models import tiny_family
 from torch import Tensor
 
 from nmoe.model.checkpoint import export_model, load_model, save_model
-from nmoe.model.kernels.cpu import library
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
+from nmoe.model.ops.cpu.packing import PackedWeights
+from nmoe.model.ops.table import kernels_in_use
 from nmoe.model.packed import PackedAttention
 from nmoe.model.precision import Precision, set_precision
-from nmoe.model.products import PackedWeights
 from nmoe.model.transformer import Transformer
 
 
@@ -76,7 +76,7 @@ def test_logits_are_not_rounded(precision: Precision, where: str) -> None:
         if where != "learner":
             stack.enter_context(PackedWeights().active())
         if where == "engine":
-            stack.enter_context(library.in_use())
+            stack.enter_context(kernels_in_use())
         logits = model.logits(states)
         logprobs, _ = head_logprobs(states, model.head_weight, ids)
     assert logits.dtype == torch.float32

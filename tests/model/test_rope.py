@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nmoe.model.rope import rope_table, rotate
+from nmoe.model.ops.torch import TorchOps
+from nmoe.model.rope import rope_table
 
 
 def test_table_by_hand() -> None:
@@ -27,7 +28,9 @@ def test_turns_pairs_half_a_head_apart_as_complex_numbers() -> None:
     x = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64)
     cos, sin = (t.double().unsqueeze(1) for t in rope_table(5, 8, 50.0))
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.complex(cos, sin)
-    torch.testing.assert_close(rotate(x, cos, sin), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        TorchOps().rotate(x, cos, sin), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-12
+    )
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
@@ -36,7 +39,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     cos, sin = (t.double().unsqueeze(1) for t in rope_table(30, 8, 50.0))
 
     def score(query_at: int, key_at: int) -> float:
-        turned = [rotate(x, cos[at : at + 1], sin[at : at + 1]) for x, at in ((q, query_at), (k, key_at))]
+        turned = [TorchOps().rotate(x, cos[at : at + 1], sin[at : at + 1]) for x, at in ((q, query_at), (k, key_at))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(7, 3) == pytest.approx(score(27, 23), abs=1e-6)
@@ -47,4 +50,4 @@ def test_gradient_by_finite_differences() -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4, 2, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.unsqueeze(1) for t in rope_table(4, 6, 10.0))
-    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: TorchOps().rotate(x, cos, sin), (x,))

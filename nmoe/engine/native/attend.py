@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.model import order_free, order_free_attention
-from nmoe.model.attention import AttentionLayer, LatentAttentionBlock
-from nmoe.model.kernels.cpu import library, operations
-from nmoe.model.packed import PackedAttention, causal_attention
+from nmoe.model.attention import LatentAttentionBlock
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.exact.attention import attention as order_free_attention
+from nmoe.model.ops.table import ops_for
+from nmoe.model.packed import PackedAttention
 
 # Rows are gathered together with those that hold at least this share of their blocks: lower gathers and multiplies more that is
 # masked, higher launches more kernels.
@@ -40,7 +41,7 @@ class PrefillAttention:
 
     def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
         self.cache, self.pieces = cache, pieces
-        self.exact = exact and order_free.needed(cache.keys)
+        self.exact = ops_for(cache.keys, exact).exact
         positions_T = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         spans = [np.asarray(piece.blocks, dtype=np.int64) for piece in pieces]
         blocks_T = np.concatenate(
@@ -70,8 +71,9 @@ class PrefillAttention:
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
         self.cache.write(layer.index, self.places, k_TJC, v_TJU)
-        if self.exact and library.serves_exact(q_THC):
-            return operations.attention(layer, q_THC, *self.cache.of_layer(layer.index), *self._rows)
+        ops = ops_for(q_THC, self.exact)
+        if self.exact and ops.attends_in_blocks:
+            return ops.attend_in_blocks(layer, q_THC, *self.cache.of_layer(layer.index), *self._rows)
         parts = []
         if self.packed is not None:
             parts.append(self.packed(layer, q_THC[: self.fresh], k_TJC[: self.fresh], v_TJU[: self.fresh]))
@@ -98,10 +100,11 @@ class PrefillAttention:
             cached_1PL, _ = self.cache.gather(layer.index, index, 1)
             k_PHC, v_PHU = block.expanded(cached_1PL[0, : piece.stop].to(latents_TL.dtype))
             q_NHC = q_THC[start:stop]
-            if self.exact and library.serves_exact(q_THC):
+            ops = ops_for(q_THC, self.exact)
+            if self.exact and ops.attends_in_blocks:
                 table_1M = torch.arange(-(-piece.stop // BLOCK_TOKENS)).unsqueeze(0)
                 rows = (table_1M, torch.arange(piece.start, piece.stop), torch.zeros(len(q_NHC), dtype=torch.int64))
-                parts.append(operations.attention(layer, q_NHC, _in_blocks(k_PHC), _in_blocks(v_PHU), *rows))
+                parts.append(ops.attend_in_blocks(layer, q_NHC, _in_blocks(k_PHC), _in_blocks(v_PHU), *rows))
             else:
                 parts.append(_after_earlier(layer, q_NHC, k_PHC, v_PHU, piece.start, self.exact))
             start = stop
@@ -113,8 +116,8 @@ def _after_earlier(
 ) -> Tensor:
     """Attention of the last T of P positions, `[T, H, U]`."""
     q_1HTC, k_1JPC, v_1JPU = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_PJC, v_PJU))
-    attend = order_free_attention.causal_attention if exact else causal_attention
-    return attend(layer, q_1HTC, k_1JPC, v_1JPU, earlier)[0].transpose(0, 1)
+    ops = ops_for(q_THC, exact)
+    return ops.causal_attention(layer, q_1HTC, k_1JPC, v_1JPU, earlier)[0].transpose(0, 1)
 
 
 def _in_blocks(x_PHW: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ class DecodeAttention:
     def __init__(
         self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64], exact: bool = False
     ) -> None:
-        self.cache, self.exact = cache, exact and order_free.needed(cache.keys)
+        self.cache, self.exact = cache, ops_for(cache.keys, exact).exact
         self.positions_B, self.table_BM = positions_B, table_BM
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
@@ -154,10 +157,10 @@ class DecodeAttention:
         return self.cache.places(blocks_B, self.positions_B)
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
-        by_kernel = library.serves_exact(q_BHC) if self.exact else library.usable(q_BHC)
-        if by_kernel and q_BHC.dtype == self.cache.dtype:
+        ops = ops_for(q_BHC, self.exact)
+        if ops.attends_in_blocks and q_BHC.dtype == self.cache.dtype:
             rows = (torch.from_numpy(self.table_BM), torch.from_numpy(self.positions_B))
-            return operations.attention(layer, q_BHC, *self.cache.of_layer(layer.index), *rows, new=(k_BJC, v_BJU))
+            return ops.attend_in_blocks(layer, q_BHC, *self.cache.of_layer(layer.index), *rows, new=(k_BJC, v_BJU))
         self.cache.write(layer.index, self.places, k_BJC, v_BJU)
         return self._gathered(layer, q_BHC, v_BJU.shape[-1])
 
@@ -172,10 +175,11 @@ class DecodeAttention:
         rows, blocks = self.table_BM.shape
         cached_BPL, _ = self.cache.gather(layer.index, self.cache.gather_index(self.table_BM), rows)
         k_RHC, v_RHU = block.expanded(cached_BPL.flatten(0, 1).to(q_BHC.dtype))
-        if library.serves_exact(q_BHC):
+        ops = ops_for(q_BHC, exact=True)
+        if ops.attends_in_blocks:
             table_BM = torch.arange(rows * blocks).view(rows, blocks)
             kv = (_in_blocks(k_RHC), _in_blocks(v_RHU))
-            return operations.attention(layer, q_BHC, *kv, table_BM, torch.from_numpy(self.positions_B))
+            return ops.attend_in_blocks(layer, q_BHC, *kv, table_BM, torch.from_numpy(self.positions_B))
         parts = []
         for row, position in enumerate(self.positions_B.tolist()):
             first = row * blocks * BLOCK_TOKENS
@@ -244,7 +248,7 @@ class DecodeAttention:
         if self.exact:
             k_BJLC, v_BJLU = (x.unflatten(0, (b, -1)) for x in (k_NLC, v_NLU))
             seen_B11L = (bucket.mask_BL == 0)[:, None, None]
-            return order_free_attention.attention(layer, q_BHC.unsqueeze(2), k_BJLC, v_BJLU, seen_B11L).squeeze(2)
+            return order_free_attention(layer, q_BHC.unsqueeze(2), k_BJLC, v_BJLU, seen_B11L).squeeze(2)
         q_NGC = q_BHC.reshape(k_NLC.shape[0], -1, width).to(k_NLC.dtype)
         scores_BHL = torch.bmm(q_NGC, k_NLC.transpose(1, 2)).mul_(layer.scale).view(b, heads, length)
         scores_BHL.add_(bucket.mask_BL.unsqueeze(1))

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
-from nmoe.model.attention import AttentionLayer, LatentAttentionBlock
-from nmoe.model.kernels.paged_attention import paged_attention, paged_attention_reference
+from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.moe import RouterTrace, grouped_mm_fits
+from nmoe.model.ops.attention import AttentionLayer, paged_attention
+from nmoe.model.ops.table import ops_for
 from nmoe.model.transformer import Transformer
 
 # The narrowest table that a graph is made for; wider ones double. It is what one split of decode attention reads.
@@ -45,7 +46,8 @@ class PagedDecodeAttention:
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
         self.cache.write(layer.index, self.places, k_BJC, v_BJU)
         keys_NJPC, values_NJPU = self.cache.keys[layer.index], self.cache.values[layer.index]
-        return paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, self.table_BM, self.lengths_B)
+        rows = (self.table_BM, self.lengths_B)
+        return ops_for(q_BHC).paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, *rows)
 
     def attend_latents(
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
@@ -55,9 +57,7 @@ class PagedDecodeAttention:
         latents_N1PL = self.cache.keys[layer.index]
         values_N1PR = latents_N1PL[..., : block.latent.kv_rank]
         rows = (self.table_BM, self.lengths_B)
-        return block.from_latents(
-            paged_attention_reference(layer, block.to_latents(q_BHC), latents_N1PL, values_N1PR, *rows)
-        )
+        return block.from_latents(paged_attention(layer, block.to_latents(q_BHC), latents_N1PL, values_N1PR, *rows))
 
 
 @dataclass

@@ -23,10 +23,10 @@ from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
 from nmoe.engine.native.scheduler import Chunk, Start
 from nmoe.engine.native.sequence import Sequence
-from nmoe.model.kernels.cpu.library import in_use
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
-from nmoe.model.products import PackedWeights
+from nmoe.model.ops.cpu.packing import PackedWeights
+from nmoe.model.ops.table import kernels_in_use
 from nmoe.model.transformer import Transformer
 
 # Weights up to this size are held a second time on a CPU, packed for small batches.
@@ -61,7 +61,10 @@ class Runner:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Has what is computed inside use packed weights and, unless numerics are exact, the CPU kernels."""
-        with self._packs.active() if self._packs else nullcontext(), nullcontext() if self.model.exact else in_use():
+        with (
+            self._packs.active() if self._packs else nullcontext(),
+            nullcontext() if self.model.exact else kernels_in_use(),
+        ):
             yield
 
     def weights_changed(self, version: int) -> None:

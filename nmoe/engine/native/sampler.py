@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.errors import DivergenceError, UserError
-from nmoe.model.kernels.cpu import library, operations
-from nmoe.model.numerics import row_sums
+from nmoe.model.ops.head import row_sums
+from nmoe.model.ops.table import ops_for
 from nmoe.types import Sampling
 
 # Beyond these, logits divided in fp32 overflow or are all alike. Near the lower one the largest logit has all mass already.
@@ -42,10 +42,12 @@ def sample(logits_BV: Tensor, columns: SamplingColumns, uniforms_B: Tensor) -> t
     Greedy rows (temperature 0) take the largest logit, with log-probability 0, since all mass is there. Raises DivergenceError if
     a logit is not finite.
     """
-    if not columns.cuts and library.usable(logits_BV):
-        tokens_B, logprobs_B, finite = operations.sample(logits_BV, columns.temperature_B, uniforms_B)
-        _check_finite(finite)
-        return tokens_B, logprobs_B, None
+    if not columns.cuts:
+        sampled = ops_for(logits_BV).sample(logits_BV, columns.temperature_B, uniforms_B)
+        if sampled is not None:
+            tokens_B, logprobs_B, finite = sampled
+            _check_finite(finite)
+            return tokens_B, logprobs_B, None
     kept_BV = None
     greedy_B = None
     if not columns.plain:

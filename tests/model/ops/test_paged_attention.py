@@ -10,12 +10,12 @@ import pytest
 import torch
 from paged_cases import SHAPES, Cache
 
-from nmoe.model.kernels.paged_attention import paged_attention, paged_attention_reference
+from nmoe.model.ops.attention import paged_attention
 
 
 @pytest.mark.parametrize("cache", SHAPES.values(), ids=SHAPES)
 def test_reference_equals_the_loop(cache: Cache) -> None:
-    out = paged_attention(*cache.arguments())  # on CPU that is the reference
+    out = paged_attention(*cache.arguments())
     torch.testing.assert_close(out, cache.by_loop(), rtol=1e-9, atol=1e-9)
 
 
@@ -36,9 +36,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return plain_dot(self, widened(a), widened(b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    from nmoe.model.kernels import paged_attention_triton
+    from nmoe.model.ops.triton import paged_attention as kernels
 
-    return paged_attention_triton
+    return kernels
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -50,7 +50,7 @@ def test_kernel_equals_the_reference(kernels: ModuleType, cache: Cache, dtype: t
     cache = cache.of(dtype)
     out = kernels.paged_attention_triton(*cache.arguments())
     assert out.dtype == dtype
-    expected = paged_attention_reference(*cache.arguments())
+    expected = paged_attention(*cache.arguments())
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
@@ -62,7 +62,7 @@ def test_splits_join_to_the_whole(
     monkeypatch.setattr(kernels, "TILE_POSITIONS", 16)
     monkeypatch.setattr(kernels, "_JOIN", 4)  # the last row has 6 splits: joined in two goes
     cache = Cache([1, 32, 33, 100, 190], 4, 2, 16, 16, window, sinks, torch.float32)
-    expected = paged_attention_reference(*cache.arguments())
+    expected = paged_attention(*cache.arguments())
     torch.testing.assert_close(kernels.paged_attention_triton(*cache.arguments()), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -70,7 +70,7 @@ def test_a_row_may_fill_its_table_to_the_last_split(kernels: ModuleType, monkeyp
     monkeypatch.setattr(kernels, "SPLIT_POSITIONS", 32)
     monkeypatch.setattr(kernels, "TILE_POSITIONS", 16)
     cache = Cache([64, 30], 4, 2, 16, 16, dtype=torch.float32, spare_blocks=0)
-    expected = paged_attention_reference(*cache.arguments())
+    expected = paged_attention(*cache.arguments())
     torch.testing.assert_close(kernels.paged_attention_triton(*cache.arguments()), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -88,7 +88,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: ModuleType, monkeypatch: p
 def test_any_strides(kernels: ModuleType) -> None:
     """Queries are slices of a wider projection, caches slices of all layers'."""
     cache = Cache([9, 40], 4, 2, 16, 16, dtype=torch.float32)
-    expected = paged_attention_reference(*cache.arguments())
+    expected = paged_attention(*cache.arguments())
     layer, q_BHC, keys, values, table, lengths = cache.arguments()
     wide = torch.zeros(2, 7, 24)
     wide[:, 1:5, 3:19] = q_BHC

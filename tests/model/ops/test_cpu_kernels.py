@@ -20,14 +20,15 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.errors import DivergenceError
-from nmoe.model import products
-from nmoe.model.kernels.cpu import library, operations
-from nmoe.model.kernels.paged_attention import paged_attention_reference
-from nmoe.model.kernels.swiglu import swiglu_reference
 from nmoe.model.moe import MoE, Router, RouterTrace
-from nmoe.model.norm import rms_norm
-from nmoe.model.rope import rotate
+from nmoe.model.ops.attention import paged_attention
+from nmoe.model.ops.cpu import library, operations
+from nmoe.model.ops.cpu.packing import PackedWeights, panels
+from nmoe.model.ops.table import kernels_in_use, ops_for
+from nmoe.model.ops.torch import TorchOps
 from nmoe.types import Sampling
+
+OPS = TorchOps()
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="the kernels need Linux and a C++ compiler")
 
@@ -47,7 +48,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 @contextmanager
 def in_use() -> Iterator[None]:
-    with torch.no_grad(), products.PackedWeights().active(), library.in_use():
+    with torch.no_grad(), PackedWeights().active(), kernels_in_use():
         yield
 
 
@@ -82,7 +83,7 @@ def test_linear_by_group(dtype: torch.dtype, counts: list[int], outputs: int) ->
 def test_swiglu_linear(dtype: torch.dtype, width: int) -> None:
     x, gate_up = draw(29, 24, dtype=dtype), draw(2 * width, 24, dtype=dtype) / 5
     packed = operations.packed_gate_up(gate_up.t().unsqueeze(0))
-    expected = swiglu_reference(F.linear(x.double(), gate_up.double()).to(dtype))
+    expected = OPS.swiglu(F.linear(x.double(), gate_up.double()).to(dtype))
     close(operations.swiglu_linear(x, packed, width), expected)
 
 
@@ -97,8 +98,9 @@ def test_experts(family: str, width: int, tokens: int, dtype: torch.dtype) -> No
     x = draw(tokens, 32, dtype=dtype)
     with in_use():
         weights_TK, chosen_TK = moe.router(x, RouterTrace())
-        assert moe._fits_kernel(x)
-        close(moe._by_kernel(x, weights_TK, chosen_TK), moe._routed(x, weights_TK, chosen_TK))
+        at_once_TD = moe._at_once(x, weights_TK, chosen_TK)
+        assert at_once_TD is not None
+        close(at_once_TD, moe._routed(x, weights_TK, chosen_TK))
 
 
 @needs_kernels
@@ -139,7 +141,7 @@ def test_attention(cache: Cache, dtype: torch.dtype) -> None:
     rows = [row for row, length in enumerate(cache.lengths) if length]
     lengths_B = cache.lengths_B[rows]
     q_BHC, table_BM = cache.q_BHC[rows], cache.table_BM[rows]
-    expected = paged_attention_reference(cache.layer, q_BHC, cache.keys_NJPC, cache.values_NJPU, table_BM, lengths_B)
+    expected = paged_attention(cache.layer, q_BHC, cache.keys_NJPC, cache.values_NJPU, table_BM, lengths_B)
     # The newest position comes as an argument, as part of rows that hold more.
     at_B = (lengths_B - 1).long()
     block_B = table_BM.long().gather(1, at_B.unsqueeze(1) // 16).squeeze(1)
@@ -159,7 +161,7 @@ def test_attention(cache: Cache, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [2, 16, 24, 40, 256])
 def test_rms_norm(width: int, dtype: torch.dtype) -> None:
     x, weight = 3 * draw(5, 7, width, dtype=dtype), draw(width, dtype=dtype)
-    close(operations.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
+    close(operations.rms_norm(x, weight, 1e-5), OPS.rms_norm(x, weight, 1e-5))
 
 
 @needs_kernels
@@ -171,8 +173,8 @@ def test_norm_and_turn(width: int, normed: bool, dtype: torch.dtype) -> None:
     weights = draw(width, dtype=dtype), draw(width, dtype=dtype, seed=1)
     q, k = qkv[:, :4], qkv[:, 4:6]
     if normed:
-        q, k = rms_norm(q, weights[0], 1e-6), rms_norm(k, weights[1], 1e-6)
-    expected = [rotate(x.contiguous(), angles.cos(), angles.sin()) for x in (q, k)]
+        q, k = OPS.rms_norm(q, weights[0], 1e-6), OPS.rms_norm(k, weights[1], 1e-6)
+    expected = [OPS.rotate(x.contiguous(), angles.cos(), angles.sin()) for x in (q, k)]
     ours = qkv.clone()
     operations.norm_and_turn_(ours, (*weights, 1e-6) if normed else None, angles.cos(), angles.sin(), 4, 2)
     close(ours, torch.cat([*expected, qkv[:, 6:]], 1))
@@ -192,7 +194,7 @@ def test_sampling(vocabulary: int) -> None:
     )
     with torch.no_grad():
         tokens, logprobs, _ = sample(logits, columns, uniforms)  # torch's
-        with library.in_use():
+        with kernels_in_use():
             found, scores, _ = sample(logits, columns, uniforms)
     assert torch.equal(found, tokens)
     torch.testing.assert_close(scores, logprobs, rtol=1e-6, atol=1e-6)
@@ -207,7 +209,7 @@ def test_logits_that_are_not_finite(value: float) -> None:
     logits = draw(3, 100)
     logits[1] = value
     columns = SamplingColumns(torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64), plain=True, cuts=False)
-    with torch.no_grad(), library.in_use(), pytest.raises(DivergenceError, match="not finite"):
+    with torch.no_grad(), kernels_in_use(), pytest.raises(DivergenceError, match="not finite"):
         sample(logits, columns, torch.full((3,), 0.5))
 
 
@@ -429,6 +431,6 @@ def test_a_weight_that_changes_is_packed_anew() -> None:
     weight, x = nn.Parameter(draw(5, 4)), draw(3, 4)
     with in_use():
         for _ in range(2):
-            assert products.by_kernel(x, weight)
-            close(products.linear(x, weight), F.linear(x, weight))
+            assert torch.equal(ops_for(x).linear(x, weight), operations.linear(x, panels(weight)[0], 5, None))
+            close(ops_for(x).linear(x, weight), F.linear(x, weight))
             weight.mul_(2)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `nmoe.model.rope.rotate`: all heads of a token turned in one launch."""
+"""The Triton kernel of `TorchOps.rotate`: all heads of a token turned in one launch."""
 
 # Shapes: T tokens, N heads, C dimensions turned, c = C / 2 pairs.
 
@@ -33,7 +33,7 @@ _HEADS = 8
 
 
 def rotate_triton(x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
-    """See `nmoe.model.rope.rotate`; computed in fp32, rounded once."""
+    """See `TorchOps.rotate`; computed in fp32, rounded once."""
     tokens, heads, width = x_TNC.shape
     if x_TNC.stride(-1) != 1:
         x_TNC = x_TNC.contiguous()

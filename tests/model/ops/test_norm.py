@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.norm import RMSNorm
+from nmoe.model.linear import RMSNorm
 
 
 def norm(weight: Tensor, eps: float) -> RMSNorm:

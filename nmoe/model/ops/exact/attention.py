@@ -1,6 +1,6 @@
-"""Attention whose sums no order can change: exact numerics where the C++ kernel of `nmoe.model.exact_attention` cannot run.
+"""Attention whose sums no order can change: exact numerics where the C++ kernel cannot run.
 
-Scores are products on a grid (`nmoe.model.order_free`). A query's weights, up to 1, are cut into a slice of multiples of 2^-22
+Scores are products on a grid (`nmoe.model.ops.exact.grid`). A query's weights, up to 1, are cut into a slice of multiples of 2^-22
 and one of multiples of 2^-44: of many keys beside one that draws nearly everything, the small weights add up. Values are cut
 into slices of 22 bits. So a sum over 512 positions rounds nowhere, whichever library adds it up. The exponential is torch's,
 element by element.
@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
-from nmoe.model.order_free import BITS, PIECE, on_grid, product, rounded
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.exact.grid import BITS, PIECE, on_grid, product, rounded
 
 # The slices hold a value's bits from 2^11 to 2^-11, to 2^-33, to 2^-55; those of larger values come before. They are the same for
 # all values: a grid that followed the largest would depend on what comes after a query.

@@ -20,11 +20,6 @@ PIECE = 512  # products that are added without rounding: 2 * 22 + 9 bits
 _EXPONENT = 0x7F800000  # of an fp32
 
 
-def needed(x: Tensor) -> bool:
-    """Whether exact numerics concern `x`: in fp64, which tests compute in, what depends on the batch is beyond all they show."""
-    return x.dtype != torch.float64
-
-
 def on_grid(x: Tensor) -> Tensor:
     """`x`, of at most fp32, in fp64, each piece of 512 numbers of its last axis rounded to 22 bits below that piece's largest."""
     out = torch.empty(x.shape, dtype=torch.float64, device=x.device)

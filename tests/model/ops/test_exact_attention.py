@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmoe.model import order_free_attention
-from nmoe.model.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.exact.attention import attention
 from nmoe.model.packed import PackedAttention
 
 CPU = torch.device("cpu")
@@ -77,9 +77,7 @@ def test_many_small_weights_beside_a_large_one_add_up(with_sinks: bool) -> None:
     v_BJSU[:, :, 0] = 0.0
     sinks_H = torch.tensor([low]) if with_sinks else None
     layer = AttentionLayer(0, 1.0, 0, sinks_H)
-    (got,) = order_free_attention.attention(
-        layer, q_BHLC, k_BJSC, v_BJSU, torch.ones(1, keys, dtype=torch.bool)
-    ).flatten()[:1]
+    (got,) = attention(layer, q_BHLC, k_BJSC, v_BJSU, torch.ones(1, keys, dtype=torch.bool)).flatten()[:1]
     small = torch.tensor(low, dtype=torch.float64).exp()
     wanted = (keys - 1) * small / (1 + (keys - 1 + with_sinks) * small)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=0)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmoe.model.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer
 
 # Positions that one program reads at most. Shorter splits fill the chip with fewer rows, and cost their partial results: at 512
 # those are under 2% of the bytes of the keys and values they stand for (two query heads per key-value head, bf16, width 128).

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from nmoe.model.attention import AttentionLayer
-from nmoe.model.kernels import combine_triton, paged_attention_triton, rotary_triton, swiglu_triton
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.triton import paged_attention, rotary, routing, swiglu
 
 
 class Hopper:
@@ -63,7 +63,7 @@ def main() -> None:
     for blocks in (8, 80):  # without and with joining
         for name, (heads, kv_heads, width, value_width, window, sinks, dtype) in PAGED.items():
             CASE = f"{name}, {blocks} blocks"
-            paged_attention_triton.paged_attention_triton(
+            paged_attention.paged_attention_triton(
                 AttentionLayer(0, 0.1, window, torch.zeros(heads, dtype=dtype) if sinks else None),
                 torch.zeros(3, heads, width, dtype=dtype),
                 torch.zeros(9, kv_heads, 16, width, dtype=dtype),
@@ -74,15 +74,15 @@ def main() -> None:
     for limit in (0.0, 7.0):
         CASE = f"limit {limit}"
         gate_up = torch.zeros(4, 1536, dtype=torch.bfloat16)
-        swiglu_triton.swiglu_forward(gate_up, limit)
-        swiglu_triton.swiglu_backward(gate_up[:, :768], gate_up, limit)
+        swiglu.swiglu_forward(gate_up, limit)
+        swiglu.swiglu_backward(gate_up[:, :768], gate_up, limit)
     CASE = "8 of 128 experts"
     rows, picks = torch.zeros(16, 2048, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.int64)
     for weights in (None, torch.zeros(2, 8)):
-        combine_triton.sum_rows(rows, weights, picks)
-    combine_triton.spread_rows(rows[:2], rows, torch.zeros(2, 8), picks)
+        routing.sum_rows(rows, weights, picks)
+    routing.spread_rows(rows[:2], rows, torch.zeros(2, 8), picks)
     CASE = "qwen3"
-    rotary_triton.rotate_triton(
+    rotary.rotate_triton(
         torch.zeros(3, 32, 128, dtype=torch.bfloat16)[:, :24], torch.zeros(3, 1, 64), torch.zeros(3, 1, 64)
     )
 

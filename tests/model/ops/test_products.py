@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmoe.model import products
-from nmoe.model.kernels.cpu import library
-from nmoe.model.kernels.cpu.library import serves_exact
+from nmoe.model.ops.cpu import library
+from nmoe.model.ops.cpu.ops import KernelOps, by_onednn
+from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights, can_pack
+from nmoe.model.ops.table import kernels_in_use, ops_for
 
-pytestmark = pytest.mark.skipif(not products.by_onednn(torch.zeros(1)), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not ONEDNN, reason="this torch has no oneDNN")
 
-
-# Exact products are kernels that not every machine has.
-EXACT = [False, True] if serves_exact(torch.zeros(1)) else [False]
+OPS = ops_for(torch.zeros(1))
+EXACT = [False, True]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -27,7 +27,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("exact", EXACT)
 def test_linear_values_and_gradients(rows: int, inputs: int, outputs: int, with_bias: bool, exact: bool) -> None:
     def linear(*tensors: Tensor) -> Tensor:
-        return products.linear(*(tensors if with_bias else (*tensors, None)), exact)
+        return ops_for(tensors[0], exact).linear(*tensors)
 
     tensors = [draw(rows, inputs), draw(outputs, inputs), *([draw(outputs)] if with_bias else [])]
     upstream = draw(rows, outputs, seed=1)
@@ -43,7 +43,7 @@ def test_linear_values_and_gradients(rows: int, inputs: int, outputs: int, with_
 
 def test_only_the_gradients_that_are_asked_for() -> None:
     x, weight = draw(4, 6), draw(5, 6).requires_grad_()
-    products.linear(x, weight).sum().backward()
+    OPS.linear(x, weight).sum().backward()
     assert x.grad is None
     torch.testing.assert_close(weight.grad, x.sum(0).expand(5, 6))
 
@@ -55,9 +55,9 @@ def test_groups(counts: list[int], inputs: int, outputs: int, exact: bool) -> No
     x, weight, upstream = draw(7, inputs), draw(3, inputs, outputs), draw(7, outputs, seed=1)
     mine = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     other = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    out = products.linear_by_group(*mine, counts, exact)
+    out = ops_for(x, exact).linear_by_group(*mine, counts)
     with torch.no_grad():
-        assert torch.equal(products.linear_by_group(*mine, counts, exact), out)
+        assert torch.equal(ops_for(x, exact).linear_by_group(*mine, counts), out)
     expected = torch.cat([part @ other[1][e] for e, part in enumerate(other[0].split(counts))])
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     out.backward(upstream)
@@ -68,28 +68,28 @@ def test_groups(counts: list[int], inputs: int, outputs: int, exact: bool) -> No
 
 def test_other_tensors_take_torchs_own_way() -> None:
     x, weight = draw(3, 4).double(), draw(5, 4).double()
-    assert not products.by_onednn(x)
-    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
-    assert not products.by_onednn(draw(3, 4).bfloat16())
+    assert not by_onednn(x)
+    assert torch.equal(OPS.linear(x, weight), F.linear(x, weight))
+    assert not by_onednn(draw(3, 4).bfloat16())
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(96, 160), (128, 4096), (1024, 256), (100, 130), (36, 48)])
 def test_a_rows_bits_do_not_depend_on_the_others(inputs: int, outputs: int) -> None:
     x, weight = draw(300, inputs), draw(outputs, inputs)
-    whole = products.linear(x, weight)
+    whole = OPS.linear(x, weight)
     for rows in (2, 3, 5, 7, 8, 9, 31, 64, 65, 129, 256, 299):
-        assert torch.equal(products.linear(x[:rows], weight), whole[:rows]), rows
-        assert torch.equal(products.linear(x[rows - 2 : rows], weight), whole[rows - 2 : rows]), rows
+        assert torch.equal(OPS.linear(x[:rows], weight), whole[:rows]), rows
+        assert torch.equal(OPS.linear(x[rows - 2 : rows], weight), whole[rows - 2 : rows]), rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_weights_give_the_same_bits_and_follow_changes(dtype: torch.dtype) -> None:
     x = draw(6, 32).to(dtype)
     weight, experts = nn.Parameter(draw(48, 32).to(dtype)), nn.Parameter(draw(3, 32, 16).to(dtype))
-    packs = products.PackedWeights()
+    packs = PackedWeights()
 
     def both() -> list[Tensor]:
-        return [products.linear(x, weight), products.linear_by_group(x, experts, [2, 0, 4])]
+        return [OPS.linear(x, weight), OPS.linear_by_group(x, experts, [2, 0, 4])]
 
     with torch.inference_mode():
         plain = both()
@@ -104,16 +104,16 @@ def test_packed_weights_give_the_same_bits_and_follow_changes(dtype: torch.dtype
         packs.clear()
         assert not packs._packed
     with packs.active():  # a gradient is asked for
-        assert products.linear(x, weight).requires_grad
+        assert OPS.linear(x, weight).requires_grad
     assert not packs._packed
 
 
 def test_a_weight_whose_changes_do_not_show_is_not_packed() -> None:
     with torch.inference_mode():
         x, weight = draw(6, 32), nn.Parameter(draw(48, 32), requires_grad=False)
-        packs = products.PackedWeights()
+        packs = PackedWeights()
         with packs.active():
-            torch.testing.assert_close(products.linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(OPS.linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-5)
         assert not packs._packed
 
 
@@ -121,15 +121,15 @@ def test_what_the_engine_uses_is_in_force_in_its_thread_alone() -> None:
     """A scorer's model may run while the engine's step begins or ends."""
     weight, x_ND = nn.Parameter(torch.randn(64, 32)), torch.randn(8, 32)
     seen = []
-    with torch.no_grad(), products.PackedWeights().active(), library.in_use():
-        here = (products._can_pack(x_ND, weight), library.usable(x_ND))
+    with torch.no_grad(), PackedWeights().active(), kernels_in_use():
+        here = (can_pack(x_ND, weight), isinstance(ops_for(x_ND), KernelOps))
 
         def look() -> None:
             with torch.no_grad():
-                seen.append((products._can_pack(x_ND, weight), library.usable(x_ND)))
+                seen.append((can_pack(x_ND, weight), isinstance(ops_for(x_ND), KernelOps)))
 
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
     assert seen == [(False, False)]
-    assert here == (products._AVAILABLE, library.library() is not None)
+    assert here == (ONEDNN, library.library() is not None)

@@ -60,7 +60,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def swiglu_forward(gate_up_NF: Tensor, limit: float) -> Tensor:
-    """See `swiglu`."""
+    """See `TorchOps.swiglu`."""
     rows, width = gate_up_NF.shape[0], gate_up_NF.shape[1] // 2
     x_NF = gate_up_NF if gate_up_NF.stride(1) == 1 else gate_up_NF.contiguous()
     out_NF = torch.empty(rows, width, device=x_NF.device, dtype=x_NF.dtype)

@@ -1,11 +1,11 @@
-"""Compiles the C++ kernels for the CPU at hand, once per machine, and says where they are in use.
+"""Compiles the C++ kernels for the CPU at hand, once per machine.
 
 They need Linux and a C++ compiler, `$CXX` or g++. They use the instructions that torch uses: AVX-512, AVX2, or what every processor
 of the kind has (`torch.backends.cpu.get_cpu_capability`, which the variable `ATEN_CPU_CAPABILITY` lowers). In fp32 AVX-512 and AVX2
 give the same bits. Without a compiler, torch's operations run instead, slower.
 
-With fast numerics only the engine uses the kernels (`in_use`). With exact numerics the engine and the learner use those that give
-a row the same bits in any batch: products and attention.
+With fast numerics only the engine uses the kernels. With exact numerics the engine and the learner use those that give a row the
+same bits in any batch: products and attention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -135,39 +133,10 @@ def _cache_directory() -> Path:
         return Path(tempfile.mkdtemp(prefix="nmoe-kernels-"))
 
 
-class _Here(threading.local):
-    """What is in force in this thread."""
-
-    in_use = False
-
-
-_here = _Here()
-
-
-@contextmanager
-def in_use() -> Iterator[None]:
-    """Operations without gradient take the kernels here, in this thread, where there are any."""
-    outer, _here.in_use = _here.in_use, library() is not None
-    try:
-        yield
-    finally:
-        _here.in_use = outer
-
-
-def usable(x: Tensor) -> bool:
-    """Whether an operation on `x` is to be a kernel's."""
-    return _here.in_use and x.dtype in DTYPES and x.device.type == "cpu" and not torch.is_grad_enabled()
-
-
-def serves_exact(x: Tensor) -> bool:
-    """Whether exact numerics of tensors like this are the kernels'. Engine and learner have to answer alike."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and library() is not None
-
-
 def call(name: str, *arguments: Tensor | int | float | None) -> int:
     """Calls a kernel: tensors as the addresses of their first numbers, None as no address, int as long, float as float."""
     loaded = library()
-    assert loaded is not None, "`usable` was asked"
+    assert loaded is not None, "the table was chosen by it"
     function = getattr(loaded, name)
     if function.argtypes is None:
         function.restype = ctypes.c_long

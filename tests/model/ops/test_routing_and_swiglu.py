@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmoe.model.kernels.combine import combine, combine_reference, dispatch
-from nmoe.model.kernels.swiglu import _SwiGLU, swiglu, swiglu_reference
-from nmoe.model.rope import rotate
+from nmoe.model.ops.routing import sum_rows as sum_rows_in_torch
+from nmoe.model.ops.torch import TorchOps
+from nmoe.model.ops.triton.ops import TritonOps
+
+OPS = TorchOps()
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
@@ -26,8 +28,8 @@ def triton_is_there() -> None:
 
 def test_swiglu_by_hand() -> None:
     gate_up = torch.tensor([[0.0, 2.0, 3.0, 5.0]])
-    assert swiglu(gate_up)[0].tolist() == pytest.approx([0, 5 * 2 / (1 + 2.718281828**-2)], rel=1e-6)
-    clamped = swiglu(gate_up, 1.5)[0].tolist()  # gate 1.5, up 1.5
+    assert OPS.swiglu(gate_up)[0].tolist() == pytest.approx([0, 5 * 2 / (1 + 2.718281828**-2)], rel=1e-6)
+    clamped = OPS.swiglu(gate_up, 1.5)[0].tolist()  # gate 1.5, up 1.5
     assert clamped == pytest.approx([0, 1.5 / (1 + 2.718281828 ** (-1.702 * 1.5)) * 2.5], rel=1e-6)
 
 
@@ -40,7 +42,7 @@ def test_swiglu_kernels_equal_the_reference(width: int, limit: float, dtype: tor
     x = (2 * torch.randn(5, 2 * width, generator=generator)).to(dtype)
     upstream = torch.randn(5, width, generator=generator).to(dtype)
     ours, theirs = x.clone().requires_grad_(), x.to(torch.float64, copy=True).requires_grad_()
-    out, expected = _SwiGLU.apply(ours, limit), swiglu_reference(theirs, limit)
+    out, expected = TritonOps().swiglu(ours, limit), OPS.swiglu(theirs, limit)
     out.backward(upstream)
     expected.backward(upstream.double())
     assert out.dtype == dtype
@@ -55,14 +57,14 @@ TOKEN_R = torch.tensor([0, 1, 2, 0, 1, 2])
 
 def test_rows_go_out_and_come_back() -> None:
     x = torch.tensor([[1.0], [10.0], [100.0]], requires_grad=True)
-    y = dispatch(x, TOKEN_R, ROW_TK)
+    y = OPS.dispatch(x, TOKEN_R, ROW_TK)
     assert y.flatten().tolist() == [1, 10, 100, 1, 10, 100]
     y.backward(torch.arange(1.0, 7.0).unsqueeze(-1))
     assert x.grad is not None
     assert x.grad.flatten().tolist() == [4 + 1, 2 + 5, 3 + 6]
     weights = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
     rows = torch.arange(1.0, 7.0).unsqueeze(-1).requires_grad_()
-    out = combine(rows, weights, ROW_TK)
+    out = OPS.combine(rows, weights, ROW_TK)
     assert out.flatten().tolist() == [4 * 1 + 1 * 2, 2 * 3 + 5 * 4, 3 * 5 + 6 * 6]
     out.backward(torch.tensor([[1.0], [10.0], [100.0]]))
     assert rows.grad is not None
@@ -77,22 +79,22 @@ def test_gradients_are_those_of_finite_differences() -> None:
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
         for shape in ((3, 5), (6, 5), (3, 2))
     )
-    assert torch.autograd.gradcheck(lambda x: dispatch(x, TOKEN_R, ROW_TK), (x,))
-    assert torch.autograd.gradcheck(lambda y, weights: combine(y, weights, ROW_TK), (y, weights))
+    assert torch.autograd.gradcheck(lambda x: OPS.dispatch(x, TOKEN_R, ROW_TK), (x,))
+    assert torch.autograd.gradcheck(lambda y, weights: OPS.combine(y, weights, ROW_TK), (y, weights))
 
 
 @pytest.mark.usefixtures("triton_is_there")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [8, 24, 1100])
 def test_kernels_of_the_experts_sums_equal_the_reference(width: int, dtype: torch.dtype) -> None:
-    from nmoe.model.kernels.combine_triton import spread_rows, sum_rows
+    from nmoe.model.ops.triton.routing import spread_rows, sum_rows
 
     generator = torch.Generator().manual_seed(width)
     row_TK = torch.randperm(12, generator=generator).view(4, 3)
     y = torch.randn(12, width, generator=generator).to(dtype)
     weights, upstream = torch.rand(4, 3, generator=generator), torch.randn(4, width, generator=generator).to(dtype)
     y_leaf, weights_leaf = y.double().requires_grad_(), weights.double().requires_grad_()
-    expected = combine_reference(y_leaf, weights_leaf, row_TK)
+    expected = sum_rows_in_torch(y_leaf, weights_leaf, row_TK)
     expected.backward(upstream.double())
     grad_y, grad_weights = spread_rows(upstream, y, weights, row_TK)
     pairs = [
@@ -110,12 +112,12 @@ def test_kernels_of_the_experts_sums_equal_the_reference(width: int, dtype: torc
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("heads", "width"), [(1, 16), (11, 16), (3, 40)])
 def test_rotary_kernel_equals_the_reference(heads: int, width: int, dtype: torch.dtype) -> None:
-    from nmoe.model.kernels.rotary_triton import rotate_triton
+    from nmoe.model.ops.triton.rotary import rotate_triton
 
     generator = torch.Generator().manual_seed(heads)
     x = torch.randn(5, heads + 2, width, generator=generator).to(dtype)[:, 1 : heads + 1]
     angle = torch.randn(5, 1, width // 2, generator=generator)
     out = rotate_triton(x, angle.cos(), angle.sin())
     assert out.dtype == dtype
-    expected = rotate(x.double(), angle.double().cos(), angle.double().sin())
+    expected = OPS.rotate(x.double(), angle.double().cos(), angle.double().sin())
     assert relative_error(out, expected) < TOLERANCE[dtype]

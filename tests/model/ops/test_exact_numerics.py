@@ -8,14 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.head import Head
-from nmoe.model.kernels.combine import combine, combine_reference
 from nmoe.model.moe import RouterTrace
-from nmoe.model.numerics import row_sums, sigmoid
+from nmoe.model.ops.head import row_sums
+from nmoe.model.ops.routing import sum_rows
+from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
-from nmoe.model.products import linear, linear_by_group
 from nmoe.model.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
+
+OPS = ops_for(torch.zeros(1), exact=True)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 40])
@@ -24,7 +26,7 @@ def test_an_exact_product_has_the_values_and_gradients_of_any(rows: int) -> None
     inputs = [torch.randn(rows, 12, generator=generator), torch.randn(5, 12, generator=generator)]
     upstream = torch.randn(rows, 5, generator=generator)
     results = []
-    for product in (lambda x, w: linear(x, w, exact=True), F.linear):
+    for product in (OPS.linear, F.linear):
         x, weight = (t.clone().requires_grad_() for t in inputs)
         out = product(x, weight)
         out.backward(upstream)
@@ -37,19 +39,19 @@ def test_rows_do_not_depend_on_their_number() -> None:
     generator = torch.Generator().manual_seed(0)
     for inputs, outputs in ((96, 160), (96, 7), (700, 3), (5, 96)):
         x, weight = torch.randn(64, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
-        whole = linear(x, weight, exact=True)
+        whole = OPS.linear(x, weight)
         for rows in (1, 2, 5, 7, 8, 9, 31):
-            assert torch.equal(linear(x[:rows], weight, exact=True), whole[:rows])
-            assert torch.equal(linear(x[-rows:], weight, exact=True), whole[-rows:])
+            assert torch.equal(OPS.linear(x[:rows], weight), whole[:rows])
+            assert torch.equal(OPS.linear(x[-rows:], weight), whole[-rows:])
 
 
 def test_groups_do_not_depend_on_the_others() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(60, 40, generator=generator), torch.randn(3, 40, 6, generator=generator)
-    whole = linear_by_group(x, weight, [20, 0, 40], exact=True)
+    whole = OPS.linear_by_group(x, weight, [20, 0, 40])
     for rows in (1, 3, 17):
-        assert torch.equal(linear_by_group(x[:rows], weight, [rows, 0, 0], exact=True), whole[:rows])
-        assert torch.equal(linear_by_group(x[-rows:], weight, [0, 0, rows], exact=True), whole[-rows:])
+        assert torch.equal(OPS.linear_by_group(x[:rows], weight, [rows, 0, 0]), whole[:rows])
+        assert torch.equal(OPS.linear_by_group(x[-rows:], weight, [0, 0, rows]), whole[-rows:])
 
 
 def test_a_reward_does_not_depend_on_what_else_is_scored() -> None:
@@ -67,10 +69,10 @@ def test_a_tokens_experts_are_added_alike_in_any_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, weights = torch.randn(200, 50, generator=generator), torch.rand(50, 4, generator=generator)
     places = torch.randperm(200, generator=generator).view(50, 4)
-    whole = combine(rows, weights, places, exact=True)
-    torch.testing.assert_close(whole, combine_reference(rows, weights, places), rtol=1e-5, atol=1e-6)
+    whole = OPS.combine(rows, weights, places)
+    torch.testing.assert_close(whole, sum_rows(rows, weights, places), rtol=1e-5, atol=1e-6)
     for tokens in (1, 2, 3, 31):
-        assert torch.equal(combine(rows, weights[:tokens], places[:tokens], exact=True), whole[:tokens])
+        assert torch.equal(OPS.combine(rows, weights[:tokens], places[:tokens]), whole[:tokens])
 
 
 def test_a_row_of_a_large_vocabulary_is_summed_alike_alone_and_among_others() -> None:
@@ -119,12 +121,12 @@ def test_exact_bits_do_not_depend_on_the_batch(tiny_model: MakeModel, experts: i
 
 def test_the_exact_sigmoid_gives_an_element_the_same_bits_anywhere() -> None:
     x = 4 * torch.randn(300, generator=torch.Generator().manual_seed(0))
-    whole = sigmoid(x, exact=True)
-    assert all(torch.equal(sigmoid(x[:length], exact=True), whole[:length]) for length in range(1, 300))
-    assert torch.equal(sigmoid(x.view(3, 100)[:, :50], exact=True), whole.view(3, 100)[:, :50])
+    whole = OPS.sigmoid(x)
+    assert all(torch.equal(OPS.sigmoid(x[:length]), whole[:length]) for length in range(1, 300))
+    assert torch.equal(OPS.sigmoid(x.view(3, 100)[:, :50]), whole.view(3, 100)[:, :50])
     torch.testing.assert_close(whole, torch.sigmoid(x), rtol=1e-6, atol=0)
     far = torch.tensor([-1000.0, 0.0, 1000.0], requires_grad=True)
-    sigmoid(far, exact=True).sum().backward()
+    OPS.sigmoid(far).sum().backward()
     assert far.grad is not None
     assert far.grad.tolist() == [0.0, 0.25, 0.0]
-    assert torch.autograd.gradcheck(lambda x: sigmoid(x, True), x[:5].double().requires_grad_())
+    assert torch.autograd.gradcheck(OPS.sigmoid, x[:5].double().requires_grad_())

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nmoe.model.kernels.cpu.library import DTYPES, call
-
-if TYPE_CHECKING:  # it calls these operations
-    from nmoe.model.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.cpu.library import DTYPES, call
 
 _PANEL = 32  # of tile.h
 _HALF = _PANEL // 2
@@ -80,7 +77,7 @@ def experts(
     limit: float,
     width: int,
 ) -> Tensor:
-    """The whole of a layer's routed experts, `width` wide: rows to their experts, SwiGLU as `nmoe.model.kernels.swiglu` defines it,
+    """The whole of a layer's routed experts, `width` wide: rows to their experts, SwiGLU as `TorchOps.swiglu` defines it,
     and each token's weighted sum, `[T, D]`."""
     x_TD, chosen_TK, weights_TK = x_TD.contiguous(), chosen_TK.contiguous(), weights_TK.contiguous()
     (tokens, inputs), chosen, count = x_TD.shape, chosen_TK.shape[1], gate_up.shape[0]
@@ -116,7 +113,7 @@ def route(
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """`nmoe.model.norm.rms_norm` over rows of any shape."""
+    """`TorchOps.rms_norm` over rows of any shape."""
     x_ND = x_ND.contiguous()
     out_ND, width = torch.empty_like(x_ND), x_ND.shape[-1]
     call(f"nmoe_rms_norm_{DTYPES[x_ND.dtype]}", x_ND, weight_D, float(eps), out_ND, x_ND.numel() // width, width)
@@ -132,7 +129,7 @@ def norm_and_turn_(
     kv_heads: int,
 ) -> None:
     """In place on the query heads, then the key heads of each token's row: RMSNorm where there are `norms` (the weights of queries
-    and keys, and epsilon), then `nmoe.model.rope.rotate`."""
+    and keys, and epsilon), then `TorchOps.rotate`."""
     tokens, columns, width = qkv_TNC.shape
     q_norm_C, k_norm_C, eps = norms or (None, None, 0.0)
     kind, row, shape = DTYPES[qkv_TNC.dtype], columns * width, (tokens, heads, kv_heads, width)
@@ -149,7 +146,7 @@ def attention(
     sequence_B: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`nmoe.model.kernels.paged_attention` of each row's query to its sequence up to its position, `[B, H, U]`. Row b is of
+    """`TorchOps.paged_attention` of each row's query to its sequence up to its position, `[B, H, U]`. Row b is of
     sequence `sequence_B[b]`, or of sequence b. `new` are the rows' own keys and values, which are written to the cache first:
     rows that see one another's come without. Heads lie one after another in a row; rows may lie apart."""
     (rows, heads, width), (kv_heads, _, value_width) = q_BHC.shape, values_NJPU.shape[1:]

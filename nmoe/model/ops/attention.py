@@ -1,0 +1,103 @@
+"""Attention in torch: causal, over whole sequences, and in decoding, over the blocks of a paged cache."""
+
+# Shapes: B sequences or rows, H query heads, J key-value heads, G = H / J, C key width, U value width, L queries (in decoding:
+# positions gathered), S keys, N blocks of P positions in the cache, M blocks a row's table holds.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Kernels want head widths that are multiples of this.
+_WIDTH_STEP = 8
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What an `Attend` has to know of the layer that calls it.
+
+    `window` tokens back, the query's own included, can be seen (0: all). `sinks_H` is each query head's logit that takes part
+    in the softmax's sum and in nothing else (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
+    """
+
+    index: int
+    scale: float
+    window: int = 0
+    sinks_H: Tensor | None = None
+
+
+def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
+    """Causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
+    positions.
+
+    A sink is one more key before the others, which only its logit makes different from zeros: the query's extra column holds
+    the logit, the key's a one, and its value is zero. So any kernel computes it, with its gradient.
+    """
+    width, value_width, length, positions = q_BHLC.shape[-1], v_BJSU.shape[-1], q_BHLC.shape[-2], k_BJSC.shape[-2]
+    sinks_H = layer.sinks_H
+    square = earlier == 0 and not 0 < layer.window < length
+    if sinks_H is not None:
+        column_H11 = (sinks_H.to(q_BHLC.dtype) / layer.scale).view(-1, 1, 1)
+        q_BHLC = torch.cat([q_BHLC, column_H11.expand(*q_BHLC.shape[:-1], 1)], -1)
+        # A causal kernel wants as many queries as keys: one more, that nobody reads.
+        q_BHLC = F.pad(q_BHLC, (0, _WIDTH_STEP - 1, int(square), 0))
+        k_BJSC = F.pad(k_BJSC, (0, _WIDTH_STEP, 1, 0))
+        first = torch.zeros(positions + 1, width + _WIDTH_STEP, device=k_BJSC.device, dtype=k_BJSC.dtype)
+        first[0, width] = 1
+        k_BJSC = k_BJSC + first
+        v_BJSU = F.pad(v_BJSU, (0, 0, 1, 0))
+    # The fast kernels take values as wide as the keys.
+    if (missing := q_BHLC.shape[-1] - value_width) > 0:
+        v_BJSU = F.pad(v_BJSU, (0, missing))
+    mask_LS = None
+    if not square:
+        query_L = torch.arange(earlier, positions, device=q_BHLC.device)
+        key_S = torch.arange(-(sinks_H is not None), positions, device=q_BHLC.device)
+        age_LS = query_L.unsqueeze(1) - key_S
+        mask_LS = age_LS >= 0
+        if layer.window:
+            mask_LS &= (age_LS < layer.window) | (key_S < 0)
+    gqa = q_BHLC.shape[1] != k_BJSC.shape[1]
+    o_BHLU = F.scaled_dot_product_attention(
+        q_BHLC, k_BJSC, v_BJSU, mask_LS, is_causal=mask_LS is None, scale=layer.scale, enable_gqa=gqa
+    )
+    return o_BHLU[:, :, -length:, :value_width]
+
+
+def paged_attention(
+    layer: AttentionLayer, q_BHC: Tensor, keys_NJPC: Tensor, values_NJPU: Tensor, table_BM: Tensor, lengths_B: Tensor
+) -> Tensor:
+    """`TorchOps.paged_attention`, by gathering every row's blocks."""
+    rows, heads, _ = q_BHC.shape
+    kv_heads, block = keys_NJPC.shape[1:3]
+    compute = torch.promote_types(keys_NJPC.dtype, torch.float32)
+    blocks = -(-int(lengths_B.max()) // block)
+    table_BM = table_BM[:, :blocks].long()
+    at_L = torch.arange(blocks * block, device=q_BHC.device)
+    age_BL = lengths_B.unsqueeze(1) - 1 - at_L
+    seen_BL = (age_BL >= 0) & (age_BL < layer.window) if layer.window else age_BL >= 0
+    # Entries past a row's length may be anything.
+    inside_BM = torch.arange(blocks, device=q_BHC.device) * block < lengths_B.unsqueeze(1)
+    table_BM = table_BM.masked_fill(~inside_BM, 0)
+
+    def gathered(x_NJPW: Tensor) -> Tensor:
+        x_BJLW = x_NJPW[table_BM].transpose(1, 2).reshape(rows, kv_heads, blocks * block, -1)
+        # What lies behind a row's end may be a stray NaN, which no weight of zero would silence.
+        return x_BJLW.to(compute).masked_fill(~seen_BL[:, None, :, None], 0)
+
+    q_BJGC = q_BHC.to(compute).unflatten(1, (kv_heads, -1))
+    scores_BJGL = (q_BJGC @ gathered(keys_NJPC).transpose(-1, -2)) * layer.scale
+    scores_BHL = scores_BJGL.flatten(1, 2).masked_fill(~seen_BL.unsqueeze(1), float("-inf"))
+    largest_BH1 = scores_BHL.amax(-1, keepdim=True).clamp(min=-1e30)
+    if layer.sinks_H is not None:
+        sinks_BH1 = layer.sinks_H.to(compute).view(1, heads, 1).expand(rows, -1, -1)
+        largest_BH1 = torch.maximum(largest_BH1, sinks_BH1)
+    weights_BHL = (scores_BHL - largest_BH1).exp()
+    total_BH1 = weights_BHL.sum(-1, keepdim=True)
+    if layer.sinks_H is not None:
+        total_BH1 = total_BH1 + (sinks_BH1 - largest_BH1).exp()
+    weights_BJGL = (weights_BHL / total_BH1.clamp(min=torch.finfo(compute).tiny)).unflatten(1, (kv_heads, -1))
+    return (weights_BJGL @ gathered(values_NJPU)).flatten(1, 2).to(q_BHC.dtype)

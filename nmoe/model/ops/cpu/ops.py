@@ -1,0 +1,180 @@
+"""The tables of operations on a CPU with fast numerics.
+
+torch gives fp32 products to MKL, which on CPUs other than Intel's takes a path of half the width: 3072 x 1024 by 1024 x 256 runs
+at 195 GFLOP/s there and at 410 through oneDNN (two Zen 5 cores, torch 2.13). With oneDNN a row's bits do not depend on how many
+rows there are, from two rows on; MKL asks for eight rows to each thread.
+"""
+
+# Shapes: see `nmoe.model.ops.torch`.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.cpu import operations, packing
+from nmoe.model.ops.cpu.packing import can_pack, packed
+from nmoe.model.ops.gradients import Linear, LinearByGroup
+from nmoe.model.ops.torch import Norms, TorchOps
+
+# oneDNN makes a program for every new shape, for about a millisecond each, and in training every expert has another number of rows
+# at every step. Forward and backward of 4032 rows over 8 experts: 18.7 against 8.0 ms by MKL's groups at width 128 and expert
+# width 128, 35.6 against 28.7 at 256 and 256, 48.3 against 55.9 at 512 and 256 (two Zen 5 cores).
+_OWN_SHAPE_PRODUCT = 2**27
+
+
+class CpuOps(TorchOps):
+    """torch's operations, with fp32 products by oneDNN."""
+
+    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        if can_pack(x_ND, weight_FD):
+            return _by_onednn(x_ND, packed(weight_FD, packing.for_onednn)[0], bias_F, weight_FD.shape[0])
+        if not by_onednn(x_ND):
+            return F.linear(x_ND, weight_FD, bias_F)
+        if not torch.is_grad_enabled():
+            return self.product(x_ND, weight_FD, bias_F)
+        out_NF: Tensor = Linear.apply(self, x_ND, weight_FD, bias_F)
+        return out_NF
+
+    def product(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return _by_onednn(x_ND, weight_FD, bias_F, weight_FD.shape[0])
+
+    def input_gradient(self, grad_NF: Tensor, weight_FD: Tensor) -> Tensor:
+        if not by_onednn(grad_NF):
+            return super().input_gradient(grad_NF, weight_FD)
+        return _by_onednn(grad_NF, weight_FD.t(), None, weight_FD.shape[1])
+
+    def weight_gradient(self, x_ND: Tensor, grad_NF: Tensor) -> Tensor:
+        if not by_onednn(x_ND):
+            return super().weight_gradient(x_ND, grad_NF)
+        # With the longer side as columns: a tall result of a long sum takes up to four times as long.
+        if grad_NF.shape[1] > x_ND.shape[1]:
+            return _by_onednn(x_ND.t(), grad_NF.t(), None, grad_NF.shape[1]).t()
+        return _by_onednn(grad_NF.t(), x_ND.t(), None, x_ND.shape[1])
+
+    def linear_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+        if can_pack(x_RD, weight_EDF):
+            weights, outputs = packed(weight_EDF, packing.each_for_onednn), weight_EDF.shape[2]
+            parts = enumerate(x_RD.split(list(counts)))
+            return torch.cat([_by_onednn(part, weights[e], None, outputs) for e, part in parts])
+        if not by_onednn(x_RD):
+            return super().linear_by_group(x_RD, weight_EDF, counts)
+        out_RF: Tensor = LinearByGroup.apply(self, x_RD, weight_EDF, tuple(counts))
+        return out_RF
+
+    def product_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+        parts = enumerate(x_RD.split(list(counts)))
+        return torch.cat([self.product(part, weight_EDF[e].t()) for e, part in parts])
+
+    def loops_over_experts(self, x_RD: Tensor, longest: int, width: int, hidden: int) -> bool:
+        small = longest * width * hidden < _OWN_SHAPE_PRODUCT
+        return by_onednn(x_RD) and not (torch.is_grad_enabled() and small)
+
+
+class KernelOps(CpuOps):
+    """C++ kernels over packed weights, for decoding: no gradients."""
+
+    attends_in_blocks = True
+
+    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        if not _takes(x_ND, weight_FD):
+            return super().linear(x_ND, weight_FD, bias_F)
+        return operations.linear(x_ND, packed(weight_FD, packing.panels)[0], weight_FD.shape[0], bias_F)
+
+    def linear_in_fp32(self, x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+        wide_ND = x_ND.float()
+        if not _takes(wide_ND, weight_FD):
+            return super().linear_in_fp32(x_ND, weight_FD)
+        return operations.linear(wide_ND, packed(weight_FD, packing.panels_in_fp32)[0], weight_FD.shape[0], None)
+
+    def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        if weight_D.dim() > 1:
+            return super().rms_norm(x_ND, weight_D, eps)
+        return operations.rms_norm(x_ND, weight_D, eps)
+
+    def norm_and_rotate(
+        self, qkv_TNC: Tensor, norms: Norms | None, cos_T1c: Tensor, sin_T1c: Tensor, heads: int, kv_heads: int
+    ) -> Tensor:
+        operations.norm_and_turn_(qkv_TNC, norms, cos_T1c, sin_T1c, heads, kv_heads)
+        return qkv_TNC[:, : heads + kv_heads]
+
+    def swiglu_linear(self, x_ND: Tensor, gate_up_FD: Tensor) -> Tensor:
+        if not _takes(x_ND, gate_up_FD):
+            return super().swiglu_linear(x_ND, gate_up_FD)
+        width = gate_up_FD.shape[0] // 2
+        return operations.swiglu_linear(x_ND, packed(gate_up_FD, packing.gate_up_panels)[0], width)
+
+    def route(
+        self,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        balance_E: Tensor,
+        sigmoid: bool,
+        renormalize: bool,
+        scale: float,
+        chosen: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        if not _takes(x_TD, weight_ED):
+            return None
+        panels, rule = packed(weight_ED, packing.panels_in_fp32)[0], (sigmoid, renormalize, scale, chosen)
+        return operations.route(x_TD, panels, bias_E, balance_E.float(), *rule)
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        chosen_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up_EDF: Tensor,
+        down_EFD: Tensor,
+        gate_up_bias_EF: Tensor | None,
+        down_bias_ED: Tensor | None,
+        limit: float,
+    ) -> Tensor | None:
+        if not _takes(x_TD, gate_up_EDF, down_EFD):
+            return None
+        weights = packed(gate_up_EDF, packing.each_gate_up)[0], packed(down_EFD, packing.each_down)[0]
+        biases, width = (gate_up_bias_EF, down_bias_ED), down_EFD.shape[1]
+        return operations.experts(x_TD, chosen_TK, weights_TK, *weights, *biases, limit, width)
+
+    def attend_in_blocks(
+        self,
+        layer: AttentionLayer,
+        q_BHC: Tensor,
+        keys_NJPC: Tensor,
+        values_NJPU: Tensor,
+        table_SM: Tensor,
+        positions_B: Tensor,
+        sequence_B: Tensor | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return operations.attention(layer, q_BHC, keys_NJPC, values_NJPU, table_SM, positions_B, sequence_B, new)
+
+    def sample(
+        self, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor
+    ) -> tuple[Tensor, Tensor, bool] | None:
+        return operations.sample(logits_BV, temperature_B, uniforms_B)
+
+
+def by_onednn(x: Tensor) -> bool:
+    """Whether products of this tensor, which lies on a CPU, are oneDNN's."""
+    # The compiler takes its own products.
+    return packing.ONEDNN and x.dtype == torch.float32 and not torch.compiler.is_compiling()
+
+
+def _by_onednn(x_ND: Tensor, weight: Tensor, bias_F: Tensor | None, outputs: int) -> Tensor:
+    """`weight` is `[F, D]` or packed."""
+    if x_ND.numel() == 0:
+        return x_ND.new_zeros(x_ND.shape[0], outputs)
+    out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight, bias_F, "none", [], "")
+    return out_NF
+
+
+def _takes(x: Tensor, *weights: Tensor) -> bool:
+    """Whether the kernels multiply these."""
+    even = x.dtype == torch.float32 or x.shape[-1] % 2 == 0  # bf16 is multiplied in pairs
+    return even and all(can_pack(x, weight) for weight in weights)

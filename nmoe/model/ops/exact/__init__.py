@@ -1,0 +1,1 @@
+"""Exact numerics: operations that give a row the same bits in any batch."""

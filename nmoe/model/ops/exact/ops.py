@@ -1,0 +1,149 @@
+"""The tables of operations with exact numerics: a row has the same bits in any batch, with gradients and without.
+
+torch's sigmoid and silu give other bits where a piece of work ends, by up to a unit in the last place, and where that is depends on
+the batch and the threads. So the sigmoid is made from the exponential. Gradients are those of fast numerics.
+"""
+
+# Shapes: see `nmoe.model.ops.torch`.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmoe.model.ops import routing
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.cpu import operations, packing
+from nmoe.model.ops.cpu.ops import CpuOps
+from nmoe.model.ops.cpu.packing import kept
+from nmoe.model.ops.exact import attention, grid
+from nmoe.model.ops.gradients import Linear, LinearByGroup
+from nmoe.model.ops.torch import TorchOps
+
+
+class ExactSums(TorchOps):
+    """What all exact tables share. Products are `product` and `product_by_group`, of weights that `weights_of` prepares."""
+
+    exact = True
+
+    def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.product(x_ND, weight_FD, bias_F)
+        out_NF: Tensor = Linear.apply(self, x_ND, weight_FD, bias_F)
+        return out_NF
+
+    def product(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return self.product_of(x_ND, self.weights_of(weight_FD), weight_FD.shape[0], bias_F)
+
+    def weights_of(self, weight_FD: Tensor) -> Tensor:
+        """A weight as `product_of` takes it."""
+        raise NotImplementedError
+
+    def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias` of a weight that `weights_of` prepared."""
+        raise NotImplementedError
+
+    def prepared(self, weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
+        weights = self.weights_of(weight_FD)
+        return lambda x_ND: self.product_of(x_ND, weights, weight_FD.shape[0], None)
+
+    def linear_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.product_by_group(x_RD, weight_EDF, counts)
+        out_RF: Tensor = LinearByGroup.apply(self, x_RD, weight_EDF, tuple(counts))
+        return out_RF
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sigmoid.apply(x)
+        return out
+
+    def silu(self, x: Tensor) -> Tensor:
+        return x * self.sigmoid(x)
+
+    def causal_attention(
+        self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
+    ) -> Tensor:
+        return attention.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
+
+
+class OrderFreeSums(ExactSums):
+    """Products on a grid, in sums that no order changes."""
+
+    def weights_of(self, weight_FD: Tensor) -> Tensor:
+        return kept(weight_FD, _grid)
+
+    def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
+        out_NF = grid.product(grid.on_grid(x_ND), prepared).to(x_ND.dtype)
+        return out_NF if bias_F is None else out_NF + bias_F
+
+    def product_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+        parts, weights_EFD = grid.on_grid(x_RD).split(list(counts)), kept(weight_EDF, _each_grid)
+        return torch.cat([grid.product(part, weights_EFD[e]) for e, part in enumerate(parts)]).to(x_RD.dtype)
+
+
+class _InOrder(CpuOps):
+    """Sums over a token's experts on a CPU."""
+
+    def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+        if weights_TK is None:  # of a gradient
+            return super().sum_rows(y_RD, weights_TK, row_TK)
+        return routing.sum_rows_in_order(y_RD, weights_TK, row_TK)
+
+
+class OrderFreeOps(OrderFreeSums, _InOrder):
+    """Exact numerics on a CPU where the C++ kernels cannot run."""
+
+
+class ExactOps(ExactSums, _InOrder):
+    """Exact numerics in fp32 on a CPU: C++ kernels, which add a row's products and a query's keys in order."""
+
+    attends_in_blocks = True
+
+    def weights_of(self, weight_FD: Tensor) -> Tensor:
+        return kept(weight_FD, packing.panels)
+
+    def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
+        return operations.linear(x_ND, prepared, outputs, bias_F)
+
+    def product_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
+        panels = kept(weight_EDF, packing.each_panels)
+        return operations.linear_by_group(x_RD, panels, weight_EDF.shape[2], counts)
+
+    def attend_in_blocks(
+        self,
+        layer: AttentionLayer,
+        q_BHC: Tensor,
+        keys_NJPC: Tensor,
+        values_NJPU: Tensor,
+        table_SM: Tensor,
+        positions_B: Tensor,
+        sequence_B: Tensor | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return operations.attention(layer, q_BHC, keys_NJPC, values_NJPU, table_SM, positions_B, sequence_B, new)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """s = 1 / (1 + exp(-x)), ds/dx = s (1 - s)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.exp(-x).add_(1).reciprocal_()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return grads[0] * out * (1 - out)
+
+
+def _grid(weight_FD: Tensor) -> list[Tensor]:
+    return [grid.on_grid(weight_FD)]
+
+
+def _each_grid(weight_EDF: Tensor) -> list[Tensor]:
+    return [grid.on_grid(weight_EDF.mT)]

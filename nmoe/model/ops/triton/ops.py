@@ -1,0 +1,87 @@
+"""The table of operations on CUDA: Triton kernels, computed in fp32 and rounded once, and torch's own."""
+
+# Shapes: see `nmoe.model.ops.torch`.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.exact.ops import OrderFreeSums
+from nmoe.model.ops.torch import TorchOps
+
+_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TritonOps(TorchOps):
+    """Operations on CUDA in fp32 and below. Nothing in them waits for the device."""
+
+    def prepared_in_fp32(self, weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x_ND: torch.mm(x_ND, weight_FD.t(), out_dtype=torch.float32)
+
+    def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        if weight_D.dim() == 1:
+            return F.rms_norm(x_ND, weight_D.shape, weight_D, eps)
+        return F.rms_norm(x_ND, x_ND.shape[-1:], None, eps) * weight_D
+
+    def turn(self, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
+        from nmoe.model.ops.triton.rotary import rotate_triton
+
+        return rotate_triton(x_TNC, cos_T1c, sin_T1c)
+
+    def swiglu(self, gate_up_NF: Tensor, limit: float = 0.0) -> Tensor:
+        out: Tensor = _SwiGLU.apply(gate_up_NF, limit)
+        return out
+
+    def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+        from nmoe.model.ops.triton.routing import sum_rows
+
+        return sum_rows(y_RD, weights_TK, row_TK)
+
+    def spread_rows(self, grad_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
+        from nmoe.model.ops.triton.routing import spread_rows
+
+        return spread_rows(grad_TD, y_RD, weights_TK, row_TK)
+
+    def paged_attention(
+        self,
+        layer: AttentionLayer,
+        q_BHC: Tensor,
+        keys_NJPC: Tensor,
+        values_NJPU: Tensor,
+        table_BM: Tensor,
+        lengths_B: Tensor,
+    ) -> Tensor:
+        """Reads the blocks where they lie. Table entries past a row's length are never followed, and the grid is laid out for rows
+        of M blocks."""
+        if keys_NJPC.dtype not in _CACHE_DTYPES:
+            return super().paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
+        from nmoe.model.ops.triton.paged_attention import paged_attention_triton
+
+        return paged_attention_triton(layer, q_BHC, keys_NJPC, values_NJPU, table_BM, lengths_B)
+
+
+class OrderFreeTritonOps(OrderFreeSums, TritonOps):
+    """Exact numerics on CUDA."""
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_NF: Tensor, limit: float) -> Tensor:
+        from nmoe.model.ops.triton.swiglu import swiglu_forward
+
+        ctx.save_for_backward(gate_up_NF)
+        ctx.limit = limit
+        return swiglu_forward(gate_up_NF, limit)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from nmoe.model.ops.triton.swiglu import swiglu_backward
+
+        (gate_up_NF,) = ctx.saved_tensors
+        return swiglu_backward(grads[0], gate_up_NF, ctx.limit), None
