@@ -1,1 +1,1 @@
-"""Evaluation: what a policy reaches on held-out problems, and how sure that is."""
+"""Evaluation: how many held-out problems a policy solves, with confidence intervals."""

@@ -1,8 +1,7 @@
-"""Best-of-n: what a scorer's choice among n samples of each problem is worth, beside one greedy sample, the mean sample, the
-majority's answer, and the choice of an oracle.
+"""Best-of-n: compares a scorer's choice among n samples with one greedy sample, the mean sample, the majority and an oracle.
 
 The scorer is a reward model (Stiennon et al. 2020, arXiv:2009.01325, section 4.3) or a verifier (Cobbe et al. 2021,
-arXiv:2110.14168, section 4.2); the majority is that of self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2).
+arXiv:2110.14168, section 4.2). The majority is that of self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2).
 """
 
 from __future__ import annotations
@@ -17,11 +16,14 @@ from nmoe.eval.statistics import paired_difference
 from nmoe.types import Group, Trajectory
 
 UNANSWERED = float("-inf")
-"""The score of a sample that says nothing: any other is chosen before it."""
+"""The score of a sample without an answer: any other sample is chosen before it."""
 
 
 def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scorer) -> list[list[float]]:
-    """The scorer's word on what every sample says, by group. Raises what the scorer raises, and ValueError for a NaN."""
+    """The score of every sample, by group; `UNANSWERED` for a sample without an answer.
+
+    Raises what the scorer raises, and ValueError for a NaN.
+    """
 
     async def score(trajectory: Trajectory) -> float:
         answer = environment.answer_text(trajectory.turns[-1].sample.token_ids)
@@ -42,15 +44,17 @@ def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scor
 def best_of_n(
     greedy: Sequence[Group], groups: Sequence[Group], scores: Sequence[Sequence[float]], env_id: str, temperature: float
 ) -> list[Evaluation]:
-    """Evaluations over the same problems: one greedy sample; of n the mean, pass@k up to any of n (an oracle's choice), and
-    the answer that most give; the sample that scored highest; and the scorer's choice less the majority's, problem by problem.
-    Of several that tie the first sampled is chosen. `greedy` has one sample of each problem, `groups` n, `scores` a number for
-    each."""
+    """Evaluations over the same problems, from one `greedy` sample of each problem and n samples with a score each.
+
+    They are: greedy pass@1; of the n samples the mean, pass@k for k up to n (pass@n is an oracle's choice) and the majority's
+    answer; the sample with the highest score; and the scorer's choice minus the majority's, paired by problem. Ties go to the
+    sample that was drawn first.
+    """
     samples = len(groups[0].trajectories)
     rows = [[is_correct(trajectory) for trajectory in group.trajectories] for group in groups]
     voted = [row[place] for row, place in zip(rows, majorities(groups), strict=True)]
     chosen = [row[values.index(max(values))] for row, values in zip(rows, scores, strict=True)]
-    low, high = -1.0, 1.0  # a single problem says nothing of the spread between problems
+    low, high = -1.0, 1.0  # a single problem does not show the spread between problems
     if len(rows) > 1:
         difference = paired_difference(list(map(float, voted)), list(map(float, chosen)))
         low, high = max(low, difference.interval.low), min(high, difference.interval.high)

@@ -1,4 +1,4 @@
-"""`nmoe eval`: evaluations of a checkpoint, printed and, with `--out`, kept with every answer that they count."""
+"""`nmoe eval`: evaluates a checkpoint, prints the results and, with `--out`, writes them with every answer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def evaluate_command(
     best_of: Path | None = None,
     out: Path | None = None,
 ) -> None:
-    """Prints one line per evaluation, and writes them to `out` with every problem's answers. With `best_of` the scorer
-    that `load_scorer` finds there chooses among the samples.
+    """Prints one line per evaluation, and writes them to `out` with the answers to every problem.
 
-    Raises UserError for what can not be loaded or sampled. After Ctrl-C the problems that are done are evaluated, printed and kept
-    before SamplingInterruptedError is raised.
+    With `best_of`, the scorer that `load_scorer` loads from it chooses among the samples.
+
+    Raises UserError for a checkpoint or environment that cannot be loaded or sampled. After Ctrl-C, the finished problems are
+    evaluated, printed and written, then SamplingInterruptedError is raised.
     """
     if best_of is not None and samples < 2:
         raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
@@ -72,7 +73,7 @@ def evaluate_command(
 
 
 def _record(settings: dict[str, Any], results: Sequence[Evaluation], groups: Sequence[Group], interrupted: bool) -> str:
-    """What was asked for, what came out, and a line for each problem."""
+    """The JSON that `--out` writes: the arguments, the evaluations and an entry for each problem."""
     problems = [
         {
             "id": group.problem.id,

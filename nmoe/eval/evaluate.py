@@ -1,4 +1,4 @@
-"""Evaluation: the share of problems solved, always named with its mode and dataset, and with a confidence interval."""
+"""Evaluation: the share of problems solved, named with its mode and dataset, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nmoe.types import Group, Problem, Sampling, Trajectory
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One number: `mode` says how it was sampled (never compare across modes), `dataset` on what.
+    """One result. `mode` says how the completions were sampled, `dataset` what the problems were; never compare across modes.
 
-    Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`; the interval is 95%.
+    Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. The interval is 95%.
     """
 
     mode: str
@@ -51,12 +51,12 @@ def evaluate(
     seed: int,
     runtime: ToolRuntime | None = None,
 ) -> list[Evaluation]:
-    """Correctness over the next `problems` distinct problems of the environment: all of them first, then by source.
+    """Evaluates the environment's next `problems` distinct problems: over all of them first, then by source.
 
-    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with Wilson's interval. Several samples of each give
-    `sampling_pass@1`, the mean over samples with an interval clustered by problem; `pass@k` for every k from 2 to the number of
-    samples, the chance that one at least of k is right; and `majority@n`, the share of problems where the answer that most
-    samples give is right.
+    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with Wilson's interval. Several samples give
+    - `sampling_pass@1`, the mean over samples, with an interval clustered by problem;
+    - `pass@k` for every k from 2 to the number of samples, the probability that at least one of k samples is right;
+    - `majority@n`, the share of problems where the most frequent answer is right.
     """
     refuse_open_problems(environment)
     groups = sample_problems(
@@ -86,7 +86,7 @@ def sample_problems(
     runtime: ToolRuntime | None = None,
     on_group: Callable[[Group], None] | None = None,
 ) -> list[Group]:
-    """Graded groups for the environment's next problems, each told to `on_group` as it is done.
+    """Samples and grades groups for the environment's next problems. Calls `on_group` with each finished group.
 
     Raises UserError for greedy sampling of more than one sample.
     """
@@ -103,10 +103,12 @@ def sample_problems(
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:
-    """The environment's next `count` problems whose questions differ, or all that it has: an interval over problems asked
-    twice would be too narrow."""
+    """The environment's next `count` problems with different questions, or all that it has.
+
+    A problem counted twice would make the interval too narrow.
+    """
     found: dict[tuple[str, str], Problem] = {}
-    # A pool that goes round yields nothing new after its size; one without end may repeat itself in a small space.
+    # A finite pool starts over after its size. An endless one may repeat itself, if it generates from a small space.
     for _ in range(environment.pool.size or 20 * count):
         (problem,) = environment.pool.take(1)
         found.setdefault((problem.task_type, problem.question), problem)
@@ -116,17 +118,19 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
 
 
 def refuse_open_problems(environment: Environment) -> None:
-    """Raises UserError for problems that have no right answer, of which a rate of right ones says nothing."""
+    """Raises UserError if any problems have no right answer: a solve rate means nothing for them."""
     if not all(TASKS[name].has_gold for name in task_types(environment.settings.task_pool)):
         raise UserError(
-            f"environment {environment.settings.env_id!r} has open problems, without a right answer: there is no rate of right "
-            "ones to report; `reward/NAME` in a run's metrics are what its [[rewards]] say"
+            f"environment {environment.settings.env_id!r} has open problems, which have no right answer, so there is no solve rate "
+            "to report; a run's metrics `reward/NAME` show its [[rewards]]"
         )
 
 
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
-    """Evaluations of graded groups: overall, by source where there are several, and by level and subject where problems name
-    them: "math", "math/level=Level 5", "math/subject=Algebra"."""
+    """Evaluations of graded groups: overall, by source if there are several, and by the level and subject that problems name.
+
+    The dataset is then named "math", "math/level=Level 5" or "math/subject=Algebra".
+    """
     voted = majorities(groups) if len(groups[0].trajectories) > 1 else [0] * len(groups)
     rows = list(zip(groups, voted, strict=True))
     sources = sorted({group.problem.source for group in groups})
@@ -141,7 +145,7 @@ def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[
 
 
 def _evaluations(dataset: str, rows: Sequence[tuple[Group, int]], temperature: float) -> list[Evaluation]:
-    """Of groups, each with the place of the sample that the majority chooses."""
+    """Evaluations of groups, each given with the index of its majority sample."""
     groups = [group for group, _ in rows]
     samples = len(groups[0].trajectories)
     if samples == 1:
@@ -149,7 +153,7 @@ def _evaluations(dataset: str, rows: Sequence[tuple[Group, int]], temperature: f
         return [share_of(mode, dataset, [is_correct(group.trajectories[0]) for group in groups])]
     outcomes = [[is_correct(t) for t in group.trajectories] for group in groups]
     mean = sum(map(sum, outcomes)) / (samples * len(outcomes))
-    low, high = 0.0, 1.0  # a single problem says nothing of the spread between problems
+    low, high = 0.0, 1.0  # a single problem does not show the spread between problems
     if len(outcomes) > 1:
         interval = clustered_mean(
             [float(outcome) for row in outcomes for outcome in row],
@@ -165,7 +169,7 @@ def _evaluations(dataset: str, rows: Sequence[tuple[Group, int]], temperature: f
 
 
 def _pass_at(k: int, dataset: str, correct: Sequence[int], samples: int) -> Evaluation:
-    """The mean over problems, with the interval of a mean."""
+    """pass@k: its mean over problems, with the interval of a mean."""
     rates = [pass_at_k(count, samples, k) for count in correct]
     low, high = 0.0, 1.0
     if len(rates) > 1:
@@ -175,20 +179,23 @@ def _pass_at(k: int, dataset: str, correct: Sequence[int], samples: int) -> Eval
 
 
 def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
-    """The share of problems solved, one outcome each, with Wilson's interval."""
+    """The share of true outcomes, one per problem, with Wilson's interval."""
     interval = wilson(sum(outcomes), len(outcomes))
     return Evaluation(mode, dataset, len(outcomes), sum(outcomes) / len(outcomes), interval.low, interval.high)
 
 
 def is_correct(trajectory: Trajectory) -> bool:
-    """Whether the grader found the answer right."""
+    """Whether the grader judged the answer correct."""
     return trajectory.grade.extras["correctness"] == 1
 
 
 def majorities(groups: Sequence[Group]) -> list[int]:
-    """Majority vote, self-consistency (Wang et al. 2022, arXiv:2203.11171, section 2): of each group the index of the first
-    sample with the most frequent answer, of several such answers the one given first; 0 where no sample answers. Two answers are
-    one where the problem's task says so: `0.5`, `1/2` and `\\frac12` have three votes."""
+    r"""Majority vote (self-consistency; Wang et al. 2022, arXiv:2203.11171, section 2).
+
+    For each group, the index of the first sample with the most frequent answer. Of equally frequent answers the one given
+    first wins; 0 if no sample answers. The problem's task decides which answers are the same: `0.5`, `1/2` and `\frac12` are
+    three votes for one.
+    """
 
     async def everything() -> list[int]:
         return list(await asyncio.gather(*map(_majority, groups)))

@@ -1,9 +1,10 @@
-"""`nmoe eval RUN --format-check`: is a model ready for reinforcement learning on an environment, or what should come first?
+"""`nmoe eval RUN --format-check`: whether a model is ready for reinforcement learning on an environment, and what to do first.
 
-Reinforcement learning can raise what happens now and then, and what a model hardly ever does gives it nothing to raise. The usual
-rules: below 95% of the form fine-tune on examples of it first; below 5% of sampled answers right most groups of samples are all
-wrong, have the same reward, and teach nothing. Form and reasoning are measured apart, because a model that solves problems and
-puts the answer in the wrong place needs other examples than one that has the form and nothing to say.
+Reinforcement learning amplifies what a model already does sometimes; it has nothing to amplify in what a model almost never
+does. Two rules of thumb follow. Below 95% well-formed responses, fine-tune on well-formed examples first. Below 5% correct
+samples, most groups are all wrong, have equal rewards, and teach nothing. Format and reasoning are measured separately: a
+model that solves problems but puts the answer in the wrong place needs different examples than one that has the format but
+cannot solve them.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from nmoe.runs.resolve import trained_on
 from nmoe.types import FAILURES, Group, Problem, Trajectory
 
 ENOUGH = 0.95
-# Mean correctness of samples at which groups mostly agree: all wrong, or all right.
+# Beyond these solve rates most groups are all wrong, or all right.
 TOO_HARD, TOO_EASY = 0.05, 0.95
-# Samples of each problem, at temperature 1: what a group of `nmoe rl train` is by default.
+# Samples of each problem, at temperature 1: the default group of `nmoe rl train`.
 SAMPLES = 8
-# Where problems have MATH's levels, its easier ones say little of how a model reasons.
+# The easier of MATH's levels say little about how a model reasons.
 HARD_LEVELS = ("4", "5")
 
 
 def format_check(checkpoint: Path, environment: Path | None, problems: int, seed: int) -> Iterator[str]:
-    """Greedy answers to so many problems and samples of each, and what they say of form, reasoning and what there is to learn, line
-    by line. Raises UserError for what can not be loaded."""
+    """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
+
+    Raises UserError for a checkpoint or environment that cannot be loaded.
+    """
     named: Path | EnvironmentSettings = environment or environment_of(checkpoint)
     with open_subject(checkpoint, named, problems, on_held_out=True, prepare=hard_problems_alone) as subject:
         groups = subject.sample(problems, 1, 0.0, seed)
@@ -44,8 +47,10 @@ def format_check(checkpoint: Path, environment: Path | None, problems: int, seed
 
 
 def environment_of(checkpoint: Path) -> EnvironmentSettings:
-    """The environment that a run trained on, for the run's directory or one of its checkpoints. Raises UserError without
-    one."""
+    """The environment that a run was trained on, given the run's directory or one of its checkpoints.
+
+    Raises UserError if there is none.
+    """
     settings = trained_on(checkpoint)
     if settings is not None:
         return settings
@@ -53,27 +58,29 @@ def environment_of(checkpoint: Path) -> EnvironmentSettings:
 
 
 def hard_problems_alone(environment: Environment) -> None:
-    """Keeps levels 4 and 5 of problems that have levels, where there are such."""
+    """Keeps only the problems of levels 4 and 5, if there are any."""
     pool = environment.pool
     if pool.size is not None and any(is_hard(pool.order.at(place)) for place in range(pool.size)):
         pool.keep(is_hard)
 
 
 def is_hard(problem: Problem) -> bool:
-    """Whether its record says level 4 or 5, as a number or in MATH's words "Level 5"."""
+    """Whether the problem's record has level 4 or 5, as a number or as MATH's "Level 5"."""
     return str(problem.metadata.get("level", "")).strip().removeprefix("Level").strip() in HARD_LEVELS
 
 
 def has_gold(groups: Sequence[Group]) -> bool:
-    """Whether all of the problems have a right answer."""
+    """Whether every problem has a right answer."""
     return all(TASKS[group.problem.task_type].has_gold for group in groups)
 
 
 def report(
     environment: Environment, trajectories: Sequence[Trajectory], sampled: Sequence[Group] = ()
 ) -> Iterator[str]:
-    """What the greedy responses, one to each problem, say of form and reasoning, and the groups of samples of what RL could learn
-    from; there are none of open problems."""
+    """The report on format and reasoning, from one greedy response per problem, and on what RL could learn, from sampled groups.
+
+    Open problems have no sampled groups.
+    """
     count = len(trajectories)
     levels = sorted({group for t in trajectories for group in t.problem.groups if group.startswith("level=")})
     formed = [t.grade.extras["format_ok"] == 1 for t in trajectories]
@@ -143,8 +150,10 @@ async def _right_anywhere(environment: Environment, trajectories: Sequence[Traje
 
 
 async def _is_right_anywhere(environment: Environment, trajectory: Trajectory) -> bool:
-    """Whether the answer is right wherever it stands and however the response ended; what a well-formed one was credited with
-    counts as well."""
+    """Whether the right answer stands anywhere in the response, however the response ended.
+
+    A response that was graded correct counts as well.
+    """
     if trajectory.grade.extras["correctness"] == 1:
         return True
     text = environment.text(trajectory.turns[-1].sample.token_ids)

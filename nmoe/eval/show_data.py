@@ -1,4 +1,4 @@
-"""`nmoe data show`: what the records of a dataset are taken for, how long they are, and which of their tokens are learned."""
+"""`nmoe data show`: how the records of a dataset are read, how long they are, and which of their tokens are learned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEARNED, _PLAIN = "\x1b[32m", "\x1b[0m"
 def dataset_settings(
     path: str, kind: str | None, columns: Sequence[str], subset: str | None, split: str
 ) -> DatasetSettings:
-    """The settings that a command line's arguments stand for, columns as "prompt=question". Raises UserError."""
+    """The dataset settings from command-line arguments; a column is written "prompt=question". Raises UserError."""
     mapped = dict[str, str]()
     for column in columns:
         name, equals, value = column.partition("=")
@@ -41,8 +41,10 @@ def dataset_settings(
 def show_data(
     settings: DatasetSettings, tokenizer_of: Path | None, form: RenderFormat, masks: bool, records_shown: int
 ) -> Iterator[str]:
-    """Yields what there is to read, line by line. Raises UserError, with file and line, for a record that is wrong: all of them are
-    read and, where that is how they are learned, rendered."""
+    """Yields the report line by line.
+
+    Reads every record, and renders those that are learned as rendered. Raises UserError, with file and line, for a bad record.
+    """
     records = read_records(settings)
     yield records.described
     if tokenizer_of is None:
@@ -70,8 +72,10 @@ def show_data(
 
 
 def _sequences(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> Iterator[tuple[str, Rendered]]:
-    """What is learned from a record, named where it is not its only sequence. A record whose use is not to be learned as it stands,
-    a prompt or a solution with labels, is read."""
+    """The sequences learned from a record, each with a name if there are several.
+
+    A prompt, or a solution with labels, is not learned as it stands; its text alone is tokenized.
+    """
     match record:
         case Preference():
             pair = completion_pair(record, renderer)
@@ -94,14 +98,14 @@ def _read(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Rendered:
 
 
 def _shown(name: str, sequence: Rendered, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text with what is learned marked, then the tokens one by one."""
+    """The text with its learned parts marked, then the tokens one per line."""
     if name:
         yield f"  {name}:"
     opening, closing = (_LEARNED, _PLAIN) if _coloured() else ("⟦", "⟧")
     text = ""
     for ids, learned in _runs(sequence):
         decoded = tokenizer.decode(ids)
-        # A colour has to begin anew on every line.
+        # A terminal colour is set again on every line.
         text += "\n".join(f"{opening}{line}{closing}" for line in decoded.split("\n")) if learned else decoded
     yield from (f"  | {line}" for line in text.split("\n"))
     yield from token_table(sequence.ids, [int(label != IGNORED) for label in sequence.labels], tokenizer)

@@ -1,4 +1,4 @@
-"""How sure an evaluation is: intervals for rates, means over problems and differences."""
+"""Statistics of evaluations: confidence intervals for rates, means over problems and paired differences."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -26,9 +26,9 @@ class Estimate:
 
 
 def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval for a rate (Wilson 1927), which stays inside [0, 1] and is not empty at 0 or 1.
+    """Wilson's score interval for a rate (Wilson 1927). It stays inside [0, 1] and has a width even at 0 and 1.
 
-    For one answer per problem; for several use `clustered_mean`. Raises ValueError unless 0 <= successes <= total and
+    Use it for one answer per problem, and `clustered_mean` for several. Raises ValueError unless 0 <= successes <= total and
     total > 0.
     """
     if not 0 <= successes <= total or total == 0:
@@ -38,15 +38,15 @@ def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
 
 
 def clustered_mean(values: Sequence[float], cluster_ids: Sequence[Hashable]) -> Estimate:
-    """Mean of `values` with a standard error that counts problems, not samples.
+    """The mean of `values`, with a standard error that is clustered by problem.
 
-    Samples of one problem (one cluster) succeed and fail together, so they are fewer observations than they look.
-    SE^2 = G/(G-1) * sum over clusters of (sum of their deviations from the mean)^2 / n^2, for G clusters and n values
-    (Miller 2024, "Adding Error Bars to Evals", section 2.2, with the usual correction for few clusters); the 95%
-    interval is Student's with G-1 degrees of freedom. With one value per cluster it is the ordinary t interval.
+    Samples of one problem (one cluster) tend to succeed and fail together, so they count for fewer independent observations.
+    For G clusters and n values, SE^2 = G/(G-1) * sum over clusters of (sum of their deviations from the mean)^2 / n^2 (Miller
+    2024, "Adding Error Bars to Evals", section 2.2, with the usual correction for few clusters). The 95% interval is Student's
+    with G-1 degrees of freedom. With one value per cluster it is the ordinary t interval.
 
-    Raises ValueError for fewer than two clusters, whose spread nobody can know, or lengths that differ. When all
-    values are equal the interval has no width; for rates near 0 or 1 with one sample per problem prefer `wilson`.
+    Raises ValueError for fewer than two clusters, whose spread is unknown, or for lengths that differ. When all values are
+    equal the interval has no width; for rates near 0 or 1 with one sample per problem prefer `wilson`.
     """
     if len(values) != len(cluster_ids):
         raise ValueError(f"{len(values)} values but {len(cluster_ids)} cluster ids")
@@ -65,17 +65,19 @@ def clustered_mean(values: Sequence[float], cluster_ids: Sequence[Hashable]) -> 
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """The chance that one at least of k samples is right, from `correct` right ones of `samples` >= k: `1 - C(n - c, k) / C(n, k)`,
-    the estimate without bias (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
+    """The probability that at least one of k samples is right, estimated from `correct` of `samples` >= k.
+
+    This is the unbiased estimate `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, arXiv:2107.03374, equation 1).
+    """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Mean of b - a over problems that both answered, with the paired t interval (95%).
+    """The mean of b - a over problems, with the paired t interval (95%).
 
-    `a[i]` and `b[i]` are the two results on problem i; what makes a problem hard for both cancels, so the interval is
-    narrower than that of two separate means. Raises ValueError for lengths that differ or fewer than two problems.
+    `a[i]` and `b[i]` are two results on problem i. The difficulty that they share cancels, so the interval is narrower than
+    that of two separate means. Raises ValueError for lengths that differ or fewer than two problems.
     """
     if len(a) != len(b):
-        raise ValueError(f"results on {len(a)} and {len(b)} problems can not be paired")
+        raise ValueError(f"results on {len(a)} and {len(b)} problems cannot be paired")
     return clustered_mean([after - before for before, after in zip(a, b, strict=True)], range(len(a)))

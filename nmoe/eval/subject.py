@@ -1,4 +1,4 @@
-"""A checkpoint before an environment: what every command that samples problems from one begins with."""
+"""The subject model: a checkpoint and an environment, opened together for the commands that sample problems."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nmoe.types import Group
 
 
 class SamplingInterruptedError(UserError):
-    """Ctrl-C while problems were sampled. `groups` are those that were done: the ones that ended first, and so no fair sample."""
+    """Ctrl-C during sampling. `groups` are the finished ones; they are a biased sample, because the quickest finish first."""
 
     exit_code = 130
 
@@ -37,8 +37,11 @@ class SamplingInterruptedError(UserError):
 
 @dataclass(frozen=True)
 class Subject:
-    """`max_new_tokens` is what the longest prompt leaves of the model's context; `start` the environment's state at its first
-    problem."""
+    """A model with an environment and an engine.
+
+    `max_new_tokens` is the room that the longest prompt leaves in the model's context. `start` is the environment's state
+    before its first problem.
+    """
 
     environment: Environment
     engine: NativeEngine
@@ -48,10 +51,10 @@ class Subject:
     start: dict[str, Any]
 
     def sample(self, problems: int, samples: int, temperature: float, seed: int) -> list[Group]:
-        """Graded samples of the environment's first problems, the same ones on every call; their number is shown as it
-        grows.
+        """Samples and grades the environment's first problems, the same ones on every call, with a progress count.
 
-        Raises UserError for several greedy samples of one problem, and at Ctrl-C SamplingInterruptedError with what is done.
+        Raises UserError for several greedy samples of one problem. At Ctrl-C raises SamplingInterruptedError with the finished
+        groups.
         """
         self.environment.load_state(self.start)
         done: list[Group] = []
@@ -87,9 +90,11 @@ def open_subject(
     on_held_out: bool,
     prepare: Callable[[Environment], None] = lambda _: None,
 ) -> Iterator[Subject]:
-    """The model of a run or checkpoint and, `on_held_out` where it has one, the environment's eval split, which `prepare` may
-    choose problems of. Raises UserError for what can not be loaded, and for one of the first `problems` prompts that fills the
-    model's context."""
+    """Opens the model of a run or checkpoint with an environment.
+
+    `on_held_out` takes the environment's eval split if it has one. `prepare` may select among the environment's problems.
+    Raises UserError for what cannot be loaded, and if one of the first `problems` prompts fills the model's context.
+    """
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     settings = environment if isinstance(environment, EnvironmentSettings) else load_environment(environment)

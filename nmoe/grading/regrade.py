@@ -50,7 +50,7 @@ def regrade(
     """Grades every line of `file` ("-" is stdin), writes one line each to `out` and a summary to stderr.
 
     Everything is read and checked before anything is graded. Raises UserError with file and line for a line that is no object with
-    the strings `gold` and `prediction`, and one that names every gold that can not be compared with; with `skip_unreadable` lines
+    the strings `gold` and `prediction`, and one that names every gold that cannot be compared with; with `skip_unreadable` lines
     with such golds are left out, and counted.
     """
     records = read_lines("stdin", sys.stdin.buffer) if file == "-" else read_rows(file, form="jsonl")
@@ -65,7 +65,7 @@ def regrade(
     if faults and not skip_unreadable:
         named = "\n".join(faults)
         raise UserError(
-            f"{named}\n{len(faults)} of {len(lines) + len(faults)} golds can not be read: give answers alone, or leave "
+            f"{named}\n{len(faults)} of {len(lines) + len(faults)} golds cannot be read: give answers alone, or leave "
             "these lines out with --skip-unreadable"
         )
     if not lines:
@@ -82,7 +82,7 @@ def regrade(
         out.write(json.dumps(line.name | shown) + "\n")
     elapsed_s = time.perf_counter() - began
     shares = ", ".join(f"{name} {count / len(lines):.1%}" for name, count in layers.most_common())
-    skipped = f"; {len(faults)} skipped, whose gold can not be read" if faults else ""
+    skipped = f"; {len(faults)} skipped, whose gold cannot be read" if faults else ""
     print(
         f"{len(lines)} graded in {elapsed_s:.1f} s: {verdicts['correct']} correct ({verdicts['correct'] / len(lines):.1%}), "
         f"{verdicts['incorrect']} incorrect, {verdicts['error']} error; settled by layer: {shares}{skipped}",

@@ -9,6 +9,8 @@ that is handed in; the head is a separate call so that only the rows that matter
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,21 @@ def _plain(
 ) -> Tensor:
     out_TD: Tensor = block(x_TD, cos_T1c, sin_T1c, attend, trace)
     return out_TD
+
+
+def _separate_inductor_caches() -> None:
+    """Gives each CPU capability an inductor cache of its own, unless the user chose one by TORCHINDUCTOR_CACHE_DIR.
+
+    Inductor does not key its cache by capability. Code cached under AVX-512 and loaded under ATEN_CPU_CAPABILITY=avx2 gives
+    wrong values without an error.
+    """
+    # Imported here because inductor takes seconds to import. Its import may set the variable to the default.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = default_cache_dir()
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
+        capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(default) / capability)
 
 
 def _checkpointed(
@@ -119,6 +136,7 @@ class Transformer(nn.Module):
 
     def compile_feed_forward(self) -> Transformer:
         """Has torch compile the feed-forward halves of the blocks, at their first use; the parameters keep their names."""
+        _separate_inductor_caches()
         for block in self.blocks:
             assert isinstance(block, Block), "what the constructor put there"
             block.ffn.compile(dynamic=True)

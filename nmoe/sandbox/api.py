@@ -62,7 +62,7 @@ class Result:
 
 
 class SandboxSetupError(UserError):
-    """The required level can not be had on this machine; the message says what to install or enable."""
+    """The required level cannot be had on this machine; the message says what to install or enable."""
 
 
 class SandboxFileError(Exception):
@@ -128,7 +128,7 @@ class OpensSandboxes(Protocol):
     """Where sandboxes come from, each with a copy of the files of `workspace`."""
 
     async def open(self, workspace: Path | None = None) -> Sandbox:
-        """Raises SandboxSetupError where it can not be had, UserError or SandboxFileError for files that do not go in."""
+        """Raises SandboxSetupError where it cannot be had, UserError or SandboxFileError for files that do not go in."""
 
 
 @dataclass(frozen=True)

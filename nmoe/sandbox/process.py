@@ -29,7 +29,7 @@ Entry = tuple[str, str, int]  # path, "directory" | "file" | "link", mode
 
 
 class LostError(Exception):
-    """The agent is gone, or says what it can not say."""
+    """The agent is gone, or says what it cannot say."""
 
 
 @dataclass

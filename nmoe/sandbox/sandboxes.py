@@ -79,7 +79,7 @@ class Sandboxes:
     async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
         """A fresh sandbox, with a copy of the files of `workspace`.
 
-        Raises SandboxSetupError where it does not start, UserError for a workspace that can not be read, SandboxFileError for
+        Raises SandboxSetupError where it does not start, UserError for a workspace that cannot be read, SandboxFileError for
         one that does not fit its disk.
         """
         if self._closed:
@@ -149,7 +149,7 @@ def _version(bubblewrap: str) -> str:
 
 def _remedy(level: str, reason: str) -> str:
     return (
-        f"sandbox_setup_failed: a sandbox of level {level!r} can not be started: {reason}; it needs user namespaces "
+        f"sandbox_setup_failed: a sandbox of level {level!r} cannot be started: {reason}; it needs user namespaces "
         "(sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone = 1 where there is one; in a container "
         "a runtime that allows them, such as --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
         + (", and Landlock (Linux 5.13 or newer, booted with lsm=landlock,...)" if level == "landlock" else "")

@@ -13,7 +13,7 @@ from nmoe.sandbox.process import Entry
 def entries_of(directory: Path, most_mb: int) -> tuple[list[Entry], list[bytes]]:
     """Every directory, file and symbolic link below `directory`, parents first, with the contents or a link's text beside it.
 
-    A link is copied as a link, whatever it points at. Raises UserError for what is none of the three or can not be read, and
+    A link is copied as a link, whatever it points at. Raises UserError for what is none of the three or cannot be read, and
     where the files are larger than `most_mb`.
     """
     entries: list[Entry] = []

@@ -119,13 +119,13 @@ def test_all_unreadable_golds_are_named_at_once_or_skipped(nmoe: Nmoe, predictio
     refused = nmoe("grade", path)
     assert (refused.code, refused.out) == (2, "")
     assert all(f"predictions.jsonl:{line}: " in refused.err for line in (2, 3, 5))
-    assert "3 of 5 golds can not be read" in refused.err
+    assert "3 of 5 golds cannot be read" in refused.err
     assert "--skip-unreadable" in refused.err
     graded = nmoe("grade", path, "--skip-unreadable")
     assert graded.code == 0
     assert [json.loads(line)["line"] for line in graded.out.splitlines()] == [1, 4]
     assert "2 graded" in graded.err
-    assert "3 skipped, whose gold can not be read" in graded.err
+    assert "3 skipped, whose gold cannot be read" in graded.err
 
 
 def test_order_and_units_are_settings(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:

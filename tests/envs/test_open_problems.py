@@ -64,7 +64,7 @@ def test_what_nothing_could_reward_is_refused(environment: Make) -> None:
 
 @pytest.mark.usefixtures("prompts")
 def test_no_rate_of_right_ones_is_reported(environment: Make) -> None:
-    with pytest.raises(UserError, match="'demo' has open problems, without a right answer"):
+    with pytest.raises(UserError, match="'demo' has open problems, which have no right answer"):
         refuse_open_problems(environment(POOL + REWARD))
     refuse_open_problems(environment('[task_pool]\ntype = "generated"\ntask_type = "sort"\n'))
 

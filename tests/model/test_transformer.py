@@ -1,6 +1,8 @@
 """The decoder: initialisation, its invariants, and the dense model against its definition."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +107,23 @@ def test_dense_model_equals_its_definition(tiny_model: Callable[..., Transformer
         attend = PackedAttention([40], ids.device)
         ours = model.logits(model(ids, torch.arange(40), attend, RouterTrace()))
         torch.testing.assert_close(ours, dense_by_definition(model, ids), rtol=0, atol=1e-4)
+
+
+def test_each_cpu_capability_compiles_into_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer(ModelConfig(**SHAPE))
+    directories = []
+    for capability in ("AVX512", "AVX2", "NO AVX"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored at the end, whatever the model sets
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        model.compile_feed_forward()
+        directories.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    assert [directory.name for directory in directories] == ["avx512", "avx2", "no_avx"]
+    assert len({directory.parent for directory in directories}) == 1
+    assert all(directory.is_absolute() for directory in directories)
+
+
+def test_the_users_own_compiler_cache_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    Transformer(ModelConfig(**SHAPE)).compile_feed_forward()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"

@@ -34,6 +34,6 @@ def sandboxes_of(level: Literal["bubblewrap", "landlock"], warm: int = 0, **more
     try:
         return Sandboxes(SandboxSettings(level=level, warm=warm, **more), LIMITS)
     except SandboxSetupError as error:
-        if "can not be started" in str(error):
+        if "cannot be started" in str(error):
             pytest.skip(f"the {level} level is not tested: {error}")
         raise

@@ -730,7 +730,7 @@ def test_a_function_as_an_argument_is_refused_by_its_name(judge: Judge) -> None:
         "test_list": ["assert twice(lambda n: n + 1, 3) == 5"],
     }
     verdict = judge("mbpp", record["code"], record)
-    assert verdict.reason.startswith("TypeError: a function can not be given to the solution"), verdict
+    assert verdict.reason.startswith("TypeError: a function cannot be given to the solution"), verdict
 
 
 def test_an_object_that_equals_everything_under_an_operator(judge: Judge) -> None:

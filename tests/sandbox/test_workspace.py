@@ -328,7 +328,7 @@ def test_what_can_not_be_kept_is_said(workspaces: Open, project: Path, root: Pat
     one = workspaces(directory=str(project), keep="always")
     prepared = prepare(one)
     lost = Left(Result("timeout", None, b"", b"", 10.0))
-    with pytest.raises(WorkspaceError, match="the workspace of x can not be kept: timeout"):
+    with pytest.raises(WorkspaceError, match="the workspace of x cannot be kept: timeout"):
         asyncio.run(one.save(lost, prepared, "x", failed=True, limits=Limits()))  # type: ignore[arg-type]
     assert len(list(root.iterdir())) == 1
 
@@ -354,7 +354,7 @@ def archive(*members: tuple[str, bytes | None]) -> Result:
             archive(*((f"{number}", b"") for number in range(MOST_KEPT + 1))),
             f"{MOST_KEPT + 1} files and directories, too many",
         ),
-        (Result("ok", 0, b"no archive" * 100, b"", 0.1), "can not be read"),
+        (Result("ok", 0, b"no archive" * 100, b"", 0.1), "cannot be read"),
     ],
     ids=["deep", "long name", "a file as a directory", "many files", "no archive"],
 )

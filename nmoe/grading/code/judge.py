@@ -351,4 +351,4 @@ def _given(value: Any) -> dict[str, Any]:
         name = value.__name__
         if getattr(builtins, name, None) is value:
             return {"builtin": name}
-    raise TypeError(f"a {type(value).__name__} can not be given to the solution: only plain data and builtin types can")
+    raise TypeError(f"a {type(value).__name__} cannot be given to the solution: only plain data and builtin types can")

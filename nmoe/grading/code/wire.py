@@ -25,7 +25,7 @@ _LONG = 1 << 1000
 
 
 class WireError(Exception):
-    """What can not be sent, or is no message."""
+    """What cannot be sent, or is no message."""
 
 
 OBJECTS = ("handle", "builtin", "exception")

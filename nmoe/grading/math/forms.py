@@ -11,7 +11,7 @@ r"""The form of an answer: a scalar, or scalars in a list, brackets, a set, a un
     "1 < x \le 2", "y = 2x + 1"  relations
     "\begin{pmatrix} ...  "      a matrix, by rows
 
-`read_answer` never fails: what it can not take apart is a scalar, which only the same text equals.
+`read_answer` never fails: what it cannot take apart is a scalar, which only the same text equals.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _normalize_once(text: str) -> str:
         return "".join(plain.groups())
     text = _COMMAND_SPACE.sub(r"\1", _IDLE_SPACE.sub("", re.sub(r"\s+", " ", text)))
     text = _ITEM_PLUS.sub(r"\1", _REPEATING_DOTS.sub(r"\1\\overline{\2\3\4}", text))
-    # A comma that is left separates items. With its space it can not turn into a thousands separator: "1, 234" is two.
+    # A comma that is left separates items. With its space it cannot turn into a thousands separator: "1, 234" is two.
     return _LIST_COMMA.sub(", ", text)
 
 

@@ -5,7 +5,7 @@ Read are, in ASCII digits: integers and decimals, `a/b` and `\frac{a}{b}` (also 
 to 1000) and repeating decimals (`0.1\overline{6}`, `0.1(6)`). "inf", "nan" and "9**9**9" are texts.
 
 Where neither side is a decimal, numbers are the same when they are equal. Where either is, they may differ by
-1e-6 * min(1, |gold|): absolute for large golds, so that a long integer can not be missed by a digit, and relative for small
+1e-6 * min(1, |gold|): absolute for large golds, so that a long integer cannot be missed by a digit, and relative for small
 ones, so that 0 is not 0.0000001.
 """
 

@@ -1,6 +1,6 @@
 """The first process of a sandbox: it forks a child for every call, watches the limits, and kills all that the call started.
 
-It is pid 1 of its pid namespace. Signals from inside do not reach it, it can not be traced or read (PR_SET_DUMPABLE, seccomp),
+It is pid 1 of its pid namespace. Signals from inside do not reach it, it cannot be traced or read (PR_SET_DUMPABLE, seccomp),
 and when it ends the kernel kills everything else in the namespace; it ends when the host's end of the control socket
 closes. What it holds is no secret to the code it runs: neither tests nor the host's environment.
 """

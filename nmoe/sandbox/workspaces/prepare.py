@@ -101,7 +101,7 @@ class Workspaces:
             result = await sandbox.run(["tar", "-cf", "-", "-C", WORKSPACE, "."], limits=roomy)
             if result.failure != "ok":
                 raise WorkspaceError(
-                    f"the workspace of {name} can not be kept: {result.failure} "
+                    f"the workspace of {name} cannot be kept: {result.failure} "
                     f"{last_line(result.stderr.decode(errors='replace'))}"
                 )
             record = {**prepared.provenance, "kind": "kept", "name": name, "failed": failed, "made_utc": now_utc()}
@@ -122,7 +122,7 @@ class Workspaces:
                 extract(archive, making / "tree")
                 os.rename(making, final)
         except (OSError, StorageError) as error:
-            raise WorkspaceError(f"the workspace of {record['name']} can not be kept: {error}") from error
+            raise WorkspaceError(f"the workspace of {record['name']} cannot be kept: {error}") from error
         return final
 
     def close(self) -> None:

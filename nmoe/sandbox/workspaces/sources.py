@@ -26,7 +26,7 @@ _UNPACK_S = 60.0
 
 
 class WorkspaceError(Exception):
-    """A workspace that can not be had: the trajectory's failure is `workspace_failed`, which masks the sample."""
+    """A workspace that cannot be had: the trajectory's failure is `workspace_failed`, which masks the sample."""
 
     failure: Failure = "workspace_failed"
 
@@ -92,7 +92,7 @@ def _hash(directory: Path) -> str:
         elif stat.S_ISDIR(mode):
             kind, content = "directory", b""
         else:
-            raise WorkspaceError(f"{path}: neither file, directory nor link; a workspace can not hold it")
+            raise WorkspaceError(f"{path}: neither file, directory nor link; a workspace cannot hold it")
         for part in (os.fsencode(name), kind.encode(), content):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
@@ -124,7 +124,7 @@ def _git(repository: Path, *arguments: str, **environment: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     except OSError as error:
-        raise WorkspaceError(f"git can not be run: {error}; install it") from error
+        raise WorkspaceError(f"git cannot be run: {error}; install it") from error
     if done.returncode != 0:
         said = last_line(done.stderr) or "no such commit"
         raise WorkspaceError(f"{repository}: git {' '.join(arguments)}: {said}")
@@ -155,7 +155,7 @@ def extract(archive: bytes, directory: Path) -> None:
                 )
             tar.extractall(directory, filter=safe)
     except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise WorkspaceError(f"the archive of the workspace can not be read: {error}") from error
+        raise WorkspaceError(f"the archive of the workspace cannot be read: {error}") from error
 
 
 def last_line(text: str) -> str:
