@@ -7,7 +7,7 @@ It knows no algorithm. A recipe hands it a batch, whose weights fix mask, reduct
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,15 +173,18 @@ class Learner:
         return Done(result)
 
     def publish(self, engine: WeightReceiver) -> Future[int]:
-        """Hands the weights, or the adapter where that alone is trained, to an engine under the next version number, which is
-        returned."""
+        """Hands the weights, or the adapter if only that is trained, to an engine under the next version, which is returned."""
         self.version += 1
-        engine.run(engine.update_weights(self.lora or self.model, self.version))
+        self.hand_over(engine)
         return Done(self.version)
 
-    def save(self, directory: Path) -> None:
-        """Writes what is trained, a head included, and its optimizer into `directory`, which exists: an adapter comes with a
-        reference to its base, not with the base."""
+    def hand_over(self, engine: WeightReceiver) -> None:
+        """Gives an engine the weights under their present version, as after `load`."""
+        engine.run(engine.update_weights(self.lora or self.model, self.version))
+
+    def save(self, directory: Path) -> dict[str, int]:
+        """Writes what is trained, a head included, and its optimizer into an existing directory. An adapter comes with a reference
+        to its base, not with the base. Returns the rest of the state, for `load`."""
         writes = self.ranks.rank == 0
         if self.lora is not None:
             save_adapter(self.lora, directory)
@@ -193,6 +196,7 @@ class Learner:
             self.head.save(directory)
         self.optimizer.save(directory, writes)
         self.ranks.wait()
+        return {"version": self.version}
 
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
         """Writes into an existing, empty directory what others load: "hf" a Hugging Face checkpoint of the family that the model
@@ -207,9 +211,9 @@ class Learner:
             save_adapter(self.lora, directory)
         self.ranks.wait()
 
-    def load(self, directory: Path) -> None:
-        """Takes what is trained and its optimizer from what `save` wrote. Raises UserError where the base is no longer the one that
-        the adapter was trained beside."""
+    def load(self, directory: Path, state: Mapping[str, int] | None = None) -> None:
+        """Takes what is trained, its optimizer and, with the `state` that `save` returned, the version. Raises UserError if the
+        base is no longer the one that the adapter was trained beside."""
         if self.lora is not None:
             resume_adapter(self.lora, directory)
         else:
@@ -220,6 +224,8 @@ class Learner:
         if self.head is not None:
             self.head.load_weights(directory)
         self.optimizer.load(directory)
+        if state is not None:
+            self.version = state["version"]
 
     def _unsharded(self) -> Transformer:
         """The model with its weights whole: itself, or where ranks share it a copy, which every rank has to ask for."""

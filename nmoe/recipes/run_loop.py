@@ -6,7 +6,6 @@ files. Any run can be killed at any time: after resuming it produces the same nu
 
 from __future__ import annotations
 
-import json
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +21,8 @@ from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.progress import Progress
+from nmoe.runs.state import Part, load_parts, save_parts
 from nmoe.runs.watch import ExpertWatch
-
-STATE = "state.json"
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,16 +74,14 @@ class Recipe(ABC):
         """Evaluates the present weights on held-out data; None where there is none."""
 
     @abstractmethod
-    def save(self, directory: Path) -> State:
-        """Writes the weights and optimizers into a checkpoint's directory. Returns the other state, which `load` gets back as
-        JSON has it."""
-
-    @abstractmethod
-    def load(self, directory: Path, state: State) -> None:
-        """Continues from what `save` wrote. Raises UserError where that does not fit the recipe."""
+    def parts(self) -> Mapping[str, Part]:
+        """What a checkpoint holds, by name."""
 
     def start(self) -> None:  # noqa: B027 (most recipes have nothing to do)
         """Prepares a run that starts at step 0, with nothing to load."""
+
+    def resume(self) -> None:  # noqa: B027 (most recipes have nothing to do)
+        """Prepares a run that goes on from a checkpoint, whose parts are loaded."""
 
     def reason_to_end(self) -> str | None:
         """Why the run ends before its last step, asked after each evaluation; None where it goes on."""
@@ -150,7 +144,8 @@ class Run:
             if recipe.evaluate_first:
                 self._evaluate(recipe, 0)
             return 0
-        recipe.load(checkpoint, json.loads((checkpoint / STATE).read_text()))
+        load_parts(checkpoint, recipe.parts())
+        recipe.resume()
         self.note(f"resumed from step {first}")
         # The run may have been killed between the checkpoint and its mark.
         if self.ledger.is_best(first):
@@ -172,7 +167,7 @@ class Run:
 
     def _save(self, recipe: Recipe, step: int, best: bool) -> None:
         def write(directory: Path) -> None:
-            (directory / STATE).write_text(json.dumps(recipe.save(directory)) + "\n")
+            save_parts(directory, recipe.parts())
 
         saved = save_checkpoint(self.directory.checkpoints, step, write, self._checkpoint.keep)
         if best:

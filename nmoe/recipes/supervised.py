@@ -19,8 +19,9 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.metrics import optimizer_metrics, routing_metrics
 from nmoe.learner.objectives import Objective
-from nmoe.recipes.run_loop import HeldOut, Recipe, State, Step, open_run
+from nmoe.recipes.run_loop import HeldOut, Recipe, Step, open_run
 from nmoe.recipes.setup import describe
+from nmoe.runs.state import Files, JsonPart, Part
 from nmoe.text.tokenizer import Tokenizer
 
 
@@ -97,15 +98,19 @@ class Supervised(Recipe):
     def evaluate(self) -> HeldOut | None:
         return None if self.held_out is None else self.held_out()
 
-    def save(self, directory: Path) -> State:
-        self.learner.save(directory)
-        self.tokenizer.save(directory)
-        self.save_more(directory)
+    def parts(self) -> dict[str, Part]:
+        return {
+            "learner": self.learner,
+            "tokenizer": Files(self.tokenizer.save),
+            "recipe": Files(self.save_more),
+            "examples": JsonPart(self._position, self._go_to),
+        }
+
+    def _position(self) -> dict[str, Any]:
         return {"position": self.examples.position, "documents": self.examples.fingerprint}
 
-    def load(self, directory: Path, state: State) -> None:
+    def _go_to(self, state: Mapping[str, Any]) -> None:
         """Raises UserError where the data differs from what the run began with."""
-        self.learner.load(directory)
         if state["documents"] != self.examples.fingerprint:
             raise UserError(f"{self.source}: not the documents that this run began with; put them back")
         self.examples.position = state["position"]

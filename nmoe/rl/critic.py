@@ -29,8 +29,6 @@ from nmoe.recipes.setup import build_model, optimizer_settings
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
-DIRECTORY = "critic"
-
 
 def value_head(hidden_size: int, checkpoint: str | None) -> Head:
     """The value head of a checkpoint, or a new one, whose values are all 0, where it has none. Raises UserError for a head of
@@ -47,7 +45,7 @@ class Critic:
     def __init__(self, section: CriticSection, policy: Learner, own: Learner | None) -> None:
         """`own` trains the critic's own model; None for a head on the policy's trunk."""
         assert (own is None) == section.shared, "a critic of its own has a learner, and a shared one has none"
-        self.section, self._policy, self._own = section, policy, own
+        self.section, self._policy, self.own = section, policy, own
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
         self._steps: list[StepResult] = []
 
@@ -88,9 +86,9 @@ class Critic:
         return replace(batch, old_values_T=batch.column(self._values(batch)))
 
     def _values(self, batch: Batch) -> Tensor:
-        if self._own is None:
+        if self.own is None:
             return self._policy.head_outputs(batch).result()[:, 0]
-        return self._own.head_outputs(batch.without_routes()).result()[:, 0]
+        return self.own.head_outputs(batch.without_routes()).result()[:, 0]
 
     def warming_up(self, step: int) -> bool:
         """Whether this step trains the critic alone."""
@@ -98,21 +96,21 @@ class Critic:
 
     def shared_objective(self) -> Objective | None:
         """The value loss of a head on the policy's trunk, to be added to the policy's loss; None for a critic of its own."""
-        return value_loss(self.section.clip, self.section.coef) if self._own is None else None
+        return value_loss(self.section.clip, self.section.coef) if self.own is None else None
 
     def update(self, batch: Batch) -> None:
         """Takes one optimizer step of the critic's own model on a mini-batch, on the mean loss over its tokens. Does nothing for a
         shared head."""
-        if self._own is None:
+        if self.own is None:
             return
         batch = replace(batch.without_routes(), weights_T=token_weights("token", batch.scored_T, batch.lengths))
-        result = self._own.forward_backward(batch, value_loss(self.section.clip)).result()
-        self._steps.append(self._own.optim_step().result())
+        result = self.own.forward_backward(batch, value_loss(self.section.clip)).result()
+        self._steps.append(self.own.optim_step().result())
         self._observe(batch, result)
 
     def observe_policy(self, batch: Batch, result: PassResult) -> None:
         """Records a pass of the policy's learner, which trained a shared head too."""
-        if self._own is None:
+        if self.own is None:
             self._observe(batch, result)
 
     def _observe(self, batch: Batch, result: PassResult) -> None:
@@ -137,12 +135,3 @@ class Critic:
             metrics["critic_grad_norm"] = max(step.grad_norm or 0.0 for step in self._steps)
         self._passes, self._steps = [], []
         return metrics
-
-    def save(self, directory: Path) -> None:
-        if self._own is not None:
-            (directory / DIRECTORY).mkdir()
-            self._own.save(directory / DIRECTORY)
-
-    def load(self, directory: Path) -> None:
-        if self._own is not None:
-            self._own.load(directory / DIRECTORY)

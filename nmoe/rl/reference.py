@@ -18,8 +18,6 @@ from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import build_model
 from nmoe.text.tokenizer import Tokenizer
 
-DIRECTORY = "reference"
-
 
 class Reference:
     """Gives log-probabilities under the reference, and renews it. A reference belongs in a checkpoint only where it is renewed: the
@@ -56,13 +54,15 @@ class Reference:
             assert self._model is not None, "a renewed reference is refused with an adapter"
             self._model.load_state_dict(self._learner.model.state_dict())
 
-    def save(self, directory: Path) -> None:
-        if self._every_steps:
-            assert self._model is not None, "a renewed reference is a model"
-            (directory / DIRECTORY).mkdir()
-            save_model(self._model, directory / DIRECTORY)
+    @property
+    def renewed(self) -> bool:
+        """Whether it is ever renewed, and so belongs in a checkpoint."""
+        return self._every_steps > 0
 
-    def load(self, directory: Path) -> None:
-        if self._every_steps:
-            assert self._model is not None, "a renewed reference is a model"
-            load_weights(self._model, directory / DIRECTORY)
+    def save(self, directory: Path) -> None:
+        assert self._model is not None, "a renewed reference is a model"
+        save_model(self._model, directory)
+
+    def load(self, directory: Path, state: None) -> None:
+        assert self._model is not None, "a renewed reference is a model"
+        load_weights(self._model, directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from nmoe.rollout.named_code import named_code, refuse_named_code
 from nmoe.rollout.recorder import TOKENIZER
 from nmoe.rollout.replay import Check, replay
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
+from nmoe.runs.state import saved_version
 from nmoe.runs.threads import choose_threads
 from nmoe.sandbox.api import Sandbox
 from nmoe.sandbox.sandboxes import Sandboxes
@@ -171,8 +171,7 @@ def _refuse_other_weights(bundle: Bundle, recorded: ModelIdentity, version: int,
             f"{directory}: not the weights that the run started from, which these tokens were sampled with: fingerprint {own}, "
             f"and the bundle says {start}"
         )
-    state = directory / "state.json"
-    saved = json.loads(state.read_text()).get("version") if state.exists() else None
+    saved = saved_version(directory)
     if saved is not None and saved != version:
         raise UserError(
             f"{directory}: holds the weights of version {saved}, and these tokens were sampled with version {version}; name "

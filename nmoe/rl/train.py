@@ -35,7 +35,7 @@ from nmoe.learner.advantages import ADVANTAGES, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.token_advantages import process_supervision, scored_sums
-from nmoe.recipes.run_loop import HeldOut, Recipe, Run, State, Step, open_run
+from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import (
     describe,
     load_tokenizer,
@@ -61,6 +61,7 @@ from nmoe.rl.policy import policy_learner, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.teacher import Teacher
+from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Group
 from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
@@ -173,23 +174,24 @@ class PolicyGradient(Recipe):
         self.rates.append(rates_of(records))
         return HeldOut({}, f"held-out {results[0]}", records)
 
-    def save(self, directory: Path) -> State:
-        for part in (self.learner, self.policy.reference, self.policy.critic, self.tokenizer):
-            if part is not None:
-                part.save(directory)
-        state = {"environment": self.environment.state(), "version": self.learner.version}
-        return state if self.sampler.focus is None else state | {"focus": self.sampler.focus.rates}
-
-    def load(self, directory: Path, state: State) -> None:
-        for part in (self.learner, self.policy.reference, self.policy.critic):
-            if part is not None:
-                part.load(directory)
-        self.environment.load_state(state["environment"])
+    def parts(self) -> dict[str, Part]:
+        reference, critic = self.policy.reference, self.policy.critic
+        parts: dict[str, Part] = {
+            "learner": self.learner,
+            "tokenizer": Files(self.tokenizer.save),
+            "environment": JsonPart(self.environment.state, self.environment.load_state),
+        }
+        if reference is not None and reference.renewed:
+            parts["reference"] = Subdirectory("reference", {"model": reference})
+        if critic is not None and critic.own is not None:
+            parts["critic"] = Subdirectory("critic", {"learner": critic.own})
         if self.sampler.focus is not None:
-            self.sampler.focus.rates = state["focus"]
-        # `publish` counts on from here, so that the engine gets the same version as before.
-        self.learner.version = state["version"] - 1
-        self.learner.publish(self.engine).result()
+            rates = self.sampler.focus.rates
+            parts["focus"] = JsonPart(lambda: rates, rates.update)
+        return parts
+
+    def resume(self) -> None:
+        self.learner.hand_over(self.engine)
 
     def reason_to_end(self) -> str | None:
         return reason_to_end(self.rates, self.config.eval.enough, self.config.eval.patience) if self.rates else None

@@ -11,7 +11,6 @@ from them.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.evaluate import evaluate
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
-from nmoe.recipes.run_loop import STATE, HeldOut, Recipe, Run, State, Step, open_run
+from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import (
     build_model,
     load_tokenizer,
@@ -42,6 +41,7 @@ from nmoe.recipes.setup import (
 from nmoe.rl.train import PolicyUpdate
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
+from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.records import metrics, record
 from nmoe.selfplay.streams import Streams
@@ -334,23 +334,13 @@ class Selfplay(Recipe):
         self.streams.count("problems", {"records": self.problems.records, **left_out})
         self.streams.write_counts()
 
-    def save(self, directory: Path) -> State:
-        versions = {}
-        for role, learner in self.learners.items():
-            below = directory / role
-            below.mkdir()
-            learner.save(below)
-            self.tokenizer.save(below)
-            (below / STATE).write_text(json.dumps({"version": learner.version}) + "\n")
-            versions[role] = learner.version
-        return {"environment": self.environment.state(), "versions": versions, "streams": self.streams.state()}
-
-    def load(self, directory: Path, state: State) -> None:
-        self.environment.load_state(state["environment"])
-        for role, learner in self.learners.items():
-            learner.load(directory / role)
-            learner.version = state["versions"][role]
-        self.streams.load_state(state["streams"])
+    def parts(self) -> dict[str, Part]:
+        roles: dict[str, Part] = {
+            role: Subdirectory(role, {"learner": learner, "tokenizer": Files(self.tokenizer.save)})
+            for role, learner in self.learners.items()
+        }
+        environment = JsonPart(self.environment.state, self.environment.load_state)
+        return roles | {"environment": environment, "streams": JsonPart(self.streams.state, self.streams.load_state)}
 
 
 def _judges_config(config: SelfplayConfig) -> SelfplayConfig:

@@ -117,7 +117,7 @@ def test_a_step_whose_groups_are_all_alike_is_skipped(base: Path, reinforce: Rei
     assert before == after
     assert json.loads((checkpoint / "optimizer.json").read_text())["steps"] == 0
     state = _state(run)
-    assert state["version"] == 0
+    assert state["learner"]["version"] == 0
     assert state["environment"]["pool"]["taken"] == 36
     assert state["environment"]["curriculum"]["window"] == [0.0, 0.0]
 

@@ -1,0 +1,75 @@
+"""Parts of a run in a checkpoint: what they wrote and returned is what they load, in older layouts too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.errors import UserError
+from nmoe.runs.state import Files, JsonPart, Subdirectory, load_parts, save_parts, saved_version
+
+
+class Weights:
+    """A part with a file and a version."""
+
+    def __init__(self, weight: str, version: int) -> None:
+        self.weight, self.version = weight, version
+
+    def save(self, directory: Path) -> dict[str, int]:
+        (directory / "weights").write_text(self.weight)
+        return {"version": self.version}
+
+    def load(self, directory: Path, state: Any) -> None:
+        self.weight = (directory / "weights").read_text()
+        if state is not None:
+            self.version = state["version"]
+
+
+def parts(policy: Weights, critic: Weights, place: dict[str, int]) -> dict[str, Any]:
+    return {
+        "learner": policy,
+        "tokenizer": Files(lambda directory: (directory / "vocabulary").write_text("a b") and None),
+        "critic": Subdirectory("critic", {"learner": critic}),
+        "place": JsonPart(lambda: place, place.update),
+    }
+
+
+def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
+    save_parts(tmp_path, parts(Weights("p", 3), Weights("c", 5), {"at": 7}))
+    assert json.loads((tmp_path / "state.json").read_text()) == {"learner": {"version": 3}, "place": {"at": 7}}
+    assert (tmp_path / "vocabulary").read_text() == "a b"
+    policy, critic, place = Weights("", 0), Weights("", 0), {"at": 0}
+    load_parts(tmp_path, parts(policy, critic, place))
+    assert (policy.weight, policy.version, critic.weight, critic.version, place) == ("p", 3, "c", 5, {"at": 7})
+    assert (saved_version(tmp_path), saved_version(tmp_path / "critic")) == (3, 5)
+
+
+def test_checkpoints_with_keys_at_the_top_load(tmp_path: Path) -> None:
+    """Those of RL had a version there, those of supervised recipes a position, and second models no file of their own."""
+    (tmp_path / "critic").mkdir()
+    for directory in (tmp_path, tmp_path / "critic"):
+        (directory / "weights").write_text("w")
+    top = {"environment": {"pool": 4}, "version": 9, "position": [1, 2], "documents": "ab12"}
+    (tmp_path / "state.json").write_text(json.dumps(top))
+    policy, critic = Weights("", 0), Weights("", 0)
+    environment: dict[str, Any] = {}
+    examples: dict[str, Any] = {}
+    old = {
+        "learner": policy,
+        "critic": Subdirectory("critic", {"learner": critic}),
+        "environment": JsonPart(dict, environment.update),
+        "examples": JsonPart(dict, examples.update),
+    }
+    load_parts(tmp_path, old)
+    assert (policy.version, critic.weight, critic.version) == (9, "w", 0)
+    assert environment == {"pool": 4}
+    assert examples == {"position": [1, 2], "documents": "ab12"}
+    assert saved_version(tmp_path) == 9
+    assert saved_version(tmp_path / "critic") is None
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    save_parts(tmp_path, {"learner": Weights("p", 1)})
+    with pytest.raises(UserError, match=r"state\.json: holds nothing of this run's focus"):
+        load_parts(tmp_path, {"learner": Weights("", 0), "focus": JsonPart(dict, lambda state: None)})
