@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Aggregation = Literal["token", "sequence", "constant"]
 
 
 def sequence_of(lengths: Sequence[int]) -> Tensor:
@@ -167,3 +169,55 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int
 def alike(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two sequences begin with alike, for `prefixes`."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+
+
+def common_prefixes(inputs: Sequence[np.ndarray], shortest: int = 32) -> tuple[tuple[int, int], ...]:
+    """The `prefixes` of a batch with these inputs, `[n]` each: sequences whose first `shortest` inputs are the same are a group,
+    and share what all of it begins with. The last input of a sequence is never shared, so that each runs something of its own.
+
+    `common_prefixes([[5, 6, 7, 8], [5, 6, 9], [4, 4]], shortest=2)` is `((0, 2), (0, 2), (2, 0))`.
+    """
+    first: dict[bytes, int] = {}
+    groups = [
+        first.setdefault(ids[:shortest].tobytes(), place) if len(ids) > shortest else place
+        for place, ids in enumerate(inputs)
+    ]
+    shared = {group: len(inputs[group]) - 1 for group in groups}
+    for ids, group in zip(inputs, groups, strict=True):
+        leader = inputs[group]
+        most = min(len(ids) - 1, shared[group])
+        differs = np.flatnonzero(ids[:most] != leader[:most])
+        shared[group] = int(differs[0]) if len(differs) else most
+    alone = {group for group in shared if groups.count(group) == 1}
+    return tuple((group, 0 if group in alone else shared[group]) for group in groups)
+
+
+def token_weights(
+    aggregation: Aggregation,
+    scored_T: Tensor,
+    lengths: Sequence[int],
+    constant_length: int | None = None,
+    samples: Sequence[int] | None = None,
+) -> Tensor:
+    """Weights `[T]`, zero where a position is not scored.
+
+    - `token`: 1 / (scored tokens of the batch), DAPO's mean (arXiv:2503.14476, eq. 8);
+    - `sequence`: 1 / (sequences x the sequence's own scored tokens), GRPO's mean of means (arXiv:2402.03300, eq. 3);
+    - `constant`: 1 / (sequences x constant_length), free of length bias (arXiv:2503.20783, section 3.1).
+
+    Where several sequences are the branches of one sample, `samples` says which each is of, and the sample counts as one sequence
+    with the scored tokens of all of them.
+    """
+    scored = scored_T.to(torch.float32)
+    if aggregation == "token":
+        return scored / scored.sum().clamp(min=1)
+    count = len(lengths) if samples is None else len(set(samples))
+    if aggregation == "constant":
+        if not constant_length:
+            raise ValueError("aggregation 'constant' divides by a length that has to be given")
+        return scored / (count * constant_length)
+    counts_B = torch.stack([part.sum() for part in scored.split(list(lengths))])
+    if samples is not None:
+        _, of_B = torch.unique(torch.tensor(samples), return_inverse=True)
+        counts_B = counts_B.new_zeros(count).index_add_(0, of_B, counts_B)[of_B]
+    return scored / (count * torch.repeat_interleave(counts_B.clamp(min=1), torch.tensor(lengths)))

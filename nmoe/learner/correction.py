@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP, sequence_means
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, sequence_means
 
 Correction = Literal["none", "tis", "mask", "sequence_mask"]
 

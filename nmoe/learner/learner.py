@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scored_states, split
-from nmoe.learner.future import Done, Future
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
@@ -31,6 +30,25 @@ from nmoe.model.moe import RouterTrace
 from nmoe.model.peft_format import resume_adapter, save_adapter
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks, full_state, release, set_full_state
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Future(Protocol[R_co]):
+    """`result()` waits for the primitive and returns what it gave."""
+
+    def result(self) -> R_co: ...
+
+
+@dataclass(frozen=True)
+class Done(Generic[R]):
+    """A future whose primitive ran at once, as every primitive of a single process does."""
+
+    value: R
+
+    def result(self) -> R:
+        return self.value
 
 
 class WeightReceiver(Protocol):

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from nmoe.learner.advantages import EPSILON, group_normalised
 from nmoe.learner.batch import sequence_of
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, sequence_sums
 from nmoe.learner.objectives.divergence import KLEstimator, kl_estimate
-from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP
-from nmoe.learner.objectives.pairs import sequence_sums
 
 
 def scored_sums(values_T: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 
 from nmoe.data.pairs import Pair
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch, alike
+from nmoe.learner.batch import Batch, alike, token_weights
 from nmoe.text.renderers import IGNORED
 
 

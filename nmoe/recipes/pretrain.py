@@ -16,8 +16,7 @@ import torch
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.run_loop import HeldOut

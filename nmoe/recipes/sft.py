@@ -17,11 +17,9 @@ import torch
 from nmoe.config.commands.supervised import SFTConfig
 from nmoe.data.examples import Example, Examples, read_examples
 from nmoe.data.packing import PackedStream
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.prefixes import common_prefixes
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
 from nmoe.recipes.supervised import Supervised, held_out_source, supervise

@@ -18,8 +18,7 @@ from torch import Tensor
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.critic import CriticSection
 from nmoe.errors import UserError
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import Objective, value_loss
 from nmoe.learner.objectives.value import explained_variance

@@ -17,10 +17,9 @@ from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.critic import CriticSection
 from nmoe.envs.pools.order import stable_hash
-from nmoe.learner.aggregation import Aggregation, token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.advantages import length_penalty, overlong_penalty
+from nmoe.learner.batch import Aggregation, Batch, token_weights
 from nmoe.learner.correction import correction_weights
-from nmoe.learner.length_reward import length_penalty, overlong_penalty
 from nmoe.learner.token_advantages import divergence_rewards, gae, reinforce_pp, terminal_rewards, whiten
 from nmoe.types import Branch, Group, Trajectory
 

@@ -16,8 +16,8 @@ from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.learner.learner import PassResult
 from nmoe.learner.metrics import optimizer_metrics, routing_metrics
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
-from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP
 from nmoe.learner.optimizer import StepResult
 from nmoe.types import FAILURES, Trajectory
 

@@ -12,7 +12,7 @@ from typing import Any
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.order import stable_hash
 from nmoe.rollout.bundle import remove, write_bundle
-from nmoe.runs.steps import step_name
+from nmoe.runs.storage import step_name
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Trajectory
 

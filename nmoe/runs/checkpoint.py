@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nmoe.errors import UserError
-from nmoe.runs.steps import step_name, step_of
-from nmoe.runs.storage import storage_errors
+from nmoe.runs.storage import step_name, step_of, storage_errors
 
 MANIFEST = "manifest.json"
 # Hidden names beside the checkpoints: one being written, one replaced by a save of the same step, one being removed.

@@ -12,8 +12,7 @@ from nmoe.errors import UserError
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger
 from nmoe.runs.lock import RunLock
-from nmoe.runs.steps import step_of
-from nmoe.runs.storage import remove_partials, storage_errors, write_atomically
+from nmoe.runs.storage import remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 # What may change between a run and its resumption: how long it goes on and how it is kept. Another number of steps is

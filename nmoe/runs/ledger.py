@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.runs.steps import step_name, step_of
-from nmoe.runs.storage import append_whole, remove_partials, write_atomically
+from nmoe.runs.storage import append_whole, remove_partials, step_name, step_of, write_atomically
 
 LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl")
 STEP_DIRECTORIES = ("samples", "eval")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,3 +102,22 @@ def _bytes_free(path: Path) -> int:
     while not os.path.exists(path):  # False, not an error, where a parent may not be searched
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+
+
+def step_name(step: int) -> str:
+    """Name of a step, at least six digits wide so that a directory listing sorts by step.
+
+    Raises ValueError for a negative step.
+    """
+    if step < 0:
+        raise ValueError(f"a step is counted from 0, got {step}")
+    return f"step_{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a name such as `step_000010` stands for; None for any other name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None

@@ -19,8 +19,7 @@ import torch
 
 from nmoe.envs.tasks.prm import PrmSolutionTask, PrmStepTask
 from nmoe.errors import UserError
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch, alike
+from nmoe.learner.batch import Batch, alike, token_weights
 from nmoe.text.harmony import Harmony, HarmonyTokenizer
 from nmoe.text.harmony_format import CHANNEL, MESSAGE, RETURN
 from nmoe.types import Message

@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, token_weights
 
 __all__ = ["tiny_model"]
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.learner.aggregation import token_weights
+from nmoe.learner.batch import token_weights
 
 # Three sequences of 3, 2 and 1 positions with 2, 1 and 0 scored ones.
 SCORED = torch.tensor([False, True, True, False, True, False])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nmoe.learner.length_reward import length_penalty, overlong_penalty
+from nmoe.learner.advantages import length_penalty, overlong_penalty
 
 
 def test_overlong_penalty_by_hand() -> None:

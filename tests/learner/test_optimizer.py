@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import nmoe.learner.optimizer as optimizer_module
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
-from nmoe.learner.optimizer import Optimizer, StepResult
-from nmoe.learner.schedule import learning_rate_factor
+from nmoe.learner.optimizer import Optimizer, StepResult, learning_rate_factor
 
 
 class Small(nn.Module):

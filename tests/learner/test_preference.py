@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nmoe.learner.objectives import Outputs, Scored
+from nmoe.learner.objectives.base import pair_sides
 from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.learner.objectives.dpo import PreferenceLoss, dpo
-from nmoe.learner.objectives.pairs import pair_sides
 
 LOG = math.log
 

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from tiny_models import DENSE
 
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.learner.prefixes import common_prefixes
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 

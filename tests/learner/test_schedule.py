@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nmoe.learner.schedule import learning_rate_factor
+from nmoe.learner.optimizer import learning_rate_factor
 
 
 def test_values_by_hand() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmoe.learner.aggregation import Aggregation, token_weights
+from nmoe.learner.batch import Aggregation, token_weights
 from nmoe.learner.correction import Correction, correction_weights
 from nmoe.learner.objectives import (
     Objective,

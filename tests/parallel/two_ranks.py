@@ -13,8 +13,7 @@ from tiny_models import FAMILIES, tiny_family
 from torch import Tensor
 
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.learner.aggregation import token_weights
-from nmoe.learner.batch import Batch
+from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import cross_entropy
 from nmoe.model.transformer import Transformer

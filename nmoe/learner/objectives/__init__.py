@@ -1,6 +1,6 @@
 """Objectives: pure functions from a model's outputs and a batch's scored tokens to a weighted sum and per-token statistics."""
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, total
 from nmoe.learner.objectives.cispo import cispo
 from nmoe.learner.objectives.classification import classification
 from nmoe.learner.objectives.clip import clip
@@ -9,7 +9,6 @@ from nmoe.learner.objectives.divergence import reference_divergence
 from nmoe.learner.objectives.dppo import dppo
 from nmoe.learner.objectives.entropy import entropy_bonus
 from nmoe.learner.objectives.gspo import gspo
-from nmoe.learner.objectives.total import total
 from nmoe.learner.objectives.value import value_loss
 
 __all__ = [

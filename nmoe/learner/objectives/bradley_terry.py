@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.pairs import pair_sides, sequence_sums
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, need, pair_sides, sequence_sums
 
 
 def bradley_terry(margin: float = 0.0, centering: float = 0.0) -> Objective:

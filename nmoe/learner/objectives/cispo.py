@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.importance import log_ratio, ratio
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, need, ratio
 
 
 def cispo(clip_high: float) -> Objective:

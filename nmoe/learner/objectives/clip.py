@@ -15,8 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.importance import log_ratio, ratio
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, need, ratio
 
 
 def clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> Objective:

@@ -24,8 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP, ratio
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, Objective, Outputs, Scored, need, ratio
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

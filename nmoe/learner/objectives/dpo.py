@@ -32,8 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.pairs import pair_sides, sequence_sums
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, need, pair_sides, sequence_sums
 
 PreferenceLoss = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"]
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.importance import LOG_RATIO_CLAMP, ratio
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, Objective, Outputs, Scored, need, ratio
 
 
 def dppo(clip_low: float, clip_high: float, drift_coef: float = 1e-3) -> Objective:

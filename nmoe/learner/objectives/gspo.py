@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nmoe.learner.objectives.base import Objective, Outputs, Scored, need
-from nmoe.learner.objectives.importance import log_ratio, ratio, sequence_means
+from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, need, ratio, sequence_means
 
 
 def gspo(clip_low: float, clip_high: float) -> Objective:
