@@ -24,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Delta:
-    """One more token of a streamed completion; the last one carries the finish reason."""
+    """One token of a streamed completion. The last one carries the finish reason."""
 
     token_id: int
     logprob: float
@@ -33,10 +33,10 @@ class Delta:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine started, and what it holds now.
+    """Totals since the engine started, and its present load.
 
-    `prefix_hit_tokens` were found in the cache instead of being prefilled. `preemptions` counts sequences that lost their cache
-    to an older one for a while. `cache_use` is the share of the cache that running sequences hold.
+    `prefix_hit_tokens` were found in the cache instead of being prefilled. `preemptions` counts how often a sequence lost its
+    blocks to an older one for a while. `cache_use` is the share of the cache that unfinished sequences hold.
     """
 
     generated_tokens: int
@@ -54,16 +54,18 @@ R = TypeVar("R")
 
 
 class Engine(Protocol):
-    """What a rollout talks to. `samples` yields each of the n samples with its index as it finishes, so that none waits for a
-    longer one; `generate` returns all of them in order of their index; `score` the log-probability of every token
-    but the first, given those before it, under the model at this temperature.
+    """The interface that rollouts use.
 
-    `run` runs a coroutine that awaits the other methods to its end: an engine that computes in this process does so on the
-    calling thread meanwhile.
+    `generate` returns all n samples in order of their index. `samples` yields each of them with its index as it finishes, so that
+    none waits for a longer one. `score` returns the log-probability of every token but the first, given those before it, at this
+    temperature.
 
-    `update_weights` takes what `Learner.publish` hands over, from the commit on under the number `version`. The source is the
-    learner's model with all its weights, or a `nmoe.model.lora.Lora`: then the base that the engine has stays as it is, and only
-    `nmoe.model.peft_format.adapter_tensors(source)` are new. An engine that runs the source's own module has nothing to move.
+    `run` runs a coroutine that awaits the other methods to its end. An engine of this process computes on the calling thread
+    meanwhile.
+
+    `update_weights` takes the weights that `Learner.publish` hands over; tokens sampled from then on carry `version`. The source is
+    the learner's model with all its weights, or a `nmoe.model.lora.Lora`: then the engine keeps its base, and only
+    `nmoe.model.peft_format.adapter_tensors(source)` are new. An engine that runs the source's own module has nothing to copy.
     """
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R: ...

@@ -126,9 +126,7 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_split(
     assert one.keys() == other.keys()
     assert other["loss"] == pytest.approx(one["loss"], abs=1e-6)
     if whole.critic is not None and whole.critic.own is not None:
-        for mine, theirs in zip(
-            whole.critic.own.model.parameters(), split.critic.own.model.parameters(), strict=True
-        ):
+        for mine, theirs in zip(whole.critic.own.model.parameters(), split.critic.own.model.parameters(), strict=True):
             torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-4)
 
 

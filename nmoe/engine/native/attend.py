@@ -1,4 +1,4 @@
-"""The engine's two ways of attending to the cache: whole or partial prompts, and one query per running sequence."""
+"""Attention to the cache: of whole or partial prompts, and of one query per running sequence."""
 
 # Shapes: T packed tokens, B running rows, M blocks of a row, P positions of a block, L = M * P, H query heads, J key-value
 # heads, G = H / J, C key width, U value width, W either, L (after P positions or R rows of them) latents and rotated keys together.
@@ -22,14 +22,14 @@ from nmoe.model.ops.exact.attention import attention as order_free_attention
 from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
 
-# Rows are gathered together with those that hold at least this share of their blocks: lower gathers and multiplies more that is
-# masked, higher launches more kernels.
+# Sequences are gathered together if the shortest has at least this share of the longest one's blocks. A lower share gathers and
+# multiplies more masked positions, a higher one launches more kernels.
 _BUCKET_SHARE = 0.6
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache already."""
+    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache."""
 
     blocks: Sequence[int]
     start: int
@@ -37,7 +37,7 @@ class Piece:
 
 
 class PrefillAttention:
-    """An `Attend` over pieces laid end to end, those that start at 0 first. Keys and values go to the cache."""
+    """An `Attend` over pieces laid end to end, those that start at 0 first. It writes keys and values to the cache."""
 
     def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
         self.cache, self.pieces = cache, pieces
@@ -62,7 +62,7 @@ class PrefillAttention:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The pieces' tables, and each token's position and piece."""
+        """The pieces' block tables, and each token's position and piece."""
         table = np.zeros((len(self.pieces), max(len(piece.blocks) for piece in self.pieces)), dtype=np.int64)
         for row, piece in zip(table, self.pieces, strict=True):
             row[: len(piece.blocks)] = piece.blocks
@@ -89,7 +89,7 @@ class PrefillAttention:
     def attend_latents(
         self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """Over keys and values made of the latents of all positions, as the learner makes them."""
+        """Attends to keys and values made from the latents of all positions, as the learner makes them."""
         self.cache.write_latents(layer.index, self.places, latents_TL)
         parts = []
         if self.packed is not None:
@@ -121,14 +121,14 @@ def _after_earlier(
 
 
 def _in_blocks(x_PHW: Tensor) -> Tensor:
-    """Positions as blocks of the cache hold them, `[M, H, 16, W]`, the last filled up with zeros."""
+    """Positions in blocks as the cache holds them, `[M, H, 16, W]`, the last block padded with zeros."""
     filled = F.pad(x_PHW, (0, 0, 0, 0, 0, -len(x_PHW) % BLOCK_TOKENS))
     return filled.unflatten(0, (-1, BLOCK_TOKENS)).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Rows of similar length (None: all, in order), what to gather for them, and 0 or -inf for each gathered position."""
+    """Sequences of similar length (None: all, in order), the index to gather them, and 0 or -inf for each gathered position."""
 
     rows_B: Tensor | None
     count: int
@@ -137,11 +137,11 @@ class _Bucket:
 
 
 class DecodeAttention:
-    """An `Attend` of one query per running row to its cached positions and itself: by a kernel that reads the rows' blocks where
-    they lie or, where there is none, by gathering them.
+    """An `Attend` of one query per running sequence to its cached positions and itself. A kernel reads the blocks in place; without
+    a kernel for this case they are gathered.
 
-    Gathering copies what attention is about to read anyway, and lets one batched product read it in order: 19 us for 64 rows of
-    96 positions in bf16 (2 heads of 64, two Zen 5 cores), against 70 us for the product.
+    Gathering copies what attention is about to read anyway, and lets one batched product read it in order: 19 us for 64 sequences
+    of 96 positions in bf16 (2 heads of 64, two Zen 5 cores), against 70 us for the product.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class DecodeAttention:
     def attend_latents(
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """By the latents themselves: queries are taken to them and sums taken back, so that no key is made. Exact numerics make
-        keys and values of all positions, as the learner does, which is slow."""
+        """Attends to the latents themselves: queries are projected to them and sums projected back, so that no key is made. Exact
+        numerics make keys and values of all positions, as the learner does, which is slow."""
         self.cache.write_latents(layer.index, self.places, latents_BL)
         if not self.exact:
             return block.from_latents(self._gathered(layer, block.to_latents(q_BHC), block.latent.kv_rank))
@@ -189,7 +189,7 @@ class DecodeAttention:
         return torch.cat(parts)
 
     def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:
-        """Attention to what is gathered, `[B, H, width]`."""
+        """Attention to gathered blocks, `[B, H, width]`."""
         if layer.window not in self._buckets:
             self._buckets[layer.window] = self._plan(layer.window)
         buckets = self._buckets[layer.window]
@@ -203,7 +203,7 @@ class DecodeAttention:
 
     def _plan(self, window: int) -> list[_Bucket]:
         first_B = 0 * self.positions_B
-        if window and not self.exact:  # exact sums are cut at the same positions of a sequence, whoever attends
+        if window and not self.exact:  # exact sums are split at the same positions of a sequence for every query
             first_B = np.maximum(self.positions_B - window + 1, 0) // BLOCK_TOKENS
         count_B = self.positions_B // BLOCK_TOKENS - first_B + 1
         if count_B.min() >= _BUCKET_SHARE * count_B.max():
@@ -228,7 +228,7 @@ class DecodeAttention:
         window: int,
     ) -> _Bucket:
         block_BM = first_B[:, None] + np.arange(longest)
-        # Beyond a row's last block any block will do: its positions are masked.
+        # After a sequence's last block any block will do: its positions are masked.
         held_BM = np.take_along_axis(table_BM, np.minimum(block_BM, positions_B[:, None] // BLOCK_TOKENS), 1)
         at_BL = (block_BM[..., None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(len(positions_B), -1)
         age_BL = positions_B[:, None] - at_BL

@@ -1,4 +1,4 @@
-"""Who holds which block of the cache, and which blocks hold a prefix that another sequence can use."""
+"""The block manager: which blocks of the cache are in use, and which hold a prefix that another sequence can share."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _ROOT = 0
 
 
 class BlockManager:
-    """Blocks of `block_tokens` positions each, counted by reference.
+    """Blocks of `block_tokens` positions each, with reference counts.
 
-    A full block can be remembered under the tokens it holds and all before them. It stays findable after its last holder let
-    go, until its place is needed: what was let go first goes first. Remembered prefixes form a tree of exact tokens, so that no
-    collision of hashes can hand out another prompt's keys.
+    A full block can be remembered under its tokens and all tokens before them. It stays findable after its last holder released it,
+    until it is needed for other tokens; the block released first is reused first. Remembered prefixes form a tree of exact tokens,
+    so that a hash collision cannot hand out another prompt's keys.
     """
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.blocks, self.block_tokens = blocks, block_tokens
         self._holders = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered blocks that nobody holds
+        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered blocks without a holder
         self._nodes: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent node, tokens) -> (node, block)
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its entry in _nodes
         self._last_node = _ROOT
@@ -28,14 +28,15 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken."""
+        """How many blocks can be taken."""
         return len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens fill."""
         return -(-tokens // self.block_tokens)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks of unknown contents, each held once. The caller has looked at `available`."""
+        """Takes `count` blocks of unknown content, each with one holder. The caller has checked `available`."""
         taken = []
         for _ in range(count):
             if self._free:
@@ -49,14 +50,15 @@ class BlockManager:
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more holder for each."""
+        """Adds a holder to each block."""
         for block in blocks:
             if self._holders[block] == 0:
                 del self._idle[block]
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each. The last blocks of a prefix are let go first: without its beginning none is found."""
+        """Removes a holder from each block. The last blocks of a prefix are released, and so reused, first: without its first block
+        a prefix is not found."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -66,7 +68,7 @@ class BlockManager:
                     self._free.append(block)
 
     def find(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """The longest remembered prefix in whole blocks, at most `most` tokens of it; its blocks are held once more."""
+        """Returns the blocks of the longest remembered prefix of at most `most` tokens, and adds a holder to each."""
         found: list[int] = []
         node = _ROOT
         for start in range(0, min(most, len(token_ids)) - self.block_tokens + 1, self.block_tokens):
@@ -79,13 +81,13 @@ class BlockManager:
         return found
 
     def remember(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
-        """Makes the full blocks of a sequence findable. Where a prefix is known already, its first block stays the known one."""
+        """Makes the full blocks of a sequence findable. A prefix that is remembered already keeps the block it has."""
         node = _ROOT
         for i in range(len(token_ids) // self.block_tokens):
             key = (node, tuple(token_ids[i * self.block_tokens : (i + 1) * self.block_tokens]))
             entry = self._nodes.get(key)
             if entry is None:
-                if blocks[i] in self._keys:  # held under a forgotten parent
+                if blocks[i] in self._keys:  # remembered under a forgotten parent
                     return
                 self._last_node += 1
                 entry = self._nodes[key] = (self._last_node, blocks[i])
@@ -93,7 +95,7 @@ class BlockManager:
             node = entry[0]
 
     def forget(self) -> None:
-        """Nothing is findable any more: the weights have changed. Whoever holds a block keeps it."""
+        """Forgets every prefix, since the weights have changed. Blocks keep their holders."""
         self._nodes.clear()
         self._keys.clear()
         self._free.extend(self._idle)

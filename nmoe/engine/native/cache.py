@@ -1,7 +1,7 @@
-"""The paged key-value cache: blocks of positions that sequences hold through tables, shared where their tokens are the same.
+"""The paged key-value cache: blocks of positions that sequences hold through block tables, and share if their tokens are the same.
 
-Of latent attention it holds what keys and values are made from: a position's latent and the rotated key that all heads share. For
-DeepSeek-V3 those are 576 numbers a layer where keys and values are 40,960.
+For latent attention it holds what keys and values are made from: a position's latent and the rotated key that all heads share. In
+DeepSeek-V3 these are 576 numbers per layer, and keys and values would be 40,960.
 """
 
 # Shapes: N blocks, Y layers, J key-value heads, P positions of a block, C key width, U value width, K chosen experts, T tokens.
@@ -19,8 +19,8 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 
-# Positions of a block. Smaller shares more of a common prefix and wastes less at a sequence's end, larger makes fewer pieces to
-# gather: 8, 16 and 32 decode equally fast on two CPU cores.
+# Positions of a block. A smaller block shares more of a common prefix and wastes less at a sequence's end; a larger one makes fewer
+# pieces to gather. 8, 16 and 32 decode equally fast on two CPU cores.
 BLOCK_TOKENS = 16
 
 
@@ -49,7 +49,7 @@ def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _shape(config: ModelConfig) -> tuple[int, int, int]:
-    """Heads, key width and value width of what is stored. Latents are keys of one head, whose beginnings are its values."""
+    """Heads, key width and value width of the cache. Latents are stored as the keys of one head; their first part is its values."""
     if config.latent is not None:
         return 1, config.latent.kv_rank + config.latent.rope_dim, 0
     return config.kv_heads, config.head_dim, config.value_dim
@@ -72,7 +72,7 @@ class PagedCache:
         if config.routed_experts:
             picks = (blocks * BLOCK_TOKENS, len(config.moe_layers), config.experts_per_token)
             self.routes = _zeros(picks, device, torch.int16)
-        # A position of a head as one row, and a block of a head as one row.
+        # The same memory with one row per position of a head, and with one row per block of a head.
         rows, whole = blocks * self.kv_heads * BLOCK_TOKENS, blocks * self.kv_heads
         self._key_rows = self.keys.view(config.layers, rows, width)
         self._value_rows = self.values.view(config.layers, rows, value_width)
@@ -80,27 +80,28 @@ class PagedCache:
         self._value_blocks = self.values.view(config.layers, whole, BLOCK_TOKENS * value_width)
 
     def places(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
-        """Where each token's key lies per head, `[T * J]`, for `write`; `blocks_T` is the block that holds its position."""
+        """The index of each token's key per head, `[T * J]`, for `write`; `blocks_T` is the block of its position."""
         heads = blocks_T[:, None] * self.kv_heads + np.arange(self.kv_heads)
         return torch.from_numpy((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1)).to(
             self.device
         )
 
     def write(self, layer: int, places: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> None:
+        """Stores keys and values at the places that `places` gave."""
         k, v = k_TJC.to(self.dtype), v_TJU.to(self.dtype)
         self._key_rows[layer].index_copy_(0, places, k.reshape(-1, k.shape[-1]))
         self._value_rows[layer].index_copy_(0, places, v.reshape(-1, v.shape[-1]))
 
     def write_latents(self, layer: int, places: Tensor, rows_TC: Tensor) -> None:
-        """Latents and shared keys of latent attention, one beside the other."""
+        """Stores latents and shared keys of latent attention, side by side."""
         self._key_rows[layer].index_copy_(0, places, rows_TC.to(self.dtype))
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[N, J, P, C]` and `[N, J, P, U]`."""
+        """A layer's keys `[N, J, P, C]` and values `[N, J, P, U]`."""
         return self.keys[layer], self.values[layer]
 
     def gather_index(self, table_BM: NDArray[np.int64]) -> Tensor:
-        """What `gather` wants of rows that hold these blocks."""
+        """The index for `gather` of sequences with these block tables."""
         heads = table_BM[:, None, :] * self.kv_heads + np.arange(self.kv_heads)[None, :, None]
         return torch.from_numpy(heads.reshape(-1)).to(self.device)
 
@@ -114,12 +115,13 @@ class PagedCache:
         return k, v
 
     def write_routes(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64], routes_TYK: Tensor) -> None:
+        """Stores the router picks of tokens at their positions."""
         if self.routes is not None:
             slots_T = torch.from_numpy(blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS).to(self.device)
             self.routes.index_copy_(0, slots_T, routes_TYK)
 
     def read_routes(self, blocks: Sequence[int], positions: int) -> Tensor | None:
-        """The picks of a sequence's first positions, `[positions, Y, K]` on the CPU; None in a dense model."""
+        """The router picks of a sequence's first positions, `[positions, Y, K]` on the CPU; None in a dense model."""
         if self.routes is None:
             return None
         wanted = torch.tensor(blocks, dtype=torch.int64, device=self.device)
@@ -127,12 +129,12 @@ class PagedCache:
         return routes.flatten(0, 1)[:positions].cpu()
 
     def clear(self, blocks: int) -> None:
-        """Makes the first blocks zeros again."""
+        """Sets the first `blocks` blocks to zero."""
         for tensor in (self.keys, self.values):
             tensor[:, :blocks].zero_()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole blocks."""
+        """Copies whole blocks, keys, values and routes."""
         source, target = (torch.tensor(blocks, dtype=torch.int64, device=self.device) for blocks in (sources, targets))
         for tensor in (self.keys, self.values):
             tensor.index_copy_(1, target, tensor.index_select(1, source))
@@ -142,8 +144,8 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros, not empty: a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU pages come from the system
-    as they are first written, so that a generous budget costs only what is used."""
+    """A tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system hands out
+    pages as they are first written, so that a generous budget costs only what is used."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, device=device, dtype=dtype)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

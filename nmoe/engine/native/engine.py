@@ -1,12 +1,12 @@
-"""The native engine: asyncio for whoever waits, the step machine on the thread that trains.
+"""The native engine: an asyncio interface to the synchronous engine, which runs on the training thread.
 
-`run` lends the calling thread to the step machine while a coroutine (rollouts, tools, grading) lives on an event loop in a
-thread of its own: neither waits for the other. All torch work stays on one thread because OpenMP keeps a pool per thread, and two
-pools on few cores take turns: two-thread decoding of the speedrun's model ran at 22k tokens/s with a pool of its own
-beside the learner's, and at 58k with one pool.
+`run` uses the calling thread for the engine's steps, while a coroutine (rollouts, tools, grading) runs on an event loop in a thread
+of its own, so that neither waits for the other. All torch work stays on one thread, because OpenMP keeps a thread pool per calling
+thread, and two pools compete for few cores: two-thread decoding of the speedrun's model ran at 22k tokens/s with a pool beside the
+learner's, and at 58k with one pool.
 
-Requests that tasks make in the same turn of the event loop reach the core together and in order: what a batch holds then does
-not depend on how fast a thread wakes, and a synchronous run repeats to the bit.
+Requests made in the same turn of the event loop reach the engine together and in order. The content of a batch then does not
+depend on how fast a thread wakes, and a synchronous run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OnToken = Callable[[int, Delta], None]
 class NativeEngine:
     """An `Engine` over the learner's own module.
 
-    Only the thread inside `run` touches the core: everything asked of it is an action in its inbox, done between two steps.
+    Only the thread inside `run` touches the synchronous engine: everything else is an action in its inbox, done between two steps.
     """
 
     def __init__(self, model: Transformer, max_sequences: int, cache_mb: int = 0) -> None:
@@ -43,15 +43,15 @@ class NativeEngine:
         self._inbox: list[Callable[[], None]] = []
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
-        self._outbox: list[Callable[[], None]] = []  # the event loop's alone
-        self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # the core's thread's alone
+        self._outbox: list[Callable[[], None]] = []  # of the event loop's thread only
+        self._futures: dict[SequenceGroup, asyncio.Future[Any]] = {}  # of the stepping thread only
         self._scorings = 0
         self._running = False
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Runs a coroutine that talks to this engine to its end, and returns what it returns.
+        """Runs a coroutine that uses this engine to its end, and returns its result.
 
-        What the coroutine or the model raises is raised here. Requests still running at the end are aborted.
+        Raises what the coroutine or the model raises. Requests still running at the end are aborted.
         """
         if self._running:
             coroutine.close()
@@ -71,9 +71,9 @@ class NativeEngine:
                 self._turn(outcome)
             return outcome.result()
         except BaseException as error:
-            # Whoever waits must hear of it, or the event loop would wait for an answer that never comes.
+            # Waiting futures have to fail too, or the event loop would wait for an answer that never comes.
             self._give_up(error)
-            # The loop sets one of the two, even where it can not start.
+            # The loop sets one of the two, even if it cannot start.
             ends: list[Future[Any]] = [outcome, cancel]
             wait(ends, return_when=FIRST_COMPLETED)
             if cancel.done():
@@ -87,14 +87,14 @@ class NativeEngine:
             self._engine.abort_all()
 
     async def generate(self, request: Request) -> list[Sample]:
-        """The request's n samples, in order of their index. Raises UserError where it can never fit the context. A caller that
-        is cancelled aborts its request, so that nothing is sampled for nobody."""
+        """Returns the request's n samples in order of their index. Raises UserError if it can never fit the context. Cancelling the
+        caller aborts the request."""
         samples = {index: sample async for index, sample in self.samples(request)}
         return [samples[index] for index in range(request.n)]
 
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        """Each of the request's n samples with its index, as it finishes. Raises UserError where the request can never fit the
-        context. A caller that is cancelled, or closes the iterator early, aborts what still runs."""
+        """Yields each of the request's n samples with its index, as it finishes. Raises UserError if the request can never fit the
+        context. Cancelling the caller, or closing the iterator early, aborts what still runs."""
         loop = asyncio.get_running_loop()
         finished: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
 
@@ -106,14 +106,14 @@ class NativeEngine:
         try:
             while (one := await finished.get()) is not None:
                 yield one
-            await ended  # for what it may raise
+            await ended  # raises what ended the request early
         finally:
             if not ended.done():
                 self.abort(request.request_id)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """The log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises UserError
-        where the tokens can never fit."""
+        """Returns the log-probability of every token but the first, given those before it, `len(token_ids) - 1` numbers. Raises
+        UserError if the tokens can never fit."""
         self._scorings += 1
         request_id = f"score/{self._scorings}"
         try:
@@ -126,7 +126,7 @@ class NativeEngine:
         return scores
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """The tokens of a request with n = 1 as they are sampled."""
+        """Yields the tokens of a request with n = 1 as they are sampled."""
         if request.n != 1:
             raise ValueError("stream gives one sample: n must be 1")
         loop = asyncio.get_running_loop()
@@ -146,18 +146,18 @@ class NativeEngine:
             await samples
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if it still runs; whoever waits for it gets what it has, marked "abort"."""
+        """Ends a request, if it still runs. Its callers get what it has sampled, with the finish reason "abort"."""
 
         def end() -> None:
             for group in self._engine.abort(request_id):
                 self._finish(group)
 
-        # What was asked for earlier in this turn of the event loop goes first.
+        # Requests from earlier in this turn of the event loop go first.
         self._flush(end)
 
     async def update_weights(self, source: Transformer | Lora, version: int) -> None:
-        """The learner's module is the engine's, its adapter included, so only the version changes: tokens sampled from here on
-        carry it."""
+        """Takes a new version of the weights. The engine runs the learner's own module, adapter included, so that nothing is
+        copied; tokens sampled from now on carry the version."""
         model = source.model if isinstance(source, Lora) else source
         if model is not self._engine.model:
             raise ValueError("the native engine runs the learner's own module; it takes weights from no other")
@@ -171,8 +171,8 @@ class NativeEngine:
         await committed
 
     def forget_prefixes(self) -> None:
-        """Has what is sampled next find no prefix of what was sampled before: under fast numerics a prefix that is found can give
-        other bits than one that is computed. To be called between two runs."""
+        """Forgets cached prefixes. With fast numerics a cached prefix can give other bits than one that is computed, so that a run
+        which has to repeat starts without any. Only between two calls of `run`."""
         if self._running:
             raise RuntimeError("the engine is running a coroutine; its prefixes are forgotten before or after")
         self._engine.scheduler.blocks.forget()
@@ -181,7 +181,7 @@ class NativeEngine:
         return self._engine.stats()
 
     def _live(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R], cancel: Future[Callable[[], None]]) -> None:
-        """The event loop's thread. `cancel` receives what ends the coroutine from another thread."""
+        """The event loop's thread. `cancel` receives a function that cancels the coroutine from another thread."""
 
         async def main() -> R:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -195,13 +195,13 @@ class NativeEngine:
 
         try:
             outcome.set_result(asyncio.run(main()))
-        except BaseException as error:  # passed on to whoever called `run`, whatever it is
+        except BaseException as error:  # raised again by `run`
             outcome.set_exception(error)
         with self._wake:
             self._wake.notify()
 
     def _turn(self, outcome: Future[R]) -> None:
-        """Waits for something to do, does what was asked, and takes one step."""
+        """Waits for something to do, runs the actions of the inbox, and takes one step."""
         with self._wake:
             self._wake.wait_for(lambda: self._inbox or outcome.done() or not self._engine.idle)
             actions, self._inbox = self._inbox, []
@@ -219,8 +219,8 @@ class NativeEngine:
         return future
 
     def _waiter(self) -> asyncio.Future[Any]:
-        """A future that hears of it when the engine gives up. Raises RuntimeError where it already has, or where no `run` would
-        ever answer."""
+        """A future that fails if the engine fails. Raises RuntimeError if it has failed already, or outside of `run`, where nothing
+        would ever answer."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if not self._running:
             raise RuntimeError(
@@ -233,7 +233,7 @@ class NativeEngine:
         return future
 
     def _flush(self, *actions: Callable[[], None]) -> None:
-        """Sends what gathered in this turn of the event loop to the core, then `actions`."""
+        """Sends the actions of this turn of the event loop to the inbox, then `actions`."""
         outbox, self._outbox = self._outbox, []
         with self._wake:
             self._inbox += [*outbox, *actions]
@@ -260,13 +260,13 @@ class NativeEngine:
             self._error = error
             pending = list(self._pending)
         for future in pending:
-            # Of Ctrl-C those who wait hear as a cancellation: raised in thousands of tasks, each would print its own traceback.
+            # Ctrl-C reaches waiting tasks as a cancellation: raised in thousands of tasks, each would print its own traceback.
             _tell(future.get_loop(), *((_fail, future, error) if isinstance(error, Exception) else (future.cancel,)))
 
 
 def _tell(loop: asyncio.AbstractEventLoop, act: Callable[..., object], *args: object) -> None:
-    """Has the loop act, on its own thread."""
-    with suppress(RuntimeError):  # the loop has closed: nobody waits on it any more
+    """Calls a function on the loop's own thread."""
+    with suppress(RuntimeError):  # the loop has closed, so that nothing waits for it
         loop.call_soon_threadsafe(act, *args)
 
 

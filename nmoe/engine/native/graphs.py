@@ -1,12 +1,12 @@
-"""Decode on a GPU: the forward pass of all running rows as one recorded graph, replayed on new inputs.
+"""Decode on a GPU: the forward pass of all running sequences as one recorded CUDA graph, replayed on new inputs.
 
-A decode step of a small model is a thousand launches of a few microseconds, more than the host can keep up with; a graph is one. A
-graph wants everything at a fixed address and of a fixed shape: rows are padded to a few batch sizes, tables to a few widths, and
-inputs lie in buffers that each step overwrites. Rows of padding write to a block that nothing else uses. Weights are read where
-they lie, those of an adapter too, so an update in place needs no new recording; which modules have an adapter must not change.
+A decode step of a small model is a thousand launches of a few microseconds, more than the host can keep up with; a graph is one
+launch. A graph needs fixed addresses and shapes: batches are padded to a few sizes, block tables to a few widths, and inputs lie
+in buffers that each step overwrites. Padding writes to a block that nothing else uses. Weights, those of an adapter too, are read
+in place, so that an update in place needs no new recording; which modules have an adapter must not change.
 """
 
-# Shapes: B rows, M blocks of a row, P positions of a block, J key-value heads, D width, Y layers, K chosen experts.
+# Shapes: B sequences, M blocks of a sequence, P positions of a block, J key-value heads, D width, Y layers, K chosen experts.
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from nmoe.model.ops.attention import AttentionLayer, paged_attention
 from nmoe.model.ops.table import ops_for
 from nmoe.model.transformer import Transformer
 
-# The narrowest table that a graph is made for; wider ones double. It is what one split of decode attention reads.
+# The narrowest block table that a graph is recorded for; each wider one doubles. One split of decode attention reads as much.
 _LEAST_BLOCKS = 32
 
-# `record(run)` calls `run` at least once and returns what does the same again, on what then lies in the buffers.
+# `record(run)` calls `run` at least once and returns a function that does the same again, on the present content of the buffers.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class PagedDecodeAttention:
-    """An `Attend` of one query per row to its cached positions and itself, which reads the blocks where they lie. All it is given
-    are tensors on the device, so that it can be recorded."""
+    """An `Attend` of one query per sequence to its cached positions and itself, which reads the blocks in place. All its inputs are
+    tensors on the device, so that it can be recorded."""
 
     def __init__(self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor) -> None:
         self.cache, self.table_BM = cache, table_BM
@@ -52,7 +52,7 @@ class PagedDecodeAttention:
     def attend_latents(
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """By the latents themselves. They are wider than the kernel's keys, and the reference can not be recorded."""
+        """Attends to the latents themselves. They are wider than the kernel's keys, and the reference cannot be recorded."""
         self.cache.write_latents(layer.index, self.places, latents_BL)
         latents_N1PL = self.cache.keys[layer.index]
         values_N1PR = latents_N1PL[..., : block.latent.kv_rank]
@@ -62,7 +62,7 @@ class PagedDecodeAttention:
 
 @dataclass
 class _Graph:
-    """One recording: its inputs, what runs it, and where its results appear."""
+    """One recording: its inputs, the function that replays it, and its results."""
 
     tokens_B: Tensor
     positions_B: Tensor
@@ -73,9 +73,9 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The model's decode step over a cache whose block `scratch` no sequence holds.
+    """The model's decode step over a cache. No sequence holds the block `scratch`, which padding writes to.
 
-    The head is left out: it is two launches, and its logits of a whole vocabulary would be held once per recording.
+    The head is left out: it is two launches, and its logits over the whole vocabulary would be held once per recording.
     """
 
     def __init__(self, model: Transformer, cache: PagedCache, scratch: int, record: Record) -> None:
@@ -85,8 +85,8 @@ class DecodeGraphs:
     def run(
         self, tokens_B: Tensor, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor | None]:
-        """Final hidden states `[B, D]` and own router picks `[B, Y, K]` (None in a dense model) of tokens at their positions; keys
-        and values go to the cache. Both are overwritten by the next call."""
+        """Runs a decode step. Returns final hidden states `[B, D]` and router picks `[B, Y, K]` (None in a dense model) of tokens
+        at their positions; the next call overwrites both. Keys and values go to the cache."""
         rows, blocks = table_BM.shape
         size = _at_least(rows, 1), _at_least(blocks, _LEAST_BLOCKS)
         graph = self._graphs.get(size)
@@ -119,13 +119,13 @@ class DecodeGraphs:
 
 
 def decode_graphs(model: Transformer, cache: PagedCache, scratch: int) -> DecodeGraphs:
-    """On CUDA; where a model can not be recorded its steps run as they are written."""
+    """The decode step of a model on CUDA. A model that cannot be recorded runs unrecorded."""
     return DecodeGraphs(model, cache, scratch, CudaRecorder() if recordable(model) else run_plainly)
 
 
 def recordable(model: Transformer) -> bool:
-    """Whether a decode step never asks the host. Experts whose row counts have to be known there do, and attention in fp64 or to
-    latents."""
+    """Whether a decode step never waits for the host. Experts do if the host has to know their row counts, and so does attention in
+    fp64 or to latents."""
     weight = model.embedding.weight
     if model.exact or model.config.latent is not None:
         return False
@@ -137,19 +137,19 @@ def recordable(model: Transformer) -> bool:
 
 
 def run_plainly(run: Callable[[], None]) -> Callable[[], None]:
-    """No recording: every replay is a call."""
+    """A recorder that records nothing: every replay is a call."""
     run()
     return run
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory, since they are replayed one at a time."""
+    """A recorder of CUDA graphs. They share one memory pool, since they are replayed one at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Libraries choose kernels and Triton compiles them in the first calls, which a recording could not hold.
+        # In the first calls libraries choose kernels and Triton compiles them, which cannot be recorded.
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -164,7 +164,7 @@ class CudaRecorder:
 
 
 def _at_least(count: int, least: int) -> int:
-    """The least power of two times `least` that holds `count`."""
+    """The smallest `least * 2^k` that is at least `count`."""
     size = least
     while size < count:
         size *= 2
