@@ -30,7 +30,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.evaluate import evaluate
+from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.advantages import ADVANTAGES, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -94,10 +94,20 @@ def train(config: RLConfig) -> Path:
         loaded.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
         tools = held_out_tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
-        if held_out is not None and config.eval.environment is not None:
-            held_out_tools = stack.enter_context(ToolRuntime(held_out, config.sandbox))
+        problems = None
+        if held_out is not None:
+            if config.eval.environment is not None:
+                held_out_tools = stack.enter_context(ToolRuntime(held_out, config.sandbox))
+            problems = HeldOutProblems(
+                held_out,
+                held_out_tools,
+                problems=config.eval.problems,
+                temperature=config.eval.temperature,
+                max_new_tokens=config.sampling.max_new_tokens,
+                seed=config.run.seed,
+            )
         run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
-        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, held_out, held_out_tools, policy))
+        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, problems, policy))
     return run.directory.path
 
 
@@ -111,14 +121,11 @@ class PolicyGradient(Recipe):
         tokenizer: Tokenizer,
         environment: Environment,
         tools: ToolRuntime,
-        held_out: Environment | None,
-        held_out_tools: ToolRuntime,
+        held_out: HeldOutProblems | None,
         policy: PolicyUpdate,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.environment, self.tools = environment, tools
-        self.held_out, self.held_out_tools = held_out, held_out_tools
-        self.held_out_start = None if held_out is None else held_out.state()
+        self.environment, self.tools, self.held_out = environment, tools, held_out
         self.policy, self.learner = policy, policy.learner
         model = self.learner.model
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
@@ -155,21 +162,10 @@ class PolicyGradient(Recipe):
 
     def evaluate(self) -> HeldOut | None:
         """The share of held-out problems solved, the same problems each time."""
-        if self.held_out is None or self.held_out_start is None:
+        if self.held_out is None:
             return None
-        self.held_out.load_state(self.held_out_start)
         self.engine.forget_prefixes()
-        results = evaluate(
-            self.engine,
-            self.held_out,
-            self.learner.model.config.context_tokens,
-            problems=self.config.eval.problems,
-            samples=1,
-            temperature=self.config.eval.temperature,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-            seed=self.config.run.seed,
-            runtime=self.held_out_tools,
-        )
+        results = self.held_out.evaluate(self.engine, self.learner.model.config.context_tokens)
         records = [result.record() for result in results]
         self.rates.append(rates_of(records))
         return HeldOut({}, f"held-out {results[0]}", records)

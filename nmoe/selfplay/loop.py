@@ -27,7 +27,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.evaluate import evaluate
+from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
@@ -120,9 +120,18 @@ def selfplay(config: SelfplayConfig) -> Path:
     schedule = Schedule.of(config, environment)
     with ExitStack() as stack:
         tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
-        held_out_tools = None if held_out is None else stack.enter_context(ToolRuntime(held_out, config.sandbox))
+        problems = None
+        if held_out is not None:
+            problems = HeldOutProblems(
+                held_out,
+                stack.enter_context(ToolRuntime(held_out, config.sandbox)),
+                problems=config.eval.problems,
+                temperature=0.0,
+                max_new_tokens=config.sampling.max_new_tokens,
+                seed=config.run.seed,
+            )
         run = stack.enter_context(open_run(config, threads, schedule.steps, tools.provenance()))
-        run.follow(Selfplay(config, run, tokenizer, environment, tools, held_out, held_out_tools, roles, schedule))
+        run.follow(Selfplay(config, run, tokenizer, environment, tools, problems, roles, schedule))
     return run.directory.path
 
 
@@ -167,15 +176,13 @@ class Selfplay(Recipe):
         tokenizer: Tokenizer,
         environment: Environment,
         tools: ToolRuntime,
-        held_out: Environment | None,
-        held_out_tools: ToolRuntime | None,
+        held_out: HeldOutProblems | None,
         roles: Roles,
         schedule: Schedule,
     ) -> None:
         section, batch = config.selfplay, config.batch
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.environment, self.held_out, self.held_out_tools = environment, held_out, held_out_tools
-        self.held_out_start = None if held_out is None else held_out.state()
+        self.environment, self.held_out = environment, held_out
         assert isinstance(environment.pool.order, OpenProblems), "the environment's pool is self-play's"
         self.problems, self.schedule = environment.pool.order, schedule
         self.roles = roles
@@ -309,20 +316,9 @@ class Selfplay(Recipe):
 
     def evaluate(self) -> HeldOut | None:
         """How often the verifier is right on held-out problems of an environment that knows the answers and is not trained on."""
-        if self.held_out is None or self.held_out_start is None:
+        if self.held_out is None:
             return None
-        self.held_out.load_state(self.held_out_start)
-        results = evaluate(
-            self.engines[id(self.roles.verifier)],
-            self.held_out,
-            self.roles.context_tokens,
-            problems=self.config.eval.problems,
-            samples=1,
-            temperature=0.0,
-            max_new_tokens=self.config.sampling.max_new_tokens,
-            seed=self.config.run.seed,
-            runtime=self.held_out_tools,
-        )
+        results = self.held_out.evaluate(self.engines[id(self.roles.verifier)], self.roles.context_tokens)
         return HeldOut({}, f"verifier, held-out {results[0]}", [result.record() for result in results])
 
     def _version(self, model: Transformer) -> int:

@@ -146,7 +146,7 @@ def _final(answer: str) -> Message:
 
 
 def _guess(rng: random.Random, gold: str) -> str:
-    """A wrong answer, mostly close to the right one."""
+    """A guess at the answer, mostly wrong by a power of ten."""
     return (
         gold if rng.random() < GUESS_IS_RIGHT else str(int(gold) + rng.choice((-1000, -100, -10, -1, 1, 10, 100, 1000)))
     )

@@ -1,0 +1,41 @@
+"""Evaluation during a run, on the same held-out problems each time."""
+
+from __future__ import annotations
+
+from nmoe.engine.api import Engine
+from nmoe.envs.environment import Environment
+from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.eval.evaluate import Evaluation, evaluate
+
+
+class HeldOutProblems:
+    """The next `problems` distinct problems of an environment, with one sample each. `tools` is where its tools run."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        tools: ToolRuntime,
+        *,
+        problems: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+    ) -> None:
+        self._environment, self._tools, self._start = environment, tools, environment.state()
+        self._problems, self._temperature = problems, temperature
+        self._max_new_tokens, self._seed = max_new_tokens, seed
+
+    def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
+        """Correctness over all problems first, then by source."""
+        self._environment.load_state(self._start)
+        return evaluate(
+            engine,
+            self._environment,
+            context_tokens,
+            problems=self._problems,
+            samples=1,
+            temperature=self._temperature,
+            max_new_tokens=self._max_new_tokens,
+            seed=self._seed,
+            runtime=self._tools,
+        )
