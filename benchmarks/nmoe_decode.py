@@ -23,7 +23,8 @@ from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.experience import policy_batch
-from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENS_PER_MICROBATCH = 16384

@@ -41,7 +41,8 @@ from nmoe.learner.objectives import clip
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.experience import policy_batch
-from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 TOKENS_PER_MICROBATCH = 16384
 

@@ -33,7 +33,8 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
 from nmoe.rl.experience import policy_batch
-from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 VOCABULARY = 710  # the speedrun's tokenizer
 PROMPTS, PROMPT_TOKENS, SAMPLES, NEW_TOKENS = 16, 24, 16, 48

@@ -25,7 +25,7 @@ LEVELS = [
     {"learner", "engine"},
     {"data"},
     {"model", "parallel", "text"},
-    {"config"},
+    {"config", "trajectory"},
     {"types", "errors"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -39,7 +39,7 @@ MODULES = {
     "nmoe.rl.problem": "nmoe.types",
     "nmoe.rl.rewards": "nmoe.envs.rewards",
     "nmoe.rl.rollout": "nmoe.rollout",
-    "nmoe.rl.rollout.trajectory": "nmoe.types",
+    "nmoe.rl.rollout.trajectory": "nmoe.trajectory",
     "nmoe.rl.sandbox": "nmoe.sandbox",
     "nmoe.rl.scorer": "nmoe.envs.scorer",
     "nmoe.rl.selfplay": "nmoe.selfplay",

@@ -13,7 +13,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.scorer import Scorer
 from nmoe.eval.evaluate import Evaluation, is_correct, majorities, share_of, summarise
 from nmoe.eval.statistics import paired_difference
-from nmoe.types import Group, Trajectory
+from nmoe.trajectory import Group, Trajectory
 
 UNANSWERED = float("-inf")
 """The score of a sample without an answer: any other sample is chosen before it."""

@@ -13,7 +13,7 @@ from nmoe.eval.best_of_n import best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation, is_correct, refuse_open_problems, summarise
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.runs.storage import write_atomically
-from nmoe.types import Group
+from nmoe.trajectory import Group
 
 
 def evaluate_command(

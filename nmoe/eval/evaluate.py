@@ -15,7 +15,8 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
 from nmoe.rollout.collector import Collector
-from nmoe.types import Group, Problem, Sampling, Trajectory
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Problem, Sampling
 
 
 @dataclass(frozen=True)

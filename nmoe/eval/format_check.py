@@ -23,7 +23,8 @@ from nmoe.eval.statistics import wilson
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on
-from nmoe.types import FAILURES, Group, Problem, Trajectory
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import FAILURES, Problem
 
 ENOUGH = 0.95
 # Beyond these solve rates most groups are all wrong, or all right.

@@ -22,7 +22,7 @@ from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Group
+from nmoe.trajectory import Group
 
 
 class SamplingInterruptedError(UserError):

@@ -17,7 +17,7 @@ from nmoe.errors import UserError
 from nmoe.eval.evaluate import is_correct
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.runs.storage import write_atomically
-from nmoe.types import Group, Trajectory
+from nmoe.trajectory import Group, Trajectory
 
 
 def write_pairs(

@@ -21,7 +21,7 @@ from nmoe.learner.advantages import length_penalty, overlong_penalty
 from nmoe.learner.batch import Aggregation, Batch, token_weights
 from nmoe.learner.correction import correction_weights
 from nmoe.learner.token_advantages import divergence_rewards, gae, reinforce_pp, terminal_rewards, whiten
-from nmoe.types import Branch, Group, Trajectory
+from nmoe.trajectory import Branch, Group, Trajectory
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from nmoe.learner.metrics import optimizer_metrics, routing_metrics
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
-from nmoe.types import FAILURES, Trajectory
+from nmoe.trajectory import Trajectory
+from nmoe.types import FAILURES
 
 # A larger gradient norm, before clipping, is recorded in spikes.jsonl with the problems of its batch.
 SPIKE_GRAD_NORM = 50.0

@@ -31,7 +31,7 @@ from nmoe.sandbox.api import Sandbox
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Trajectory
+from nmoe.trajectory import Trajectory
 
 # The largest difference between engine and learner in float32 on a CPU, in nats. Below float32 there is no guarantee per token;
 # the loose bound only tells a different model from the same one.

@@ -28,7 +28,8 @@ from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.runs.directory import RunDirectory
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Failure, Group, Sampling, TrainerState, Trajectory
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Failure, Sampling, TrainerState
 
 # The lowest share of a source's problems that is drawn, however well it is solved.
 LEAST = 0.1

@@ -63,7 +63,7 @@ from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.teacher import Teacher
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Group
+from nmoe.trajectory import Group
 from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 
 

@@ -28,6 +28,7 @@ from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
 from nmoe.runs.storage import storage_errors
+from nmoe.trajectory import Trajectory
 from nmoe.types import (
     Exchange,
     Failure,
@@ -41,7 +42,6 @@ from nmoe.types import (
     ToolCall,
     ToolEvent,
     TrainerState,
-    Trajectory,
     Turn,
     Verdict,
 )

@@ -23,7 +23,8 @@ from nmoe.rollout.episode import ConversationError, Episode, Player, request_see
 from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError
-from nmoe.types import Failure, Grade, Group, Problem, Sample, Sampling, TrainerState, Trajectory, Turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Failure, Grade, Problem, Sample, Sampling, TrainerState, Turn
 
 _AT_THE_START = TrainerState()
 

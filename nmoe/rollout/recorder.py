@@ -14,7 +14,7 @@ from nmoe.envs.pools.order import stable_hash
 from nmoe.rollout.bundle import remove, write_bundle
 from nmoe.runs.storage import step_name
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Trajectory
+from nmoe.trajectory import Trajectory
 
 TOKENIZER = "tokenizer"
 SAMPLED = "sampled"

@@ -32,7 +32,8 @@ from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Exchange, Failure, Given, Grade, ToolEvent, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Exchange, Failure, Given, Grade, ToolEvent, Turn
 
 # What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
 _OF_THE_GRADE: frozenset[Failure] = frozenset({"ok", "parse_error", "truncated", "engine_error", "grader_error"})

@@ -17,7 +17,8 @@ from nmoe.envs.tasks.proof import Proof, read_proof
 from nmoe.envs.tasks.score import UNKNOWN, WrittenEvaluation, read_evaluation, read_score
 from nmoe.rollout.collector import Collector
 from nmoe.selfplay.acceptance import Acceptance, Analysis, accept, generator_reward, meta_score, verifier_reward
-from nmoe.types import Problem, Sampling, Trajectory
+from nmoe.trajectory import Trajectory
+from nmoe.types import Problem, Sampling
 
 
 @dataclass

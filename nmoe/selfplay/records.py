@@ -16,7 +16,7 @@ from nmoe.envs.tasks.score import read_score
 from nmoe.rollout.recorder import SAMPLED, ReplayRecorder
 from nmoe.selfplay.play import Attempted, JudgedEvaluation
 from nmoe.selfplay.streams import GENERATOR, META_VERIFIER, VERIFIER, Streams
-from nmoe.types import Trajectory
+from nmoe.trajectory import Trajectory
 
 ROLES = {"proof_generation": "generator", "proof_verification": "verifier", "meta_verification": "meta_verifier"}
 

@@ -24,7 +24,8 @@ from nmoe.learner.objectives import cross_entropy
 from nmoe.rl.experience import differs, policy_batch
 from nmoe.rl.train import PolicyUpdate
 from nmoe.selfplay.streams import GENERATOR, VERIFIER, Streams
-from nmoe.types import Grade, Group, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 
 def evidence(lines: Iterator[Mapping[str, Any]], round_: int) -> list[Trajectory]:

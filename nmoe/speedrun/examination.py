@@ -14,7 +14,7 @@ from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
 from nmoe.model.policy import load_policy
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Group
+from nmoe.trajectory import Group
 
 SAMPLED_PROBLEMS = 1200
 GREEDY_PROBLEMS = 600

@@ -15,7 +15,8 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.model.config import Numerics
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch
-from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 Answers = list[tuple[Request, Sample]]
 

@@ -20,7 +20,8 @@ from nmoe.model.config import Numerics
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch
-from nmoe.types import Grade, Problem, Sample, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Problem, Sample, Turn
 
 MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]

@@ -21,7 +21,8 @@ from nmoe.runs.ledger import read_metrics
 from nmoe.sandbox.api import SandboxSetupError
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Sampling, Trajectory
+from nmoe.trajectory import Trajectory
+from nmoe.types import Message, Sampling
 
 ROOT = Path(__file__).parents[2]
 Play = Callable[[list[list[int]]], Trajectory]

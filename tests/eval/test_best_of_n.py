@@ -12,7 +12,8 @@ from nmoe.eval.best_of_n import UNANSWERED, best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Grade, Group, Message, Problem, Sampling, Trajectory, single_turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Grade, Message, Problem, Sampling, single_turn
 
 GOLD = "7"
 

@@ -16,7 +16,8 @@ from nmoe.errors import UserError
 from nmoe.eval.format_check import environment_of, hard_problems_alone, is_hard, report
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Group, Message, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Message, Problem, Sample, Sampling, Turn
 
 PROBLEM = Problem("m/0", "math", "What is 6 * 7?", "42", "m", {"level": "Level 5"})
 

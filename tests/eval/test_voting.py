@@ -7,7 +7,8 @@ import pytest
 from nmoe.errors import InfrastructureError
 from nmoe.eval.evaluate import majorities
 from nmoe.grading.math.policy import Policy
-from nmoe.types import Grade, Group, Problem, Sampling, Trajectory, Verdict, single_turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Grade, Problem, Sampling, Verdict, single_turn
 
 
 def group(task_type: str, *answers: str | None, question: str = "?", **metadata: str) -> Group:

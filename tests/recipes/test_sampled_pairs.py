@@ -11,7 +11,8 @@ from nmoe.envs.environment import Environment
 from nmoe.recipes.sampled_pairs import _pair
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Group, Message, Problem, Sampling, Trajectory, single_turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Message, Problem, Sampling, single_turn
 
 SORT = Problem("sort/0", "sort", "Sort: 21", "12", "sort")
 ENVIRONMENT = 'env_id = "p"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\ndifficulty = [4, 4]\n'

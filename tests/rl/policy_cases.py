@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from nmoe.config.commands.rl import RLConfig
-from nmoe.types import Grade, Group, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 LIMIT = 8
 

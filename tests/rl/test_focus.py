@@ -8,7 +8,8 @@ from rl.policy_cases import answer, settings
 
 from nmoe.envs.pools.pool import Drawn
 from nmoe.rl.rollouts import DECAY, LEAST, Focus
-from nmoe.types import Group, Problem
+from nmoe.trajectory import Group
+from nmoe.types import Problem
 
 
 def group(source: str, *correct: float) -> Group:

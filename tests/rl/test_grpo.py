@@ -23,7 +23,8 @@ from nmoe.rollout.collector import GradingError
 from nmoe.runs import watch
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.types import Problem, Sample, Trajectory, Verdict
+from nmoe.trajectory import Trajectory
+from nmoe.types import Problem, Sample, Verdict
 
 Reinforce = Callable[..., Path]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from nmoe.learner.batch import Batch
 from nmoe.rl.experience import policy_batch
 from nmoe.rl.train import with_advantages
-from nmoe.types import Group
+from nmoe.trajectory import Group
 
 # Prompts of two tokens: positions are [x, t1, t2] for an answer of two tokens, of which the last two are scored.
 GROUPS = [group(answer(1.0), answer(0.0, [7])), group(answer(1.0), answer(1.0), answer(0.0))]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nmoe.rl.experience import policy_batch, selected
-from nmoe.types import Grade, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Grade, Problem, Sample, Sampling, Turn
 
 PROBLEM = Problem("demo/0", "reverse", "Reverse: 12", "21", "demo")
 GRADE = Grade(1.0, {}, "ok", {}, "21")

@@ -11,7 +11,8 @@ import torch
 from nmoe.learner.learner import PassResult, StepResult
 from nmoe.learner.routing import RoutingStatistics
 from nmoe.rl.metrics import rollout_metrics, update_metrics
-from nmoe.types import Failure, Grade, Problem, Sample, Sampling, ToolCall, ToolEvent, Trajectory, Turn, Verdict
+from nmoe.trajectory import Trajectory
+from nmoe.types import Failure, Grade, Problem, Sample, Sampling, ToolCall, ToolEvent, Turn, Verdict
 
 # The grader's other extras, averaged without further ado.
 REST = {"has_boxed": 0.0, "parse_method": 0.0, "boxed_in_final": 0.0, "reasoning_ok": 1.0}

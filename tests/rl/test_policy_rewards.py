@@ -10,7 +10,7 @@ from policy_cases import LIMIT, answer, group, settings
 
 from nmoe.rl.experience import differs, group_ids, sample_rewards
 from nmoe.rl.rollouts import solve_rate
-from nmoe.types import Trajectory
+from nmoe.trajectory import Trajectory
 
 PLAIN = settings().algorithm
 

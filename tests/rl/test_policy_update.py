@@ -22,7 +22,7 @@ from nmoe.recipes.setup import optimizer_settings
 from nmoe.rl.critic import Critic
 from nmoe.rl.reference import Reference
 from nmoe.rl.train import PolicyUpdate
-from nmoe.types import Group
+from nmoe.trajectory import Group
 
 Tiny = Callable[..., Transformer]
 

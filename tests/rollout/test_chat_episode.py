@@ -18,7 +18,8 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import FAILURES, Problem, Sampling, Trajectory, single_turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import FAILURES, Problem, Sampling, single_turn
 
 PROBLEM = Problem("demo/0", "sort", "Sort: 312", "123", "demo")
 SETTINGS = """

@@ -17,7 +17,8 @@ from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector, GradingError
 from nmoe.rollout.episode import request_seed
 from nmoe.text.harmony import Harmony
-from nmoe.types import Group, Message, Problem, Sample, Sampling, Trajectory, Turn, Verdict
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Message, Problem, Sample, Sampling, Turn, Verdict
 
 R = TypeVar("R")
 Make = Callable[..., Environment]

@@ -32,7 +32,8 @@ from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Exchange, Message, Problem, Sample, Sampling, TrainerState, Trajectory, single_turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Exchange, Message, Problem, Sample, Sampling, TrainerState, single_turn
 
 Make = Callable[..., Environment]
 

@@ -24,7 +24,8 @@ from nmoe.rollout.episode import request_seed
 from nmoe.sandbox.api import Limits, Result, SandboxSetupError
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import FAILURES, Message, Problem, Sample, Sampling, Trajectory, Verdict
+from nmoe.trajectory import Trajectory
+from nmoe.types import FAILURES, Message, Problem, Sample, Sampling, Verdict
 
 Make = Callable[..., Environment]
 

@@ -31,7 +31,8 @@ from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Problem, Sample, Sampling, Trajectory, Turn
+from nmoe.trajectory import Trajectory
+from nmoe.types import Message, Problem, Sample, Sampling, Turn
 
 Make = Callable[..., Environment]
 

@@ -33,7 +33,8 @@ from nmoe.sandbox.api import Result
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message, Problem, Sampling, Trajectory
+from nmoe.trajectory import Trajectory
+from nmoe.types import Message, Problem, Sampling
 
 Make = Callable[..., Environment]
 

@@ -7,7 +7,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from nmoe.envs.rewards.reward import Completion, Prompt, Samples
-from nmoe.types import Problem, TrainerState, Trajectory
+from nmoe.trajectory import Trajectory
+from nmoe.types import Problem, TrainerState
 
 if TYPE_CHECKING:
     from nmoe.envs.environment import Environment

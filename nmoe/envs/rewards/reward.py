@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nmoe.errors import UserError
-from nmoe.types import Message, Problem, TrainerState, Trajectory
+from nmoe.trajectory import Trajectory
+from nmoe.types import Message, Problem, TrainerState
 
 Prompt = str | list[dict[str, Any]]
 Completion = str | list[dict[str, Any]]

@@ -12,7 +12,8 @@ from scripted_engine import ScriptedEngine
 from nmoe.envs.environment import Environment
 from nmoe.rollout.collector import Collector
 from nmoe.text.harmony import Harmony
-from nmoe.types import Group, Message, Problem, Sampling, TrainerState
+from nmoe.trajectory import Group
+from nmoe.types import Message, Problem, Sampling, TrainerState
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from nmoe.envs.rewards.rewards import rated
 from nmoe.errors import UserError
 from nmoe.rl.metrics import rollout_metrics
 from nmoe.rollout.collector import Collector, GradingError, RewardFailedError
-from nmoe.types import Group, Sampling, TrainerState
+from nmoe.trajectory import Group
+from nmoe.types import Sampling, TrainerState
 
 Make = Callable[..., Environment]
 Play = Callable[..., Group]

@@ -18,7 +18,8 @@ from nmoe.envs.rewards.judge import fence_of
 from nmoe.errors import UserError
 from nmoe.rl.metrics import rollout_metrics
 from nmoe.rollout.collector import RewardFailedError
-from nmoe.types import Group, Problem
+from nmoe.trajectory import Group
+from nmoe.types import Problem
 
 Make = Callable[..., Environment]
 Play = Callable[..., Group]

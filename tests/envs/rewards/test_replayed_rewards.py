@@ -16,7 +16,7 @@ from nmoe.rollout.collector import RewardFailedError
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Group, Trajectory
+from nmoe.trajectory import Group, Trajectory
 
 Make = Callable[..., Environment]
 Play = Callable[..., Group]

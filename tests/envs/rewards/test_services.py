@@ -16,7 +16,8 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.rewards import service
 from nmoe.errors import UserError
 from nmoe.rollout.collector import Collector, RewardFailedError
-from nmoe.types import Group, Problem, Sampling
+from nmoe.trajectory import Group
+from nmoe.types import Problem, Sampling
 
 Make = Callable[..., Environment]
 Play = Callable[..., Group]

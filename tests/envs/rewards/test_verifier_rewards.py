@@ -13,7 +13,8 @@ from reward_cases import SORT
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers, step_places
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
-from nmoe.types import Group, Message
+from nmoe.trajectory import Group
+from nmoe.types import Message
 
 REWARD = '[[rewards]]\nname = "checked"\ntype = "verifier"\npath = "runs/verifier"\nweight = 0.5\nsteps = STEPS\n'
 
