@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nmoe.config.commands.base import RunConfig
-from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, State, Step, open_run
+from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, Step, open_run
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.state import Part
 
 
 class Counting(Recipe):
@@ -42,14 +43,20 @@ class Counting(Recipe):
     def reason_to_end(self) -> str | None:
         return "it has counted enough" if self.at == self.ends else None
 
-    def save(self, directory: Path) -> State:
+    def parts(self) -> dict[str, Part]:
+        return {"counter": self}
+
+    def save(self, directory: Path) -> dict[str, int]:
         self.log.append(f"save {self.at}")
         (directory / "weights").write_text(str(self.sum))
         return {"at": self.at}
 
-    def load(self, directory: Path, state: State) -> None:
+    def load(self, directory: Path, state: dict[str, int]) -> None:
         self.sum, self.at = int((directory / "weights").read_text()), state["at"]
         self.log.append(f"load {self.at}")
+
+    def resume(self) -> None:
+        self.log.append("resume")
 
 
 def follow(directory: Path, recipe: Recipe, steps: int = 5, every: int = 2, resume: bool = False) -> Run:
@@ -96,7 +103,7 @@ def test_a_signal_ends_the_run_after_the_step_and_a_resumed_one_goes_on(tmp_path
     assert recipe.log == ["start", "step 1", "step 2", "save 2", "step 3", "save 3"]
     resumed = Counting({}, every=0)
     run = follow(tmp_path, resumed, resume=True)
-    assert resumed.log == ["load 3", "step 4", "save 4", "step 5", "save 5"]
+    assert resumed.log == ["load 3", "resume", "step 4", "save 4", "step 5", "save 5"]
     assert [row["sum"] for row in read_metrics(run.directory.path)] == [1, 3, 6, 10, 15]
 
 
@@ -106,7 +113,7 @@ def test_a_recipe_may_end_the_run_at_an_evaluation_and_a_resumed_one_stays_ended
     assert recipe.log[-3:] == ["step 4", "evaluate 4", "save 4"]
     resumed = Counting({}, every=2, ends=4)
     run = follow(tmp_path, resumed, steps=9, every=9, resume=True)
-    assert resumed.log == ["load 4"]
+    assert resumed.log == ["load 4", "resume"]
     log = (run.directory.path / "log.txt").read_text()
     assert "step 4: ends here, since it has counted enough" in log
     assert "step 4: ended here, since it has counted enough" in log
