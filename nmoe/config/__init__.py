@@ -1,4 +1,4 @@
-"""Typed settings: TOML files and dotted overrides in, frozen checked sections or one error with every problem out."""
+"""Typed settings: reads TOML files and overrides, and returns frozen, checked sections or one error with every problem."""
 
 from nmoe.config.base import Array, Conflict, DataPath, FromFile, Section
 from nmoe.config.loader import load, parse

@@ -1,4 +1,4 @@
-"""Says, before a run starts, what its batch sizes and step counts come to."""
+"""Computes what the batch sizes and step counts of a run amount to, to print before it starts."""
 
 import math
 
@@ -67,9 +67,9 @@ def _reinforcement_learning(config: RLConfig) -> list[str]:
         )
     if (distillation := config.distillation) is not None:
         beside = (
-            f", beside rewards at {distillation.reward_coef:g}"
+            f", in addition to rewards at {distillation.reward_coef:g}"
             if distillation.reward_coef
-            else " in the place of rewards"
+            else " in place of rewards"
         )
         lines.append(f"teacher: {distillation.teacher} at {distillation.coef:g}{beside}")
     if config.critic is not None and config.critic.warmup_steps:

@@ -1,4 +1,4 @@
-"""What every settings table is made of: a frozen, strict section whose combination checks name the key at fault."""
+"""The base class of all tables: frozen, strict, with checks of combinations that name the key at fault."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class DataPath:
 
 
 class Conflict(NamedTuple):
-    """Keys that are fine one by one and do not fit together.
+    """Keys that are valid one by one but not together.
 
     Example: `Conflict("kv_heads", "must divide heads = 6")`. `key` is the key to point at, dotted when it lies in a
     section below, as in `stages.1.gate`, and empty for the section itself.
@@ -69,7 +69,7 @@ class Section(BaseModel):
     """Whether a file that holds this section alone is the start of the paths in it: see `DataPath`."""
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields every combination of this section's values that can not work. Sections override it."""
+        """Yields every combination of this section's values that cannot work. Sections override it."""
         yield from ()
 
     @model_validator(mode="after")

@@ -22,9 +22,9 @@ from nmoe.config.tables.tools import BudgetSettings, ToolsSettings, WorkspaceSet
 class SystemByFormat(Section):
     """[system_by_format]: a system message for one format, in place of `system`."""
 
-    harmony: str | None = Field(default=None, description="where the format is Harmony")
-    chat: str | None = Field(default=None, description="where it is the tokenizer's chat template")
-    boxed: str | None = Field(default=None, description="where it is plain text")
+    harmony: str | None = Field(default=None, description="for Harmony")
+    chat: str | None = Field(default=None, description="for the tokenizer's chat template")
+    boxed: str | None = Field(default=None, description="for plain text")
 
 
 class EnvironmentSettings(Section):
@@ -33,24 +33,26 @@ class EnvironmentSettings(Section):
     own_file: ClassVar[bool] = True
 
     env_id: str = Field(min_length=1, description="name of the environment")
-    version: str = Field(default="1", min_length=1, description="version of the environment, changed with its meaning")
-    description: str = Field(default="", description="what it is, in one line, for lists of environments")
+    version: str = Field(
+        default="1", min_length=1, description="version of the environment; change it when grades or problems change"
+    )
+    description: str = Field(default="", description="one line for lists of environments")
     format: Literal["auto", "harmony", "chat", "boxed"] = Field(
         default="auto",
         description="Harmony messages, messages by the tokenizer's chat template, or plain text with the answer in \\boxed{}; "
-        "auto: Harmony where the tokenizer has its control tokens, or else its template",
+        "auto: Harmony if the tokenizer has its control tokens, else its chat template",
     )
     extraction: Literal["last_number", "prose"] = Field(
         default="last_number",
         description="the answer in a message without a box: its last number, or what follows `the answer is` and the like, else "
         "its last formula or number (docs/guides/grading.md)",
     )
-    system: str = Field(default="", description="system message before every problem; empty for none")
+    system: str = Field(default="", description="system message before every problem; empty: none")
     system_by_format: SystemByFormat = Field(
         default=SystemByFormat(), description="system messages for single formats, in place of `system`"
     )
     task_pool: TaskPool = Field(discriminator="type", description="where the problems come from")
-    rubric: Rubric | None = Field(default=None, description="weights of the reward; without them, correctness alone")
+    rubric: Rubric | None = Field(default=None, description="weights of the reward; default: only correctness")
     curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
     tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
     budget: BudgetSettings = Field(default=BudgetSettings(), description="limits of one trajectory")
@@ -62,22 +64,20 @@ class EnvironmentSettings(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.rubric is not None and self.curriculum is not None:
-            yield Conflict(
-                "rubric", "the weights of the curriculum's stages are in force; drop [rubric] or [curriculum]"
-            )
+            yield Conflict("rubric", "the weights of the curriculum's stages apply; drop [rubric] or [curriculum]")
         if self.tools is not None and self.format == "boxed":
-            yield Conflict("tools", "the boxed format has no form for calls; use harmony or chat")
+            yield Conflict("tools", "the boxed format has no tool calls; use harmony or chat")
         yield from duplicates("rewards", (reward.name for reward in self.rewards))
         if "open" in task_types(self.task_pool) and not self._rewards_open_problems():
             yield Conflict(
-                "task_pool", "open problems have no right answer that correctness could reward; add [[rewards]]"
+                "task_pool", "open problems have no right answer, so correctness cannot reward them; add [[rewards]]"
             )
         if task_types(self.task_pool) == {"open"}:
             for index, stage in enumerate(() if self.curriculum is None else self.curriculum.stages):
                 if stage.gate is not None and stage.gate.metric == "correctness":
                     yield Conflict(
                         f"curriculum.stages.{index}.gate",
-                        "open problems have no right answer, so that it would never open",
+                        "open problems have no right answer, so it would never open",
                     )
         if not any(reward.weight for reward in self.rewards):
             stages = () if self.curriculum is None else self.curriculum.stages
@@ -86,10 +86,10 @@ class EnvironmentSettings(Section):
                 weighed["rubric"] = self.rubric
             for key, weights in weighed.items():
                 if weights.all_zero:
-                    yield Conflict(key, "all weights are 0, so that every reward would be 0")
+                    yield Conflict(key, "all weights are 0, so every reward would be 0")
 
     def _rewards_open_problems(self) -> bool:
-        """Whether anything is rewarded beside the answers being right."""
+        """Whether anything other than right answers is rewarded."""
         stages = () if self.curriculum is None else self.curriculum.stages
         weights = [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
         beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in weights)
@@ -104,9 +104,9 @@ def load_environment(named: Path) -> EnvironmentSettings:
 def held_out(
     settings: EnvironmentSettings, split: Literal["validation", "eval"] = "eval"
 ) -> EnvironmentSettings | None:
-    """The same environment over problems that training never meets: this split of its generated and reasoning-gym pools.
+    """The same environment over held-out problems: this split of its generated and reasoning-gym pools.
 
-    None where that can not be promised, because a pool is a dataset or does not train on the `train` split.
+    None if training may meet them: a pool is a dataset, or does not train on the `train` split.
     """
     pool = settings.task_pool
     if isinstance(pool, GeneratedPool | ReasoningGymPool) and pool.split == "train":

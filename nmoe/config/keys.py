@@ -17,14 +17,14 @@ _WIDTH, _INDENT = 110, 6
 
 
 def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
-    """`--run.seed=0` and below it what it means, table by table; a key without a value has to be given. Of an environment only its
-    path, since it has a file and a page of its own."""
+    """Each key with its default, `--run.seed=0`, and its meaning on the next line; a key without a value is required. An
+    environment is listed by its path only, because it has its own file and reference."""
     for name, known in schema.model_fields.items():
         key = f"{table}.{name}" if table else name
         below = sections_of(known.annotation)
         if below == (EnvironmentSettings,):
             yield f"  --{key}.path"
-            yield from _wrapped(f"{known.description}; its keys: docs/reference/configuration.md, `nmoe env check`")
+            yield from _wrapped(f"{known.description}; for its keys see docs/reference/configuration.md")
         elif below:
             for section in below:
                 yield from key_lines(section, key)

@@ -79,7 +79,7 @@ def _check(
 
 
 def _follows_from(unread: list[KeyPath], path: KeyPath, kind: str) -> bool:
-    """Whether an error only says again that a section could not be read: the section's own, or a conflict around it."""
+    """Whether an error follows from a section that could not be read: the section's own error, or a conflict around it."""
     return any(
         path[: len(section)] == section or (kind == "value_error" and section[: len(path)] == path)
         for section in unread
@@ -172,7 +172,7 @@ def _read(path: Path, named_at: str = "") -> tuple[dict[str, Any], Locator]:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError([Mistake(Place(str(path), line), f"not UTF-8 text: {error.reason}{by}")]) from None
     except (OSError, ValueError) as error:  # a ValueError if the name holds a null character
-        raise ConfigError([Mistake(place, f"can not be read: {error}{by}")]) from None
+        raise ConfigError([Mistake(place, f"cannot be read: {error}{by}")]) from None
     try:
         return tomllib.loads(text), locate(text, path)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Words each problem of a configuration as one line: where it is, what stands there, what is wrong, what would be right."""
+"""Describes each problem of a configuration in one line: its place, the value, what is wrong, and what would be right."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class Mistake:
 
 
 class ConfigError(UserError):
-    """A configuration that can not be used. Its text has one line per problem, and all of them."""
+    """A configuration that cannot be used. Its text lists all problems, one per line."""
 
     def __init__(self, problems: list[Mistake], first: str = "") -> None:
         """Orders the problems: by file, `first` before the others, and by line; overrides come last."""

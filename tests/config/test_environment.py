@@ -160,8 +160,8 @@ def test_curriculum_gates_stand_between_stages() -> None:
     gate = 'gate = {metric = "correctness", at_least = 0.5}\n'
     stages = f'[[curriculum.stages]]\nname = "a"\n{weights}[[curriculum.stages]]\nname = "b"\n{weights}{gate}'
     assert refusals(GENERATED + stages) == [
-        "[curriculum.stages[0]] gate: must be there, or the stages after this one never open",
-        "[curriculum.stages[1].gate]: must not be there: after the last stage it would open nothing",
+        "[curriculum.stages[0]] gate: is required, or the stages after this one never open",
+        "[curriculum.stages[1].gate]: must be left out: no stage follows the last one",
     ]
     assert refusals(GENERATED + "[curriculum]\nstages = []\n") == [
         "[curriculum] stages = []: a curriculum needs at least one [[curriculum.stages]]"
@@ -170,7 +170,7 @@ def test_curriculum_gates_stand_between_stages() -> None:
 
 def test_rewards_that_are_always_zero_are_refused() -> None:
     assert refusals(GENERATED + "[rubric]\ncorrectness = 0\n") == [
-        "[rubric]: all weights are 0, so that every reward would be 0"
+        "[rubric]: all weights are 0, so every reward would be 0"
     ]
 
 
@@ -208,7 +208,7 @@ def test_a_seed_is_added_to_every_pool() -> None:
 def test_a_rubric_beside_a_curriculum_would_be_ignored() -> None:
     stage = '[[curriculum.stages]]\nname = "a"\nweights = {format = 1}\n'
     (refusal,) = refusals(GENERATED + "[rubric]\nformat = 0.2\n" + stage)
-    assert refusal.startswith("[rubric]: the weights of the curriculum's stages are in force")
+    assert refusal.startswith("[rubric]: the weights of the curriculum's stages apply")
 
 
 def test_a_stage_closes_below_what_opened_it() -> None:
@@ -224,7 +224,7 @@ def test_a_stage_closes_below_what_opened_it() -> None:
     [
         ("use = []", "names no tool"),
         ('use = ["pyhton"]', "must be one of python, bash, read, write, edit, search or `package.module:function`"),
-        ('use = ["bash", "my.tools:bash"]', "is the second tool of the name 'bash'"),
+        ('use = ["bash", "my.tools:bash"]', "is the second tool named 'bash'"),
     ],
 )
 def test_tools_that_can_not_be(table: str, reason: str) -> None:
@@ -234,7 +234,7 @@ def test_tools_that_can_not_be(table: str, reason: str) -> None:
 
 def test_boxed_text_has_no_form_for_calls() -> None:
     (refusal,) = refusals('format = "boxed"\n' + GENERATED + '[tools]\nuse = ["bash"]\n')
-    assert "the boxed format has no form for calls" in refusal
+    assert "the boxed format has no tool calls" in refusal
 
 
 @pytest.mark.parametrize(

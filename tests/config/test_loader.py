@@ -262,7 +262,7 @@ def test_files_that_can_not_be_read(write: Write) -> None:
     write("some/x.toml", "")
     assert problems(Path("some"), Outer) == ["some: is a directory, not a TOML file"]
     (line,) = problems(Path("some/x.toml/y.toml"), Outer)
-    assert line.startswith("some/x.toml/y.toml: can not be read: ")
+    assert line.startswith("some/x.toml/y.toml: cannot be read: ")
     (line,) = problems(Path("a\0b"), Outer)
     assert "null" in line
 

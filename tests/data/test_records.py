@@ -192,7 +192,7 @@ def test_columns_can_be_mapped(tmp_path: Path) -> None:
     assert described.endswith("prompt_completion (prompt from 'question', completion from 'answer'; not read: 'text')")
     with pytest.raises(UserError, match=r"x\.jsonl:1: prompt from 'ask': there is no such column; the columns are"):
         read(path, columns={"prompt": "ask"})
-    with pytest.raises(ValueError, match="'promt' is no column of a format; those are text, messages"):
+    with pytest.raises(ValueError, match="'promt' is not a column of a format; the columns are text, messages"):
         DatasetSettings(path=path, columns={"promt": "question"})
     csv = tmp_path / "x.csv"
     csv.write_text('q,steps,marks\n6 * 7?,"[""a"", ""b""]","[1, -1]"\n')

@@ -58,7 +58,7 @@ def test_what_nothing_could_reward_is_refused(environment: Make) -> None:
     assert environment(POOL + "[rubric]\nformat = 1\n").pool.size == 2
     stages = 'name = "a"\nweights = { format = 1.0 }\ngate = { metric = "correctness", at_least = 0.5 }\n'
     last = '[[curriculum.stages]]\nname = "b"\nweights = { format = 1.0 }\n'
-    with pytest.raises(UserError, match="open problems have no right answer, so that it would never open"):
+    with pytest.raises(UserError, match="open problems have no right answer, so it would never open"):
         environment(POOL + "[[curriculum.stages]]\n" + stages + last)
 
 

@@ -30,7 +30,7 @@ class RLConfig(AdaptableConfig):
     batch: BatchSection = Field(default=BatchSection(), description="batch sizes")
     algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
     critic: CriticSection | None = Field(default=None, description="the critic of PPO")
-    distillation: DistillationSection | None = Field(default=None, description="a teacher in the place of rewards")
+    distillation: DistillationSection | None = Field(default=None, description="a teacher in place of rewards")
     eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
     monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
 

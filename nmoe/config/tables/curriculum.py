@@ -11,16 +11,20 @@ GateMetric = Literal["format_ok", "structure_ok", "reasoning_ok", "tool_use_ok",
 
 
 class Weights(Section):
-    """What each component of a grade, itself between 0 and 1, contributes to the reward."""
+    """The weight of each component of a grade in the reward; a component lies between 0 and 1."""
 
-    format: float = Field(default=0.0, ge=0, description="the completion has the form that the environment asks for")
+    format: float = Field(default=0.0, ge=0, description="the completion has the environment's format")
     structure: float = Field(
-        default=0.0, ge=0, description="share of the form's parts that hold, for a policy that does not have it yet"
+        default=0.0,
+        ge=0,
+        description="share of the format's parts that are right, for a policy that has not learned the format yet",
     )
-    reasoning: float = Field(default=0.0, ge=0, description="there is reasoning, well formed and not empty")
-    tool_use: float = Field(default=0.0, ge=0, description="a tool was called and answered, before a well-formed end")
+    reasoning: float = Field(default=0.0, ge=0, description="the reasoning is well formed and not empty")
+    tool_use: float = Field(
+        default=0.0, ge=0, description="a tool was called and returned, and the trajectory ends well formed"
+    )
     correctness: float = Field(default=0.0, ge=0, description="the answer is the gold answer")
-    efficiency: float = Field(default=0.0, ge=0, description="a correct answer took few tokens and calls")
+    efficiency: float = Field(default=0.0, ge=0, description="a correct answer used few tokens and calls")
 
     @property
     def all_zero(self) -> bool:
@@ -28,7 +32,7 @@ class Weights(Section):
 
 
 class Rubric(Weights):
-    """The weights in force when there is no curriculum: pure correctness unless the file says more."""
+    """The weights of an environment without a curriculum; by default only correctness counts."""
 
     correctness: float = Field(default=1.0, ge=0, description="the answer is the gold answer")
 
@@ -36,7 +40,7 @@ class Rubric(Weights):
 class GateSettings(Section):
     """What opens the next stage: `{metric = "format_ok", at_least = 0.9}`."""
 
-    metric: GateMetric = Field(description="the rate that is measured over the curriculum's window")
+    metric: GateMetric = Field(description="the rate that is averaged over the curriculum's window")
     at_least: float = Field(gt=0, le=1, description="the rate at which the next stage opens")
     close_below: float | None = Field(
         default=None, gt=0, lt=1, description="the rate below which the stage closes again; without it, never"
@@ -57,9 +61,9 @@ class StageSettings(Section):
 
 
 class CurriculumSettings(Section):
-    """Stages that open one after the other, so that nothing is rewarded before what it rests on has been learned."""
+    """Stages that open one after the other, so that a skill is rewarded only after the skills that it builds on."""
 
-    window_steps: int = Field(default=4, ge=1, description="a gate holds when its mean over so many steps does")
+    window_steps: int = Field(default=4, ge=1, description="number of steps that a gate's rate is averaged over")
     stages: Array[StageSettings] = Field(description="the stages in order, as [[curriculum.stages]]")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -70,6 +74,6 @@ class CurriculumSettings(Section):
         last = len(self.stages) - 1
         for index, stage in enumerate(self.stages):
             if index < last and stage.gate is None:
-                yield Conflict(f"stages.{index}.gate", "must be there, or the stages after this one never open")
+                yield Conflict(f"stages.{index}.gate", "is required, or the stages after this one never open")
             if index == last and stage.gate is not None:
-                yield Conflict(f"stages.{index}.gate", "must not be there: after the last stage it would open nothing")
+                yield Conflict(f"stages.{index}.gate", "must be left out: no stage follows the last one")

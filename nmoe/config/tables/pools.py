@@ -36,22 +36,22 @@ DatasetTask = Literal[
 
 
 GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]
-"""How the gold answer is found in a record's answer field: taken as it is, after `####`, in `\\boxed{}`, last number."""
+"""How to read the gold answer from its field: all of it, the part after `####`, the content of `\\boxed{}`, the last number."""
 
 
 class GeneratedPool(Section):
-    """Problems made by a seeded generator, without end; the splits never share a problem."""
+    """An endless sequence of problems from a seeded generator. The splits never share a problem."""
 
     type: Literal["generated"]
     task_type: GeneratedTask = Field(description="the task whose problems are generated")
     difficulty: Annotated[tuple[int, int], Field(strict=False)] = Field(
-        default=(1, 3), description="[least, most], both at least 1 and included; each task says what it counts"
+        default=(1, 3), description="[least, most], both included and at least 1; its meaning depends on the task"
     )
     split: Literal["train", "validation", "eval", "all"] = Field(
         default="train", description="the part of all problems to draw from"
     )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
-    max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
+    max_examples: int | None = Field(default=None, ge=1, description="number of problems; default: endless")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -67,19 +67,19 @@ class DatasetKeys(Section):
     problem_field: str | None = Field(
         default=None,
         min_length=1,
-        description="the field with the problem's text or messages; by default the one of problem, question, prompt and input "
-        "that the records have",
+        description="the field with the problem's text or messages; default: the one of problem, question, prompt and input "
+        "that exists",
     )
     answer_field: str | None = Field(
         default=None,
         min_length=1,
-        description="the field with the gold answer or solution, `a.b` for field b of object a; by default the one of answer, "
-        "label, reward_spec.ground_truth and reward_model.ground_truth that the records have",
+        description="the field with the gold answer or solution, `a.b` for field b of object a; default: the one of answer, "
+        "label, reward_spec.ground_truth and reward_model.ground_truth that exists",
     )
     gold_extractor: GoldExtractor = Field(default="none", description="how the gold answer is found in its field")
     check_gold: Literal["all", "sample", "off"] = Field(
         default="all",
-        description="which gold answers have to be graded correct before a run starts: all, 64 of them, or none",
+        description="which gold answers are graded before a run starts, and have to be correct: all, 64 of them, or none",
     )
     answer_order: Literal["any", "as_gold"] = Field(
         default="any",
@@ -91,7 +91,7 @@ class DatasetKeys(Section):
         description="of `math`: the unit that an answer may add to a gold without one: the only one that the question names, "
         "none, or any",
     )
-    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    max_examples: int | None = Field(default=None, ge=1, description="maximum number of records to read")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -106,7 +106,7 @@ class JsonlPool(DatasetKeys):
 
     type: Literal["jsonl"]
     path: Annotated[str, DataPath()] = Field(
-        min_length=1, description="the JSONL file; `@[a:b]` behind it takes a part of its records"
+        min_length=1, description="the JSONL file; `@[a:b]` selects some of its records"
     )
 
 
@@ -115,7 +115,7 @@ class CsvPool(DatasetKeys):
 
     type: Literal["csv"]
     path: Annotated[str, DataPath()] = Field(
-        min_length=1, description="the CSV file; `@[a:b]` behind it takes a part of its rows"
+        min_length=1, description="the CSV file; `@[a:b]` selects some of its rows"
     )
 
 
@@ -124,7 +124,7 @@ class ParquetPool(DatasetKeys):
 
     type: Literal["parquet"]
     path: Annotated[str, DataPath()] = Field(
-        min_length=1, description="the Parquet file; `@[a:b]` behind it takes a part of its rows"
+        min_length=1, description="the Parquet file; `@[a:b]` selects some of its rows"
     )
 
 
@@ -133,18 +133,20 @@ class HubPool(DatasetKeys):
 
     type: Literal["hf"]
     dataset: Annotated[str, DataPath(may_be_name=True)] = Field(
-        min_length=1, description="name on the hub, or a local directory or file; `@[a:b]` behind it takes a part of it"
+        min_length=1, description="name on the hub, or a local directory or file; `@[a:b]` selects some of its rows"
     )
     data_files: Array[str] = Field(
         default=(),
         description="files of `dataset` to read, wildcards allowed; with `json`, `parquet`, `csv`: local ones",
     )
     subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
-    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
+    split: str = Field(
+        default="train", min_length=1, description="split, with an optional slice such as `train[:1024]`"
+    )
 
 
 class ReasoningGymPool(Section):
-    """Problems made by a dataset of the package reasoning-gym, without end; the splits never share a question."""
+    """An endless sequence of problems from a dataset of the package reasoning-gym. The splits never share a question."""
 
     type: Literal["reasoning_gym"]
     dataset: str = Field(min_length=1, description="name of the dataset in reasoning-gym, such as `leg_counting`")
@@ -153,7 +155,7 @@ class ReasoningGymPool(Section):
         default="train", description="the part of all problems to draw from"
     )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
-    max_examples: int | None = Field(default=None, ge=1, description="how many problems there are; without it, no end")
+    max_examples: int | None = Field(default=None, ge=1, description="number of problems; default: endless")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -162,7 +164,7 @@ class ReasoningGymPool(Section):
 
 
 class SelfplayPool(Section):
-    """Problems without an answer, for self-play: whoever solves them is judged by verifiers."""
+    """Problems without an answer, for self-play: verifiers judge the solutions."""
 
     type: Literal["selfplay"]
     source: str = Field(
@@ -174,12 +176,12 @@ class SelfplayPool(Section):
         min_length=1,
         description="the field with the problem's text; default: the first of problem, question, prompt and input that exists",
     )
-    max_examples: int | None = Field(default=None, ge=1, description="read no more records than these")
+    max_examples: int | None = Field(default=None, ge=1, description="maximum number of records to read")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
 
 
 class PrmPool(Section):
-    """Labelled steps of solutions, to be judged: those of PRM800K, of Math-Shepherd, or of stepwise records."""
+    """Solutions with labelled steps, to be judged: from PRM800K, Math-Shepherd or stepwise records."""
 
     type: Literal["prm"]
     source: str = Field(
@@ -187,9 +189,12 @@ class PrmPool(Section):
         min_length=1,
         description="`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise ones",
     )
-    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
+    split: str = Field(
+        default="train", min_length=1, description="split, with an optional slice such as `train[:1024]`"
+    )
     task_type: Literal["prm_step", "prm_solution"] = Field(
-        default="prm_step", description="prm_step: the label of the last of some steps; prm_solution: the score of all"
+        default="prm_step",
+        description="prm_step: predict the label of the last step; prm_solution: predict the score of the whole solution",
     )
     prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
         default="openai/prm800k", description="where PRM800K lies: a directory or a Hugging Face name"
@@ -203,7 +208,7 @@ class PrmPool(Section):
 
 
 class SourceKeys(Section):
-    """What a pool gets in addition when it is one source of a mixture."""
+    """The additional keys of a pool that is one source of a mixture."""
 
     name: str = Field(min_length=1, description="name of the source in logs and metrics, unique in the mixture")
     weight: float = Field(gt=0, description="share of the problems, relative to the other sources' weights")
@@ -271,6 +276,6 @@ TaskPool = (
 
 
 def task_types(pool: TaskPool) -> set[str]:
-    """The types of the problems that a pool may hand out, as far as its settings name them."""
+    """The task types of a pool's problems, as far as its settings name them."""
     sources = pool.sources if isinstance(pool, MixturePool) else (pool,)
     return {source.task_type for source in sources if isinstance(source, (GeneratedPool, DatasetKeys, PrmPool))}

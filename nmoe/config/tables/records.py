@@ -19,14 +19,18 @@ class DatasetSettings(Section):
 
     path: Annotated[str, DataPath(may_be_name=True)] = Field(
         min_length=1,
-        description="file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name; `@[a:b]` behind it takes a part",
+        description="file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name; `@[a:b]` selects some of its rows",
     )
     data_files: Array[str] = Field(
         default=(), description="files of `path` to read, wildcards allowed; with `json`, `parquet`, `csv`: local ones"
     )
     subset: str | None = Field(default=None, description="the dataset's configuration, such as `main`")
-    split: str = Field(default="train", min_length=1, description="split, slices such as `train[:1024]` included")
-    kind: Kind | None = Field(default=None, description="the format of the records; default: told by their columns")
+    split: str = Field(
+        default="train", min_length=1, description="split, with an optional slice such as `train[:1024]`"
+    )
+    kind: Kind | None = Field(
+        default=None, description="the format of the records; default: recognised by their columns"
+    )
     columns: dict[str, str] = Field(
         default={}, description='which columns of the data to take: `{prompt = "question", completion = "answer"}`'
     )
@@ -36,7 +40,7 @@ class DatasetSettings(Section):
         known = get_args(Column)
         for column in self.columns:
             if column not in known:
-                yield Conflict("columns", f"{column!r} is no column of a format; those are {', '.join(known)}")
+                yield Conflict("columns", f"{column!r} is not a column of a format; the columns are {', '.join(known)}")
 
 
 class RecordsSection(DatasetSettings):
@@ -44,31 +48,31 @@ class RecordsSection(DatasetSettings):
 
     format: Literal["auto", "harmony", "chat", "text"] = Field(
         default="auto",
-        description="how records become tokens: Harmony, the tokenizer's chat template, completions behind prompts as they are; "
-        "auto: Harmony where the tokenizer has its control tokens, or else its template",
+        description="how records become tokens: Harmony, the tokenizer's chat template, or plain text; "
+        "auto: Harmony if the tokenizer has its control tokens, else its chat template",
     )
     tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
     epochs: float | None = Field(
-        default=None, gt=0, description="passes over the records, in place of run.steps; 0.5 is half of them"
+        default=None, gt=0, description="passes over the records, in place of run.steps; may be a fraction"
     )
     held_out: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="share of the records kept from training, to evaluate on: all of a prompt or none",
+        description="share of the records held out for evaluation; records with the same prompt stay together",
     )
     held_out_path: Annotated[str | None, DataPath(may_be_name=True)] = Field(
-        default=None, min_length=1, description="records of their own to evaluate on, read as those of `path` are"
+        default=None, min_length=1, description="separate records to evaluate on, read like those of `path`"
     )
     held_out_split: str | None = Field(
-        default=None, min_length=1, description="split to evaluate on, of `held_out_path` or else of `path`"
+        default=None, min_length=1, description="split to evaluate on, of `held_out_path` if given, else of `path`"
     )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         for key in ("held_out_path", "held_out_split"):
             if self.held_out > 0 and getattr(self, key) is not None:
-                yield Conflict(key, "and held_out: evaluate on one or the other")
+                yield Conflict(key, "excludes held_out; evaluate on one of the two")
 
     @property
     def holds_out(self) -> bool:
@@ -88,6 +92,6 @@ class SFTRecordsSection(RecordsSection):
 
     share_prefixes: bool = Field(
         default=False,
-        description="run what sequences of a step begin with alike once for all of them, such as one long instruction; a "
+        description="compute a prefix that sequences of a step share, such as a long instruction, once for all of them; a "
         "router's load then counts it once",
     )

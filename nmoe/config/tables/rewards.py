@@ -1,4 +1,4 @@
-"""The settings of `[[rewards]]`: what an environment rewards beside the components of its rubric."""
+"""The settings of `[[rewards]]`: the rewards of an environment in addition to its rubric."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class RewardKeys(Section):
     name: str = Field(
         min_length=1, description="name of the component in metrics and samples, unique among all components"
     )
-    weight: float = Field(default=1.0, description="factor of its values in the reward; negative for a penalty")
+    weight: float = Field(default=1.0, description="weight of its values in the reward; negative for a penalty")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -54,18 +54,16 @@ class FunctionRewardConfig(RewardKeys):
 
 
 class ServiceKeys(RewardKeys):
-    """How a service on the network is asked; nothing else of nmoe reaches one while it trains."""
+    """The keys of a reward that asks a service. No other part of nmoe uses the network during training."""
 
-    url: str = Field(description="where requests are posted to, such as http://localhost:8000/v1/chat/completions")
+    url: str = Field(description="URL that requests are posted to, such as http://localhost:8000/v1/chat/completions")
     token_env: str | None = Field(
         default=None,
-        description="environment variable with the bearer token; the token itself is never written anywhere",
+        description="environment variable with the bearer token; the token itself is never stored",
     )
-    timeout_s: float = Field(default=60.0, gt=0, description="seconds that one attempt may take")
-    retries: int = Field(
-        default=3, ge=0, description="further attempts after one that failed, with growing waits between"
-    )
-    concurrency: int = Field(default=8, ge=1, description="the most requests under way at once")
+    timeout_s: float = Field(default=60.0, gt=0, description="seconds per attempt")
+    retries: int = Field(default=3, ge=0, description="retries after a failed attempt, with growing waits between them")
+    concurrency: int = Field(default=8, ge=1, description="maximum concurrent requests")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -75,13 +73,13 @@ class ServiceKeys(RewardKeys):
         except ValueError:
             named = False
         if not named:
-            yield Conflict("url", "is a URL that begins with http:// or https:// and names a host")
+            yield Conflict("url", "must be a URL that begins with http:// or https:// and names a host")
         elif parts.username is not None or parts.password is not None:
             yield Conflict(
-                "url", "holds a user or password, which would be written to the run's config.toml; use token_env"
+                "url", "contains a user or password, which would be written to the run's config.toml; use token_env"
             )
         if self.token_env is not None and not _VARIABLE.fullmatch(self.token_env):
-            yield Conflict("token_env", "is the name of an environment variable, not the token")
+            yield Conflict("token_env", "must be the name of an environment variable, not the token")
 
 
 class HttpRewardConfig(ServiceKeys):
@@ -94,16 +92,16 @@ class JudgeRewardConfig(ServiceKeys):
     """A language model behind an OpenAI-compatible chat endpoint, asked about every sample at temperature 0."""
 
     type: Literal["judge"]
-    model: str = Field(min_length=1, description="the judge's name, as the endpoint knows it")
+    model: str = Field(min_length=1, description="the model's name at the endpoint")
     template: str | None = Field(
         default=None,
-        description="what the judge is asked, with {{prompt}}, {{completion}}, {{reasoning}}, {{fence}} and columns, such as "
-        "{{gold}}, in their places",
+        description="the judge's prompt; placeholders: {{prompt}}, {{completion}}, {{reasoning}}, {{fence}} and columns such as "
+        "{{gold}}",
     )
     template_file: Annotated[str | None, DataPath()] = Field(
         default=None, min_length=1, description="a text file with the template"
     )
-    system: str = Field(default="", description="system message before it; empty for none")
+    system: str = Field(default="", description="the judge's system message; empty: none")
     score: str = Field(
         default=r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)",
         description="regular expression whose group is the score in the judge's answer; the last match counts",
@@ -111,12 +109,12 @@ class JudgeRewardConfig(ServiceKeys):
     scale: Annotated[tuple[float, float], Field(strict=False)] = Field(
         default=(0.0, 10.0), description="[worst, best] score, which become 0 and 1"
     )
-    max_tokens: int = Field(default=1024, ge=1, description="the most tokens of a judgement")
-    extra_body: dict[str, Any] = Field(default={}, description="further keys of the request, such as `{seed = 1}`")
+    max_tokens: int = Field(default=1024, ge=1, description="maximum tokens per judgement")
+    extra_body: dict[str, Any] = Field(default={}, description="additional keys of the request, such as `{seed = 1}`")
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="directory, from the working directory, of judgements to keep and to look up; without it all are asked for",
+        description="directory of cached judgements, relative to the working directory; default: no cache",
     )
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -124,7 +122,7 @@ class JudgeRewardConfig(ServiceKeys):
         if (self.template is None) == (self.template_file is None):
             yield Conflict("", "needs either template or template_file")
         if self.template is not None and not names_in(self.template) & {"completion", "reasoning"}:
-            yield Conflict("template", "shows the judge no {{completion}}")
+            yield Conflict("template", "does not contain {{completion}}")
         try:
             groups = re.compile(self.score).groups
         except re.error as error:
@@ -133,7 +131,7 @@ class JudgeRewardConfig(ServiceKeys):
             if groups != 1:
                 yield Conflict("score", f"has {groups} groups; one group is the score, the others are written (?:...)")
         if self.scale[0] == self.scale[1]:
-            yield Conflict("scale", "is [worst, best], two different scores")
+            yield Conflict("scale", "must be [worst, best], two different scores")
         if kept := self.extra_body.keys() & {"model", "messages", "n", "stream"}:
             yield Conflict("extra_body", f"must not have {', '.join(sorted(kept))}")
 
@@ -145,8 +143,8 @@ class VerifierRewardConfig(RewardKeys):
     path: str = Field(min_length=1, description="run or checkpoint of the verifier, from the working directory")
     steps: bool = Field(
         default=False,
-        description="reward every step, by the probability that it is right, beside the answer (algorithm.step_reward_coef); "
-        "`weight = 0` leaves the steps alone",
+        description="also reward every step by the probability that it is right (algorithm.step_reward_coef); "
+        "with `weight = 0` only the steps are rewarded",
     )
 
 
@@ -158,7 +156,7 @@ class RewardModelRewardConfig(RewardKeys):
 
 
 def names_in(template: str) -> set[str]:
-    """The names that a template has in double braces."""
+    """The placeholders of a template."""
     return set(PLACEHOLDER.findall(template))
 
 

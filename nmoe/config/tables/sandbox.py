@@ -9,7 +9,7 @@ from nmoe.config.base import Array, Conflict, Section
 
 
 class SandboxSettings(Section):
-    """[sandbox]: what has to hold around code that the policy wrote. Where it can not be had, nothing starts."""
+    """[sandbox]: the isolation of code that the policy wrote. If the machine cannot provide it, nothing starts."""
 
     level: Literal["bubblewrap", "landlock"] = Field(
         default="bubblewrap",
@@ -22,7 +22,7 @@ class SandboxSettings(Section):
     visible: Array[str] = Field(
         default=(), description="more files and directories to show inside, read-only, such as libraries"
     )
-    warm: int = Field(default=2, ge=0, le=256, description="sandboxes that are kept started ahead of need")
+    warm: int = Field(default=2, ge=0, le=256, description="number of sandboxes that are started in advance")
     first_uid: int = Field(
         default=1_900_000_000,
         ge=1000,

@@ -19,7 +19,7 @@ class ToolsSettings(Section):
     )
     read: Array[str] | None = Field(
         default=None,
-        description="paths of the workspace that calls may read, `.` for all of it; what may be written may be read. Default: all",
+        description="paths of the workspace that calls may read, `.` for all of it; writable paths are readable too. Default: all",
     )
     write: Array[str] | None = Field(
         default=None, description="paths of the workspace that calls may write. Default: all"
@@ -28,7 +28,7 @@ class ToolsSettings(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if not self.use:
-            yield Conflict("use", "names no tool; leave [tools] out where there are none")
+            yield Conflict("use", "names no tool; leave [tools] out if there are none")
         for index, name in enumerate(self.use):
             if ":" not in name and name not in get_args(BuiltinTool):
                 yield Conflict(
@@ -37,11 +37,11 @@ class ToolsSettings(Section):
         for key, paths in (("read", self.read), ("write", self.write)):
             for index, path in enumerate(paths or ()):
                 if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-                    yield Conflict(f"{key}.{index}", "is a path within the workspace, relative to it")
+                    yield Conflict(f"{key}.{index}", "must be a relative path within the workspace")
         seen: set[str] = set()
         for index, name in enumerate(name.rpartition(":")[2] for name in self.use):
             if name in seen:
-                yield Conflict(f"use.{index}", f"is the second tool of the name {name!r}; names must be unique")
+                yield Conflict(f"use.{index}", f"is the second tool named {name!r}; names must be unique")
             seen.add(name)
 
 
@@ -51,50 +51,54 @@ class BudgetSettings(Section):
     completion_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="the most tokens that the policy may sample, all turns together; without it, the run's max_new_tokens alone",
+        description="maximum tokens sampled over all turns; default: sampling.max_new_tokens is the only limit",
     )
-    turns: int = Field(default=16, ge=1, description="the most turns of the policy")
-    tool_calls: int = Field(default=16, ge=1, description="the most calls of tools")
-    wall_s: float = Field(default=600.0, gt=0, description="seconds from the end of the first turn to that of the last")
-    tool_s: float = Field(default=10.0, gt=0, description="seconds of one call of a tool, CPU time likewise")
+    turns: int = Field(default=16, ge=1, description="maximum turns of the policy")
+    tool_calls: int = Field(default=16, ge=1, description="maximum tool calls")
+    wall_s: float = Field(
+        default=600.0, gt=0, description="seconds from the end of the first turn to the end of the last"
+    )
+    tool_s: float = Field(
+        default=10.0, gt=0, description="seconds of wall time per tool call, and likewise of CPU time"
+    )
     tool_output_chars: int = Field(
-        default=8192, ge=256, description="longest output of a tool that the policy is shown"
+        default=8192, ge=256, description="maximum length of the tool output that the policy sees"
     )
-    memory_mb: int = Field(default=512, ge=16, description="memory of a call's processes together")
+    memory_mb: int = Field(default=512, ge=16, description="memory of all processes of a call together")
     processes: int = Field(default=64, ge=1, description="processes and threads of a call")
     disk_mb: int = Field(default=64, ge=1, description="size of the workspace and of all temporary files together")
 
 
 class WorkspaceSettings(Section):
-    """[workspace]: the files that each trajectory starts with, from a directory or a git commit, and what becomes of them."""
+    """[workspace]: the files that each trajectory starts with, from a directory or a git commit, and whether they are kept."""
 
     directory: Annotated[str | None, DataPath()] = Field(
-        default=None, min_length=1, description="directory whose files are copied; or name a repository"
+        default=None, min_length=1, description="directory whose files are copied; the alternative is `repository`"
     )
     repository: Annotated[str | None, DataPath()] = Field(
-        default=None, min_length=1, description="git clone on this machine that commits are taken from"
+        default=None, min_length=1, description="git clone on this machine that holds the commits"
     )
     base_commit: str | None = Field(
         default=None, min_length=1, description="commit to start from; default: base_commit of each problem's record"
     )
     target_commit: str | None = Field(
-        default=None, min_length=1, description="commit that made the change asked for, for provenance alone"
+        default=None, min_length=1, description="commit with the requested change; only recorded"
     )
     bootstrap: Literal["none", "pip", "uv", "requirements"] = Field(
         default="none",
-        description="what is installed into .packages beforehand: nothing; the project, by pip or uv; requirements.txt",
+        description="what is installed into .packages beforehand. pip, uv: the project; requirements: requirements.txt",
     )
     bootstrap_wall_s: float = Field(default=600.0, gt=0, description="seconds that the bootstrap may take")
     keep: Literal["never", "failed", "always"] = Field(
-        default="never", description="whose files are saved at the end of a trajectory: nobody's, those not solved, all"
+        default="never", description="which trajectories' files are saved at the end: none, those not solved, all"
     )
     max_age_days: float = Field(
-        default=14.0, gt=0, description="days without use after which `nmoe env gc` removes them"
+        default=14.0, gt=0, description="days without use after which `nmoe env gc` removes a workspace"
     )
     max_disk_mb: int = Field(
         default=10240,
         gt=0,
-        description="disk beyond which `nmoe env gc` removes this environment's least recently used",
+        description="disk usage above which `nmoe env gc` removes this environment's least recently used workspaces",
     )
 
     def conflicts(self) -> Iterator[Conflict]:

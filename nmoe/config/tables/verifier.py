@@ -1,4 +1,4 @@
-"""The settings of [verifier]: which labelled steps a verifier is trained on, and what it is to say."""
+"""The settings of [verifier]: which labelled steps a verifier is trained on, and what it predicts."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -9,33 +9,33 @@ from nmoe.config.base import Conflict, DataPath, Section
 
 
 class VerifierSection(Section):
-    """[verifier]: labelled steps, and the verifier that learns from them."""
+    """[verifier]: the labelled steps, and the kind of verifier that is trained on them."""
 
     prm_source: str = Field(
         default="prm800k",
         min_length=1,
         description="`prm800k`, `math_shepherd`, `both`, or a file, directory or hub name with records of theirs or stepwise "
-        "ones; `--prm_source=` on the command",
+        "ones; also `--prm_source=`",
     )
     prm_split: str = Field(
         default="train",
         min_length=1,
-        description="split, slices such as `train[:1024]` included; `--prm_split=` on the command",
+        description="split, with an optional slice such as `train[:1024]`; also `--prm_split=`",
     )
     mode: Literal["step", "score"] = Field(
         default="step",
-        description="step: a label for every step; score: 0, 0.5 or 1 for whole solutions; `--mode=` on the command",
+        description="step: a label for every step; score: 0, 0.5 or 1 for whole solutions; also `--mode=`",
     )
     head: Literal["generative", "discriminative"] = Field(
         default="generative",
-        description="generative: the label is what the model answers; discriminative: a head reads the ends of the steps",
+        description="generative: the model answers with the label; discriminative: a head on the last token of each step",
     )
     neutral: Literal["positive", "negative", "own"] = Field(
         default="positive",
-        description="what a neutral step counts as; own: a label of its own, for a generative verifier",
+        description="the label of a neutral step; own: a third label, for a generative verifier",
     )
     language_weight: float = Field(
-        default=0.0, ge=0, description="weight of predicting the tokens of right steps, beside judging them; 0: off"
+        default=0.0, ge=0, description="weight of a language-modelling loss on right steps; 0: off"
     )
     prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
         default="openai/prm800k",
@@ -48,15 +48,20 @@ class VerifierSection(Section):
     held_out_source: str | None = Field(
         default=None,
         min_length=1,
-        description="as `prm_source`, to evaluate on; default: a share of the problems, which is kept from training",
+        description="source to evaluate on, as `prm_source`; default: a held-out share of the problems",
     )
     held_out_split: str = Field(default="test", min_length=1, description="the split of `held_out_source`")
     held_out_share: float = Field(
-        default=0.1, gt=0, lt=1, description="share of the problems to evaluate on, where there is no `held_out_source`"
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share of the problems held out for evaluation if there is no `held_out_source`",
     )
     tokens_per_step: int = Field(default=16384, gt=0, description="tokens per optimizer step")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.neutral == "own" and (self.head, self.mode) != ("generative", "step"):
-            yield Conflict("neutral", 'own is a third label of steps, for head = "generative" and mode = "step" alone')
+            yield Conflict(
+                "neutral", 'own is a third label of steps; it needs head = "generative" and mode = "step" alone'
+            )

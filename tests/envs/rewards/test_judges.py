@@ -205,7 +205,7 @@ def test_a_template_is_read_from_a_file_and_its_columns_have_to_be_there(
     [
         ({"template": None}, "needs either template or template_file"),
         ({"template_file": "x.txt"}, "needs either template or template_file"),
-        ({"template": "Good?"}, "shows the judge no {{completion}}"),
+        ({"template": "Good?"}, "does not contain {{completion}}"),
         ({"score": "("}, "is no regular expression"),
         ({"score": r"\d+"}, "has 0 groups"),
         ({"score": r"(a)(b)"}, "has 2 groups"),

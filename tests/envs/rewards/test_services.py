@@ -68,8 +68,8 @@ def test_a_token_that_is_not_there_ends_the_load(environment: Make, monkeypatch:
         ("ftp://host/", {}, "begins with http"),
         ("http:///path", {}, "names a host"),
         ("http://[oops/", {}, "names a host"),
-        ("https://me:pw@host/", {}, "holds a user or password"),
-        ("https://host/", {"token_env": "sk-123"}, "is the name of an environment variable, not the token"),
+        ("https://me:pw@host/", {}, "contains a user or password"),
+        ("https://host/", {"token_env": "sk-123"}, "must be the name of an environment variable, not the token"),
     ],
 )
 def test_addresses_and_tokens_are_checked(environment: Make, url: str, keys: dict[str, Any], said: str) -> None:
