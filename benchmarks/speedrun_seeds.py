@@ -25,13 +25,19 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from calibration import calibration_s
 from machine import machine, versions
+
+from nmoe.speedrun.corpus import corpus_texts, write_corpus
+from nmoe.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/speedrun_seeds.json"
@@ -44,20 +50,20 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
 SKILLS = ("add", "reverse", "sort")
 # Seeds 0 to 19, every fourth of them under AVX2 and every fourth without the project's kernels.
 PLAN = [(seed, {1: "avx2", 3: "plain"}.get(seed % 4, "native")) for seed in range(20)]
-# What decides a result: the recipe's settings and corpus, and what samples, learns and grades.
-_DECIDES = (
-    "configs/speedrun.toml",
-    "configs/speedrun_base.toml",
-    "environments/skills.toml",
-    "nmoe/speedrun/corpus.py",
-)
+# The settings that decide a result; the corpus does, too.
+_SETTINGS = ("configs/speedrun.toml", "configs/speedrun_base.toml", "environments/skills.toml")
 
 Record = dict[str, Any]
 
 
+@cache
 def recipe() -> str:
-    """12 hexadecimal digits over the files that make the recipe."""
-    return hashlib.sha256(b"\0".join((ROOT / name).read_bytes() for name in _DECIDES)).hexdigest()[:12]
+    """12 hexadecimal digits over the settings and the first documents of a corpus: the recipe, however its code is written."""
+    settings = [tomllib.loads((ROOT / name).read_text()) for name in _SETTINGS]
+    with tempfile.TemporaryDirectory() as directory:
+        corpus = Path(directory) / "corpus.jsonl"
+        write_corpus(corpus, Tokenizer.train(corpus_texts(0, 500), 400), 0, 500)
+        return hashlib.sha256(json.dumps(settings).encode() + corpus.read_bytes()).hexdigest()[:12]
 
 
 def run(seed: int, kernels: str, out: Path) -> Record:
