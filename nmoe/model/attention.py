@@ -1,7 +1,7 @@
-"""Attention: projections, QK-norm and rotary embedding, with the attending itself left to the caller.
+"""Attention: projections, QK-norm and rotary embedding. The caller supplies the attention over keys and values.
 
-The learner attends within packed sequences, the engine attends to a cache: each hands in an `Attend`. Everything else
-is the same code and the same weights, which is what keeps sampler and learner from drifting apart.
+The learner attends within packed sequences, the engine to a cache: each passes in an `Attend`. All the rest is the same code
+with the same weights, so sampler and learner cannot drift apart.
 """
 
 # Shapes: T tokens, D width, H query heads, J key-value heads, C head width, U value width, N heads of several kinds, R rank of the
@@ -21,26 +21,26 @@ from nmoe.model.ops.table import ops_for
 
 
 class Attend(Protocol):
-    """How queries meet keys and values: `o_THU = attend(layer, q_THC, k_TJC, v_TJU)`."""
+    """Attends to keys and values: `o_THU = attend(layer, q_THC, k_TJC, v_TJU)`."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
 class LatentAttend(Protocol):
-    """An `Attend` that keeps latents and makes keys and values from them when it needs them."""
+    """An `Attend` that stores latents and expands them to keys and values when needed."""
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor: ...
 
     def attend_latents(
         self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
-        """The same, `[T, H, U]`, of the tokens' latents beside their rotated keys."""
+        """The same, `[T, H, U]`, for the tokens' latents with their rotated keys."""
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query, key and value weights are one matrix,
-    in that order, since small products cost their launch more than their arithmetic."""
+    in that order, because a small product costs more to launch than to compute."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ class Attention(nn.Module):
         return ops_for(qkv_TNC).norm_and_rotate(qkv_TNC, norms, cos_T1c, sin_T1c, self.heads, self.kv_heads)
 
 
-# What DeepSeek's release and transformers norm latents with, whatever rms_norm_eps says.
+# DeepSeek's release and transformers use this for latents, whatever rms_norm_eps says.
 _LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttentionBlock(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19), with keys and values expanded per head. Whoever keeps
-    latents can do without them, by `to_latents` and `from_latents` (section 2.1.2 there)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, eq. 9-19), with keys and values expanded per head. A cache of
+    latents needs no expansion: see `to_latents` and `from_latents` (section 2.1.2 there)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -116,26 +116,26 @@ class LatentAttentionBlock(nn.Module):
         """Every head's keys `[T, H, C]` and values `[T, H, U]`."""
         latent = self.latent
         kv_TR, k_rope_TC = latents_TL.split([latent.kv_rank, latent.rope_dim], -1)
-        # Rows that lie apart would have other bits in other batches, by the small products of an adapter.
+        # An adapter's small products of non-contiguous rows would depend on the batch.
         kv_THC = self.kv_b_proj(kv_TR.contiguous()).view(len(latents_TL), self.heads, -1)
         k_nope_THC, v_THU = kv_THC.split([latent.nope_dim, latent.value_dim], -1)
         return torch.cat([k_nope_THC, k_rope_TC.unsqueeze(1).expand(-1, self.heads, -1)], -1), v_THU
 
     def to_latents(self, q_THC: Tensor) -> Tensor:
-        """Queries whose products with latents, `[T, H, L]`, are those of `q` with the keys that `expanded` makes of them."""
+        """Queries `[T, H, L]` whose products with latents equal those of `q` with the keys that `expanded` makes."""
         q_nope_THC, q_rope_THC = q_THC.split([self.latent.nope_dim, self.latent.rope_dim], -1)
         keys_HCR = self._expansion()[:, : self.latent.nope_dim]
         q_THR = torch.bmm(q_nope_THC.transpose(0, 1).to(keys_HCR.dtype), keys_HCR).transpose(0, 1)
         return torch.cat([q_THR.to(q_THC.dtype), q_rope_THC], -1)
 
     def from_latents(self, o_THR: Tensor) -> Tensor:
-        """Weighted sums of latents as those of the values, `[T, H, U]`."""
+        """Turns weighted sums of latents into weighted sums of values, `[T, H, U]`."""
         values_HUR = self._expansion()[:, self.latent.nope_dim :]
         o_HTR = o_THR.transpose(0, 1).to(values_HUR.dtype)
         return torch.bmm(o_HTR, values_HUR.transpose(1, 2)).transpose(0, 1).to(o_THR.dtype)
 
     def _expansion(self) -> Tensor:
-        """The weight of `kv_b_proj` by heads, `[H, nope + value, R]`, an adapter's update in fp32 included."""
+        """The weight of `kv_b_proj` by heads, `[H, nope + value, R]`, including an adapter's update, added in fp32."""
         weight, adapter = self.kv_b_proj.weight, self.kv_b_proj.adapter
         whole = weight if adapter is None else adapter.merged(weight.float())
         return whole.view(self.heads, -1, self.latent.kv_rank)

@@ -1,7 +1,7 @@
 """Model checkpoints: a directory with `config.json` and safetensors, in nmoe's own layout or a known Hugging Face family's.
 
-Loading streams: each stored tensor is read, converted into its place in the model, and let go, so that the peak is the model
-and little more.
+Loading streams: each stored tensor is read, converted into its place in the model, and freed, so peak memory is little more
+than the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from nmoe.model.transformer import Transformer
 # As large as the shards that transformers writes.
 SHARD_BYTES = 5 * 10**9
 
-# Where generation ends is a matter of the checkpoint: old ones say it in config.json.
+# The checkpoint decides which tokens end a generation; old checkpoints say so in config.json.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model a checkpoint directory holds, its parameters in `dtype`; routers and buffers stay fp32.
+    """Loads the model of a checkpoint directory, with parameters in `dtype`; routers and buffers stay in fp32.
 
-    Raises UserError, naming file and tensor, for a missing or torn file, an architecture this package does not know, and
-    weights that do not fit the configuration or are not finite. Peak memory is the model, one stored tensor and 16 MiB.
+    Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not
+    fit the configuration or are not finite. Peak memory is the model, one stored tensor and 16 MiB.
     """
     family, config = read_config(directory)
     with torch.device("meta"):
@@ -45,7 +45,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Transform
 
 def load_weights(model: Transformer, directory: Path) -> None:
     """Copies a checkpoint's weights into a model of the same configuration, converting to its dtype. Raises UserError as
-    `load_model` does; after one for weights that are not finite the model must not be used."""
+    `load_model` does. If it does so because weights are not finite, the model must not be used."""
     family, config = read_config(directory)
     if other := differences(config, model.config):
         shown = ", ".join(
@@ -61,10 +61,10 @@ def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYT
 
 
 def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a checkpoint that transformers loads, in the dtype of the parameters; makes the directory where it is missing.
+    """Writes a checkpoint that transformers loads, in the dtype of the parameters. Creates the directory if needed.
 
-    The family is the one whose features the model has: the one that it was loaded from, if from any. Raises UserError where
-    no family has them all, and for a directory that already holds a model: shards of two would lie side by side.
+    The family is the one that has all features of the model; a model loaded from a family returns to it. Raises UserError if no
+    family has all features, and if the directory already holds a model, since shards of both would be mixed.
     """
     if old := sorted(directory.glob("*.safetensors*")):
         raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
@@ -81,7 +81,7 @@ def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_B
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """The dtype that a checkpoint's embedding is stored in, which stands for all of its weights. Raises UserError."""
+    """The dtype of a checkpoint's stored embedding, taken for all of its weights. Raises UserError."""
     family, config = read_config(directory)
     shards = Shards(directory)
     name = next(entry.theirs for entry in family.entries(config) if entry.ours == "embedding.weight")

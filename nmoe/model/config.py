@@ -161,20 +161,20 @@ class ModelConfig(ModelShape):
 
     @property
     def routed_experts(self) -> int:
-        """The experts of a layer that has some; 0 where all layers are dense, whatever `experts` says."""
+        """The number of experts in each MoE layer; 0 if all layers are dense, whatever `experts` says."""
         return self.experts if self.moe_layers else 0
 
     def window(self, layer: int) -> int:
-        """The layer's sliding window; 0: none."""
+        """The layer's sliding window in tokens; 0 if it has none."""
         return self.windows[layer] if self.windows else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it, defaults included: another version's may differ."""
+        """The configuration as JSON stores it, defaults included, because another version's defaults may differ."""
         return self.model_dump(mode="json")
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
-        """What `to_dict` wrote. Raises UserError for unknown and missing keys."""
+        """Reads what `to_dict` wrote. Raises UserError for unknown and missing keys."""
         if unknown := sorted(raw.keys() - cls.model_fields.keys()):
             raise UserError(f"unknown keys {', '.join(unknown)}: written by another version?")
         if missing := [name for name, field in cls.model_fields.items() if field.is_required() and name not in raw]:
@@ -192,7 +192,7 @@ class ModelConfig(ModelShape):
 def _check_numbers(section: LatentAttention | RopeScaling) -> None:
     for f in fields(section):
         value = getattr(section, f.name)
-        # A default of 0 stands for a feature that the decoder may lack.
+        # A default of 0 means that the decoder may lack the feature.
         least = 0 if f.default == 0 or f.name == "q_rank" else 1
         if f.type == "int" and (type(value) is not int or value < least):
             raise UserError(f"{f.name} = {value!r} is not a whole number from {least} up")

@@ -1,6 +1,6 @@
-"""Causal attention that gives a query the same bits in any batch, in training, over prompts and in decoding: by the kernel of
-decoding, which takes a query's keys one after another, in blocks that start at position 0, or, where that cannot run, by sums that
-no order changes (`nmoe.model.ops.exact.attention`).
+"""Causal attention that gives a query the same bits in any batch: in training, in prefill and in decoding. It uses the kernel
+of decoding, which takes a query's keys in order, in blocks that start at position 0. Where the kernel cannot run, it uses sums
+that no order changes (`nmoe.model.ops.exact.attention`).
 """
 
 # Shapes: T packed tokens, S sequences, M blocks of the longest, H query heads, J key-value heads, C key width, U value width.
@@ -22,9 +22,9 @@ _BLOCK = 16  # positions, of attention.cpp
 
 
 class ExactAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `order_free` is taken where
-    the kernel cannot run. Gradients are those of `differentiable`, the same attention by torch's operations: they need not be the
-    same bits twice."""
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `order_free` is used where the
+    kernel cannot run. Gradients are those of `differentiable`, the same attention by torch's operations; their bits may depend
+    on the batch."""
 
     def __init__(self, lengths: Sequence[int], order_free: Attend, differentiable: Attend) -> None:
         self.order_free, self.differentiable = order_free, differentiable
@@ -35,7 +35,7 @@ class ExactAttention:
         self.sequence_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_S)
         self.positions_T = torch.arange(len(self.sequence_T)) - (lengths_S.cumsum(0) - lengths_S)[self.sequence_T]
         self.places_T = first_S[self.sequence_T] * _BLOCK + self.positions_T
-        # Entries past a sequence's blocks are never followed.
+        # Entries past a sequence's blocks are never read.
         self.table_SM = first_S.unsqueeze(1) + torch.arange(max(blocks_S.tolist(), default=0))
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:

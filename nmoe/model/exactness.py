@@ -1,7 +1,9 @@
-"""Whether exact numerics are exact on the machine at hand: each part of a model over rows together, and over some of them alone.
+"""Tests whether exact numerics are exact on this machine: runs each part of a model on all rows together, and on some rows
+alone.
 
-Products, attention and the sum over a token's experts are built so that they have to be (`nmoe.model.ops.exact`). Norms, softmax,
-exponentials and rotary turns are torch's, whose kernels differ with processor and version. Trying all takes some 20 ms.
+Products, attention and the sum over a token's experts are exact by construction (`nmoe.model.ops.exact`). Norms, softmax,
+exponentials and rotary turns are torch's, whose kernels differ between processors and versions. The whole test takes about 20
+ms.
 """
 
 # Shapes: N rows, D width, V vocabulary.
@@ -24,7 +26,7 @@ _SOME = (slice(0, 1), slice(0, 8), slice(5, 22), slice(40, 41), slice(64, _ROWS)
 
 @torch.no_grad()
 def inexact_parts() -> list[str]:
-    """The parts of which some row has other bits alone than among others; empty where exact numerics are exact."""
+    """The parts in which some row's bits change with the batch; empty if exact numerics are exact."""
     found = []
     for name, part in _parts().items():
         whole = part(slice(0, _ROWS))
@@ -34,7 +36,7 @@ def inexact_parts() -> list[str]:
 
 
 def numerics_here(asked: str) -> str:
-    """What a run records of its numerics: `fast`, `exact`, or `exact, but for norms`, as where the norms turned out inexact."""
+    """What a run records of its numerics: `fast`, `exact`, or, for example, `exact, but for norms`."""
     inexact = inexact_parts() if asked == "exact" else []
     return f"{asked}, but for {', '.join(inexact)}" if inexact else asked
 
@@ -55,13 +57,13 @@ def _parts() -> dict[str, Callable[[slice], Tensor]]:
     layer, ops = AttentionLayer(0, 0.2), ops_for(x_ND, exact=True)
 
     def grouped(some: slice) -> Tensor:
-        """One expert three times, with some of the rows each."""
+        """One expert three times, each with some of the rows."""
         rows = x_ND[some]
         counts = [min(len(rows), 30), 0, max(len(rows) - 30, 0)]
         return ops.linear_by_group(rows, expert.expand(3, -1, -1), counts)
 
     def attention(some: slice) -> Tensor:
-        """Queries of one sequence, which is cut off after the last of them."""
+        """Queries of one sequence, which is cut off after the last query."""
         rows = heads_NHC[: some.stop]
         q, k, v = rows[:, :4], rows[:, 4:5], rows[:, 5:]
         packed = PackedAttention([len(rows)], x_ND.device, exact=True)

@@ -1,4 +1,4 @@
-"""A checkpoint's fingerprint: what an adapter was trained beside."""
+"""A checkpoint's fingerprint, by which an adapter recognises its base."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nmoe.model.shards import Shards
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over family, configuration and every stored weight: name, dtype, shape and bytes. How the checkpoint is cut into
-    files does not matter, nor where it lies. Takes a second for every gigabyte or two. Raises UserError as `load_model` does."""
+    """SHA-256 over family, configuration and every stored weight: name, dtype, shape and bytes. It does not depend on the
+    files' number or location. Takes about a second per gigabyte. Raises UserError as `load_model` does."""
     family, config = read_config(directory)
     digest = hashlib.sha256(json.dumps([family.MODEL_TYPE, config.to_dict()], sort_keys=True).encode())
     shards = Shards(directory)

@@ -1,4 +1,4 @@
-"""A head beside the vocabulary's: a linear map from final hidden states to a few numbers: a value, a reward, two classes."""
+"""A linear map from final hidden states to a few numbers: a value, a reward, or the logits of two classes."""
 
 # Shapes: N rows, D width, K outputs.
 
@@ -23,8 +23,8 @@ WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
 
 class Head(nn.Module):
-    """`x @ weight.T + bias` in fp32, whatever the precision of the model. It begins at zero, where every output is 0 and no guess
-    is better than another; its gradient there is not zero, and that of the model is none in the first step alone."""
+    """`x @ weight.T + bias` in fp32, whatever the precision of the model. It begins at zero, so every output is 0. Its own
+    gradient is not zero there; the model's gradient is zero in the first step only."""
 
     def __init__(self, hidden_size: int, outputs: int, kind: HeadKind) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Head(nn.Module):
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, directory / WEIGHTS)
 
     def load_weights(self, directory: Path) -> None:
-        """Takes the weights of a checkpoint's head. Raises UserError where `load_head` does, and for one of another number of
-        outputs."""
+        """Loads the weights of a checkpoint's head. Raises UserError as `load_head` does, and if the number of outputs
+        differs."""
         outputs, hidden_size = self.weight.shape
         stored = load_head(directory, hidden_size, self.kind)
         if (found := stored.weight.shape[0]) != outputs:
@@ -61,7 +61,7 @@ class Head(nn.Module):
 def load_head(directory: Path, hidden_size: int, kind: HeadKind) -> Head:
     """The head of a checkpoint, for a model of this width.
 
-    Raises UserError where there is none, where it is of another kind or width, and for one that is torn or not finite.
+    Raises UserError if there is none, or if it has another kind or width, is damaged, or is not finite.
     """
     path = directory / DESCRIPTION
     try:

@@ -1,11 +1,11 @@
 """Log-probabilities and entropies of given tokens from hidden states, without a whole `[N, V]` of logits.
 
-Rows go through the head piece by piece: product, softmax, statistics, while the piece is in the cache. A piece has 2^20 logits
-(4 MB in fp32), or 256 rows where those are more: each piece reads the whole head and adds to its whole gradient, which with pieces
-of 6 rows took most of the time at a vocabulary of 152,000 (`benchmarks/head.py`). What the backward pass needs of the vocabulary,
-`exp(logits - max)`, is kept where it is small, at most 2^24 values (64 MB) or as many as the head has weights; beyond that it is
-computed again piece by piece. So a call holds at most 3 pieces and what is kept over its inputs and gradients, whatever N. A loss
-that uses the entropy's gradient costs one tensor more, as large as what is handled at once.
+Rows go through the head in pieces: product, softmax and statistics, while the piece is in the cache. A piece has 2^20 logits (4
+MB in fp32), or 256 rows if that is more, because each piece reads the whole head and adds to its whole gradient: with pieces of
+6 rows, this took most of the time at a vocabulary of 152,000 (`benchmarks/head.py`). The backward pass needs `exp(logits -
+max)`. It is kept if it has at most 2^24 values (64 MB) or as many as the head has weights; otherwise it is computed again,
+piece by piece. So for any N a call holds at most 3 pieces and the kept values, besides its inputs and gradients. A loss that
+uses the entropy's gradient needs one more tensor of a piece's size.
 """
 
 # Shapes: N rows, n the rows of a piece, D width, V vocabulary, M the largest kept set.
@@ -28,7 +28,7 @@ _KEPT_LOGITS = 2**24
 
 class _HeadLogprobs(torch.autograd.Function):
     """With p = softmax(x W^T / t): d logp[target] / d logits = (onehot(target) - p) / t and dH / d logits = -p (log p + H) / t,
-    from which dx and dW are two products. An output that no loss uses adds nothing to the backward pass."""
+    from which dx and dW are two products. An output that no loss uses costs nothing in the backward pass."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
         head = prepared(weight_VD, ctx.exact) if exps_NV is None else None
-        # Where little is kept, the products that follow take it whole.
+        # If few values are kept, the products take them all at once.
         whole = exps_NV is not None and exps_NV.numel() <= _KEPT_LOGITS
         for piece in [slice(0, rows)] if whole else _pieces(rows, vocabulary):
             again_nV = None if head is None else _shifted(_logits(head, x_ND[piece]), ctx.temperature, kept_NM, piece)
@@ -107,8 +107,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, dtype: torch.dtype) -> Tensor:
-    """A piece's gradient of the head added to those of the pieces before, in `dtype`. A wide vocabulary's is as large as the head:
-    it is added to in place, where there is such a product, and lies as the head does, which saves a copy of it."""
+    """Adds a piece's gradient of the head to those of earlier pieces, in `dtype`. With a wide vocabulary the gradient is as
+    large as the head, so it is added to in place if possible, in the head's layout, which saves a copy."""
     if _is_wide(grad_nV.shape[-1]) and grad_nV.dtype == dtype:
         return grad_nV.t() @ x_nD if sum_VD is None else sum_VD.addmm_(grad_nV.t(), x_nD)
     if sum_VD is None:
@@ -132,7 +132,7 @@ def _shifted(logits_nV: Tensor, temperature: float, kept_NM: Tensor | None, piec
 
 
 def _is_wide(vocabulary: int) -> bool:
-    """Whether a piece has more than its usual logits, for the sake of its rows."""
+    """Whether the minimum of rows makes a piece larger than 2^20 logits."""
     return vocabulary * _LEAST_ROWS > _PIECE_LOGITS
 
 
@@ -143,7 +143,7 @@ def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
 
 
 def _parts(piece: slice, vocabulary: int) -> Iterator[slice]:
-    """The rows of a piece, taken so many at a time as lie in the cache from one operation to the next."""
+    """Cuts the rows of a piece into parts that stay in the cache from one operation to the next."""
     step = max(1, _PIECE_LOGITS // vocabulary)
     for start in range(piece.start, piece.stop, step):
         yield slice(start, min(start + step, piece.stop))
@@ -170,10 +170,10 @@ def head_logprobs(
 
 def restrict_to_kept(logits_NV: Tensor, kept_NM: Tensor) -> Tensor:
     """Logits with everything outside each row's kept set at -inf, so that a learner scores over the support that sampling
-    had after top-k and top-p. `kept_NM` holds token ids, filled up with -1; a row of only -1 is left whole."""
+    had after top-k and top-p. `kept_NM` holds token ids, padded with -1; a row of only -1 is not restricted."""
     whole_N1 = (kept_NM < 0).all(-1, keepdim=True)
     allowed_NV = torch.zeros(logits_NV.shape, dtype=torch.bool, device=logits_NV.device)
     allowed_NV = allowed_NV.scatter(-1, kept_NM.clamp(min=0), True)
-    # Filling up wrote token 0; take it back where 0 was not truly kept.
+    # The padding wrote token 0; undo that where token 0 was not kept.
     allowed_NV[:, 0] = (kept_NM == 0).any(-1)
     return logits_NV.masked_fill(~(allowed_NV | whole_N1), float("-inf"))

@@ -1,7 +1,7 @@
-"""An adapter on a model: which projections have low-rank updates, and what can be done with them all at once.
+"""An adapter on a model: which projections have low-rank updates, and operations on all of them.
 
-The names are Hugging Face's, because an adapter's files and settings speak of a checkpoint's modules. Our decoder holds several
-of them in one matrix: a `Site` says where each lies.
+Projections have their Hugging Face names, because an adapter's files and settings name the modules of a checkpoint. Our decoder
+holds several projections in one matrix; a `Site` says where each one lies.
 """
 
 # Shapes: D inputs, F outputs, E experts, r rank.
@@ -26,8 +26,8 @@ from nmoe.model.low_rank import ExpertsLowRank, LowRank
 from nmoe.model.moe import MoE
 from nmoe.model.transformer import Transformer
 
-# On mixtures of experts attention alone is adapted unless the settings say more (the router never is): experts see few tokens
-# each, and their adapters are most of the size.
+# In a mixture of experts only attention is adapted by default (the router never is): each expert sees few tokens, and the
+# experts' adapters would be most of the size.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -37,7 +37,7 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Rank and scale of an adapter, and the projections that have an update (empty: what the architecture makes usual).
+    """Rank and scale of an adapter, and the projections that have an update (empty: those usual for the architecture).
 
     The update's scale is `alpha / rank`, or `alpha / sqrt(rank)` with `rslora` (Kalajdzievski 2023, arXiv:2312.03732).
     `rank_pattern` and `alpha_pattern` are PEFT's: other values where a regular expression matches the end of a module's name.
@@ -126,8 +126,8 @@ def sites(model: Transformer) -> list[Site]:
 
 
 def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
-    """The sites of these targets; without any, attention's, and in a dense model those of the MLP too. Raises UserError, with
-    what was probably meant, for a target that the model does not have."""
+    """The sites of these targets. Without targets: those of attention and, in a dense model, of the MLP. Raises UserError, with
+    the closest name, for a target that the model does not have."""
     known = sites(model)
     names = {site.target for site in known}
     if not targets:
@@ -143,18 +143,18 @@ def choose(model: Transformer, targets: tuple[str, ...]) -> list[Site]:
 class Lora:
     """The adapter of a model, whose own weights it freezes.
 
-    The updates are modules inside the layers that they belong to: whoever runs the model, learner or engine, runs base and
-    adapter, and nobody adds the two together.
+    The updates are modules inside the layers that they belong to. Learner and engine run base and adapter side by side; the two
+    are never added together.
 
-    base: what the base is called, a checkpoint's directory; fingerprint: that of the base's configuration and weights; notes: what
-    a user should hear of the adapter that it began as.
+    base: the base checkpoint's directory; fingerprint: of the base's configuration and weights; notes: warnings for the user
+    about the adapter that was loaded.
     """
 
     def __init__(
         self, model: Transformer, settings: LoraSettings, chosen: Sequence[Site], base: str, fingerprint: str
     ) -> None:
-        """Attaches updates at the chosen sites; B is zero, so that nothing changes yet, and A is left to `initialize` or a file.
-        Raises UserError where projections that we compute as one matrix have different ranks."""
+        """Attaches updates at the chosen sites. B is zero, so nothing changes yet; A is set by `initialize` or read from a
+        file. Raises UserError if projections that are computed as one matrix have different ranks."""
         self.model, self.settings, self.sites = model, settings, tuple(chosen)
         self.base, self.fingerprint = base, fingerprint
         self.notes: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ class Lora:
 
     @torch.no_grad()
     def initialize(self, seed: int) -> Lora:
-        """A uniform within `inputs ** -0.5`, as PEFT draws it, and B zero: the adapter begins as no change at all."""
+        """Draws A uniformly within `inputs ** -0.5`, as PEFT does, and sets B to zero, so the adapter begins as no change."""
         generator = torch.Generator().manual_seed(seed)
         for site in self.sites:
             a, b = self.part(site)
@@ -214,8 +214,8 @@ class Lora:
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[Transformer]:
-        """Within it the adapter's `parameters` are these values: the adapter as it was when they were copied. The trained ones
-        come back unchanged, and are the same tensors."""
+        """Inside the context the adapter's `parameters` have these values, copied earlier. Afterwards the trained values are
+        back, in the same tensors."""
         parameters = self.parameters()
         trained = [parameter.data for parameter in parameters]
         try:
@@ -228,7 +228,7 @@ class Lora:
 
     @contextmanager
     def disabled(self) -> Iterator[Transformer]:
-        """Within it the model is the base, bit for bit."""
+        """Inside the context the model is the base, bit for bit."""
         for module, _, name, _ in self._places:
             setattr(module, name, None)
         try:
@@ -239,8 +239,8 @@ class Lora:
 
     @contextmanager
     def merged(self) -> Iterator[Transformer]:
-        """Within it the model has no adapter, and weights to which its updates are added: what is exported. The base's weights
-        come back unchanged; the adapted ones are held twice meanwhile."""
+        """Inside the context the model has no adapter, and its weights include the updates; this is what an export writes.
+        Afterwards the base's weights are back, unchanged. The adapted weights are held twice meanwhile."""
         frozen = [getattr(module, weight) for module, weight, _, _ in self._places]
         with self.disabled():
             try:

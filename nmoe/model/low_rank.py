@@ -1,12 +1,12 @@
 """Low-rank updates of frozen weights: `W + scale * B A`, computed beside the weight and never added to it.
 
 LoRA, Hu et al. 2021 (arXiv:2106.09685, section 4.1). A linear layer that holds several projections end to end (query, key and
-value; gate and up) has an update for each of some of them. Their A are one matrix, because small products cost their launch more
-than their arithmetic; each B adds to its own columns of the output.
+value; gate and up) can have an update for each of them. Their A are one matrix, because a small product costs more to launch
+than to compute; each B adds to its own columns of the output.
 
-With fast numerics only the frozen weight's product is the table's (`nmoe.model.ops`), and the narrow ones are torch's: by oneDNN,
-decoding with adapted experts took three times as long (docs/decisions.md). With exact numerics all are the table's, because MKL's
-narrow products depend on the batch.
+With fast numerics only the frozen weight's product comes from the table (`nmoe.model.ops`), and the narrow products are
+torch's: with oneDNN, decoding with adapted experts took three times as long (docs/decisions.md). With exact numerics all
+products come from the table, because MKL's narrow products depend on the batch.
 """
 
 # Shapes: N rows, D inputs, F outputs, G projections with an update, r rank, S outputs of those projections together, E experts,
@@ -55,7 +55,7 @@ class LowRank(nn.Module):
         low_NG = ops.linear(x_ND, a_GD) if exact else F.linear(x_ND, a_GD)
         for (start, stop), ranks, rows in self.parts():
             if exact:
-                # Scaled, then added: what `addmm_` rounds in between depends on the library.
+                # Scaled first, then added, because the intermediate rounding of `addmm_` depends on the library.
                 update_NF = ops.linear(low_NG[:, ranks], b_Sr[rows])
                 out_NF[:, start:stop] += update_NF.mul_(self.scale)
             else:
@@ -83,7 +83,7 @@ class LowRank(nn.Module):
 
 class _LinearWithUpdates(torch.autograd.Function):
     """`LowRank.product` with a backward that writes each projection's part in place. The frozen weight gets no gradient, which
-    is a third of a linear layer's work."""
+    saves a third of a linear layer's work."""
 
     @staticmethod
     def forward(

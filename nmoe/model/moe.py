@@ -18,13 +18,13 @@ from nmoe.model.ops.table import ops_for
 
 
 class RouterTrace:
-    """What the routers of one forward pass did, layer by layer: own picks (`chosen_TK`), scores that carry gradient
-    (`scores_TE`), and what was added to them for the choice (`biases_E`).
+    """Records the routers of one forward pass, layer by layer: their own picks (`chosen_TK`), the scores with gradient
+    (`scores_TE`), and the biases added to the scores for the choice (`biases_E`).
 
-    With `replay` given (`[T, layers, K]`), each layer uses those picks in place of its own, so that a learner recomputes
-    exactly what the engine ran even where two scores tie to within rounding; its own picks are still recorded for comparison.
+    With `replay` (`[T, layers, K]`), each layer uses those picks instead of its own, so that a learner recomputes exactly what
+    the engine ran even if two scores are equal up to rounding. Its own picks are still recorded for comparison.
 
-    No dataclass: FSDP2 looks into those among a module's arguments and hands the module a copy with lists of its own.
+    Not a dataclass, because FSDP2 would pass the module a copy with new lists.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RouterTrace:
         self.biases_E = biases_E or []
 
     def repetition(self, layer: int) -> RouterTrace:
-        """A trace for running the layers from `layer` on once more, as their first run did, with nothing recorded here."""
+        """A trace to run the layers from `layer` on again with the same replay; nothing is recorded in this one."""
         return RouterTrace(None if self.replay is None else self.replay[:, layer:])
 
     def routes(self) -> Tensor:
@@ -49,7 +49,7 @@ class RouterTrace:
 
 
 class Router(nn.Module):
-    """Scores in fp32; the balancing bias moves the choice, never the weights (arXiv:2408.15664, eq. 3)."""
+    """Scores are in fp32. The balancing bias changes the choice but not the weights (arXiv:2408.15664, eq. 3)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class Router(nn.Module):
         weights_TK = scores_TE.gather(-1, chosen_TK)
         if self.renormalize:
             total_T1 = weights_TK.sum(-1, keepdim=True)
-            # Sigmoids can all be 0; DeepSeek-V3's release adds this. A softmax's best K never are: for it nothing changes.
+            # Sigmoids can all be 0, so this adds 1e-20, as DeepSeek-V3's release does. A softmax's best K are never all 0.
             weights_TK = weights_TK / (total_T1 + 1e-20 if self.sigmoid else total_T1)
         return weights_TK if self.scale == 1 else weights_TK * self.scale, chosen_TK
 
     def _limit_groups(self, choice_TE: Tensor) -> Tensor:
-        """Takes experts outside the best groups out of the choice (arXiv:2412.19437, section 2.1.2)."""
+        """Excludes experts outside the best groups from the choice (arXiv:2412.19437, section 2.1.2)."""
         if self.groups == 1:
             return choice_TE
         grouped_TGe = choice_TE.unflatten(-1, (self.groups, -1))
@@ -120,7 +120,8 @@ ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]
 
 
 def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """The experts one after another, each over its own rows. Rows are sorted by expert; `counts_E` says how many each has."""
+    """Runs the experts one after another, each on its own rows. Rows are sorted by expert; `counts_E` has the number of rows of
+    each."""
     counts, offsets_E = counts_E.tolist(), counts_E.cumsum(0, dtype=torch.int32)
     ops = ops_for(x_RD, weights.exact)
 
@@ -139,8 +140,8 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
 
 
 def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """The same as one grouped matrix product per projection. In bf16 on CUDA nothing in it or in its backward waits for the
-    device, and a group may have any number of rows: only the bytes of a row have to be aligned."""
+    """The same as one grouped matrix product per projection. In bf16 on CUDA neither forward nor backward waits for the device,
+    and a group may have any number of rows; only the bytes of a row must be aligned."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
 
     def product(rows_RD: Tensor, weight_EDF: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ def experts_by_grouped_mm(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights
 
 
 def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """The same as one batched product per projection, every expert's rows padded to those of the busiest."""
+    """The same as one batched product per projection, with every expert's rows padded to the number of the busiest."""
     experts, longest = weights.gate_up_EDF.shape[0], int(counts_E.max())
     first_E = counts_E.cumsum(0) - counts_E
     shift_E = torch.arange(experts, device=x_RD.device) * longest - first_E
@@ -165,7 +166,7 @@ def experts_by_padding(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -
 
 
 def _row_by_row(counts_E: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
-    """Each row's own expert's bias."""
+    """Repeats each expert's bias for its rows."""
 
     def spread(bias_EF: Tensor) -> Tensor:
         return bias_EF.repeat_interleave(counts_E, 0, output_size=rows)
@@ -176,8 +177,8 @@ def _row_by_row(counts_E: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
 def _through(
     product: Product, narrow: Product, spread: Callable[[Tensor], Tensor], x: Tensor, weights: ExpertWeights
 ) -> Tensor:
-    """Each row by its expert's weights and, where there are adapters, by that expert's updates, whose products are `narrow`;
-    `spread` lays biases beside the rows."""
+    """Applies to each row its expert's weights and, if there are adapters, that expert's updates, whose products are `narrow`.
+    `spread` aligns biases with the rows."""
 
     def layer(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
         out = product(x, weight_EDF)
@@ -191,23 +192,23 @@ def _through(
 
 
 def grouped_mm_fits(x_RD: Tensor, *widths: int) -> bool:
-    """`grouped_mm` asks that row strides be multiples of 16 bytes. It has no fp16 on CPU worth having, and on CUDA a kernel for
-    bf16 alone: of other types it would take one group after another, as `experts_by_loop` does. `widths` are those of the experts
-    and the ranks of their adapters."""
+    """Whether `grouped_mm` is worth using. It needs row strides that are multiples of 16 bytes. It is slow in fp16 on a CPU,
+    and on CUDA it has a kernel for bf16 only: other types run one group after another, as in `experts_by_loop`. `widths` are
+    those of the experts and the ranks of their adapters."""
     row = 16 // x_RD.element_size()
     dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
     return x_RD.dtype in dtypes and all(width % row == 0 for width in (x_RD.shape[-1], *widths))
 
 
-# Padding may multiply the rows by this at most. The rest of it is the cost of a call: one product of 16 experts over 16 rows each
-# of 256 x 512 takes 0.20 ms in bf16 where 16 products take 0.36 (two Zen 5 cores); in fp32, where the batched product is MKL's,
-# it pays only where each expert's share is small: 0.07 against 0.19 ms at 128 x 256, 0.65 against 0.62 at 256 x 512.
+# Padding may multiply the number of rows by at most this. It saves the cost of calls: 16 experts with 16 rows each, 256 x 512,
+# take 0.20 ms in bf16 as one product and 0.36 ms as 16 (two Zen 5 cores). In fp32, where the batched product is MKL's, it pays
+# only for small experts: 0.07 against 0.19 ms at 128 x 256, 0.65 against 0.62 ms at 256 x 512.
 _PADDED_SHARE = 3
 _SMALL_PRODUCT = 2**20
 
 
 def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> ExpertsWay:
-    """The fastest of the ways on this device; for exact ones, the one that gives a row the same bits in any batch."""
+    """The fastest way on this device; with exact numerics, the one that gives a row the same bits in any batch."""
     if weights.exact:
         return experts_by_loop
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
@@ -252,7 +253,7 @@ class MoE(nn.Module):
         return out_TD if self.shared is None else out_TD + self.shared(x_TD)
 
     def _at_once(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor | None:
-        """All experts by one kernel, where there is one."""
+        """All experts by one kernel; None if there is no such kernel."""
         if self.gate_up_adapter is not None or self.down_adapter is not None:
             return None
         weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
@@ -261,7 +262,7 @@ class MoE(nn.Module):
     def _routed(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         tokens, k = chosen_TK.shape
         expert_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
-        # Not by bincount, which on CUDA waits for the device to learn how long its answer is.
+        # `bincount` would wait for the device on CUDA, to learn the length of its result.
         ends_E = torch.searchsorted(expert_R, torch.arange(self.gate_up.shape[0], device=expert_R.device), right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))

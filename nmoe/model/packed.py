@@ -1,8 +1,8 @@
 """Causal attention within packed sequences, on any device, with no mask that is quadratic in the pack.
 
-On CUDA in bf16 and fp16, layers without sinks take torch's variable-length kernel (`nmoe.model.varlen`). It has no CPU side, no
-fp32 and no sinks, and elsewhere sequences are taken longest first and cut into length buckets, each padded to its longest
-member at the end, where a causal kernel needs no mask: a real token never looks at padding.
+On CUDA in bf16 and fp16, layers without sinks use torch's variable-length kernel (`nmoe.model.varlen`), which supports neither
+CPUs nor fp32 nor sinks. Elsewhere sequences are sorted by length, longest first, and grouped into length buckets, each padded
+at the end to its longest member. A causal kernel needs no mask there, because a real token never sees padding.
 """
 
 # Shapes: T packed tokens, S distinct ones among them, N heads, H query heads, J key-value heads, C head width, U value width; a
@@ -22,18 +22,17 @@ from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
 from nmoe.model.varlen import VarlenAttention
 
-# A bucket ends where a sequence is shorter than this share of the bucket's longest: lower wastes arithmetic on padding,
-# higher launches more kernels.
+# A bucket ends at the first sequence shorter than this share of the bucket's longest. A lower share wastes arithmetic on
+# padding, a higher one launches more kernels.
 _BUCKET_SHARE = 0.8
 
-# Where there is a variable-length kernel.
+# Devices with a variable-length kernel.
 _VARLEN_DEVICES = ("cuda",)
 
 
 @dataclass
 class _Bucket:
-    """A run of sequences of similar length: its span of tokens, and where they stand in the padded block (None: there is
-    no padding)."""
+    """A run of sequences of similar length: its span of tokens, and their places in the padded block (None: no padding)."""
 
     start: int
     lengths: list[int]
@@ -60,8 +59,8 @@ class PackedAttention:
     """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. `exact` attends by
     `nmoe.model.exact_attention`.
 
-    Sequences may share rows, such as a common prompt: then `shared` says which of all T rows it is called with (`[S]`) and where
-    each of the T stands among these (`[T]`).
+    Sequences may share rows, such as a common prompt: then `shared` gives the rows, of all T, that it is called with (`[S]`),
+    and the place of each of the T among them (`[T]`).
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PackedAttention:
 
     @cached_property
     def bucketed(self) -> _BucketedAttention:
-        """Made only where a layer needs it."""
+        """Built when a layer first needs it."""
         return _BucketedAttention(self.lengths, self.device, self.shared, exact=False)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:

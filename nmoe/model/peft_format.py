@@ -1,8 +1,8 @@
-"""Adapters in the format of PEFT, both ways: `adapter_config.json` and `adapter_model.safetensors`.
+"""Reads and writes adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
 Names are those of the base's Hugging Face checkpoint. The experts' weights are parameters there, `mlp.experts.gate_up_proj` and
-`mlp.experts.down_proj`, which PEFT adapts by wrapping the module that holds them, once for each: the update of the one wrapped
-first has `base_layer` in its name. An adapter of nmoe's has beside them `base.json`, the base's fingerprint.
+`mlp.experts.down_proj`. PEFT adapts them by wrapping their module once for each, so the update of the one wrapped first has
+`base_layer` in its name. An adapter written by nmoe also has `base.json`, the base's fingerprint.
 """
 
 # Shapes: D inputs, F outputs, E experts, r rank.
@@ -29,7 +29,7 @@ from nmoe.model.transformer import Transformer
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 
 _PREFIX = "base_model.model."
-# Settings of PEFT's that change what an adapter computes, with the values that change nothing.
+# PEFT settings that change what an adapter computes, with the values that leave it unchanged.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),  # the others change the base too
@@ -48,7 +48,7 @@ _SHOWN = 5
 @dataclass(frozen=True)
 class Adapter:
     """What an adapter's directory holds, checked against a model: `parts` has A and B of each site as `Lora.part` shapes them,
-    `notes` what the user should hear of."""
+    `notes` has warnings for the user."""
 
     settings: LoraSettings
     base: str
@@ -56,7 +56,7 @@ class Adapter:
     notes: tuple[str, ...]
 
     def attach(self, model: Transformer, base: str, fingerprint: str) -> Lora:
-        """The adapter on the model that it was read for."""
+        """Attaches the adapter to the model that it was read for."""
         lora = Lora(model, self.settings, list(self.parts), base, fingerprint)
         self.copy_to(lora)
         return lora
@@ -73,7 +73,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_tensors(lora: Lora) -> dict[str, Tensor]:
-    """The adapter's tensors under PEFT's names: all that an engine elsewhere needs when a new version is published."""
+    """The adapter's tensors under PEFT's names. A remote engine needs nothing else when a new version is published."""
     names, orders, tensors = _names(lora.sites), _row_orders(lora.model), {}
     for site in lora.sites:
         a, b = lora.part(site)
@@ -115,7 +115,8 @@ def save_adapter(lora: Lora, directory: Path) -> None:
 
 
 def _target_modules(lora: Lora) -> list[str]:
-    """Names that PEFT finds the adapted modules by: their last part or, where only some layers' are adapted, all of it."""
+    """The names by which PEFT finds the adapted modules: their last part or, if only some layers are adapted, the whole
+    name."""
     chosen = [site for site in lora.sites if site.target not in EXPERTS]
     left = {site.target for site in sites(lora.model)} & {
         site.target for site in sites(lora.model) if site not in lora.sites
@@ -135,8 +136,8 @@ def read_base(directory: Path) -> tuple[str, str | None]:
 
 
 def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
-    """Settings, the base's name ("" where there is none) and all of adapter_config.json. Raises UserError where it is torn or
-    describes something other than LoRA as nmoe has it."""
+    """Settings, the base's name ("" if there is none) and all of adapter_config.json. Raises UserError if the file is damaged
+    or describes something other than the LoRA that nmoe supports."""
     file = directory / CONFIG
     raw = _read_json(file)
     if raw.get("peft_type") != "LORA":
@@ -158,8 +159,8 @@ def read_settings(directory: Path) -> tuple[LoraSettings, str, dict[str, Any]]:
 
 
 def read_adapter(model: Transformer, directory: Path) -> Adapter:
-    """An adapter for this model. Raises UserError, naming file and tensor, where files are missing or torn, where it was made
-    for another base, and for values that are not finite."""
+    """Reads an adapter for this model. Raises UserError, naming file and tensor, for missing or damaged files, an adapter made
+    for another base, and values that are not finite."""
     settings, base, raw = read_settings(directory)
     file = directory / WEIGHTS
     try:
@@ -200,7 +201,7 @@ def read_adapter(model: Transformer, directory: Path) -> Adapter:
 
 
 def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
-    """What to tell a user who puts the adapter on this base: that it names another, or knew other weights."""
+    """Warnings for a user who puts the adapter on this base: it names another base, or was trained with other weights."""
     name, trained_beside = read_base(directory)
     by_name = bool(name) and Path(name).name != Path(base).name
     other = by_name if trained_beside is None else trained_beside != fingerprint
@@ -208,8 +209,8 @@ def base_notes(directory: Path, base: str, fingerprint: str) -> list[str]:
 
 
 def resume_adapter(lora: Lora, directory: Path) -> None:
-    """Takes the tensors of an adapter that `save_adapter` wrote for this very base and these settings. Raises UserError where
-    either has changed, and for torn files; the adapter is then as it was."""
+    """Loads the tensors of an adapter that `save_adapter` wrote for this base with these settings. Raises UserError if either
+    has changed or a file is damaged; the adapter is then unchanged."""
     path, fingerprint = read_base(directory)
     if fingerprint != lora.fingerprint:
         raise UserError(
@@ -225,7 +226,7 @@ def resume_adapter(lora: Lora, directory: Path) -> None:
 
 
 def _targeted(model: Transformer, raw: dict[str, Any], file: Path) -> list[Site]:
-    """The sites that an adapter's configuration names, as PEFT would choose them."""
+    """The sites that an adapter's configuration selects, by PEFT's rules."""
     modules, parameters = raw.get("target_modules") or [], raw.get("target_parameters") or []
     every = modules == "all-linear"
     suffixes = [] if isinstance(modules, str) else modules
@@ -261,7 +262,7 @@ def _names(chosen: Any) -> dict[Site, tuple[str, str]]:
 
 
 def _widths(model: Transformer, site: Site) -> tuple[int, int, int]:
-    """Inputs and outputs of a projection, and of how many experts there is one each."""
+    """Inputs and outputs of a projection, and the number of experts that have one each."""
     outputs = site.span[1] - site.span[0]
     if site.target in EXPERTS:
         config = model.config
@@ -284,14 +285,14 @@ def _to_ours(model: Transformer, site: Site, order_F: Tensor | None, a: Tensor, 
 
 
 def _row_orders(model: Transformer) -> dict[str, Tensor]:
-    """Where each of our outputs stands among theirs, for projections that the base's family keeps in another order.
+    """For projections that the base's family stores in another order: the position of each of our outputs among theirs.
 
-    An entry reads a weight of theirs into ours by moving outputs about. What it does to a weight it does to a weight whose
-    elements are all their output's number.
+    An entry converts a stored weight by permuting its outputs. Applied to a weight in which each row holds its own number, it
+    yields the permutation.
     """
     try:
         entries = family_of(model.config).entries(model.config)
-    except UserError:  # a model of no family's: its names and its order are those of `sites`
+    except UserError:  # a model outside all families keeps the names and order of `sites`
         return {}
     orders = {}
     for entry in entries:

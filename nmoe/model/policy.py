@@ -1,4 +1,4 @@
-"""What a checkpoint of a run stands for: a model, or an adapter on the base that it names."""
+"""Loads the policy of a run's checkpoint: a model, or an adapter on the base that it names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nmoe.model.transformer import Transformer
 
 
 def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Lora | None]:
-    """The model of a checkpoint and, where that is an adapter, the adapter on it.
+    """The model of a checkpoint and, if the checkpoint is an adapter, the adapter on it.
 
-    Raises UserError as `load_model` and `read_adapter` do, where the base is not on this machine, and where an adapter of
-    nmoe's finds other weights in its base than it was trained beside.
+    Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, and if the base's weights are
+    not those that an nmoe adapter was trained with.
     """
     if not is_adapter(directory):
         return load_model(directory, dtype), None
@@ -37,7 +37,7 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Tr
 
 
 def base_of(directory: Path) -> Path:
-    """The checkpoint that an adapter was trained beside. Raises UserError where it is not on this machine."""
+    """The base checkpoint that an adapter was trained on. Raises UserError if it is not on this machine."""
     base = read_base(directory)[0]
     if not (Path(base) / "config.json").exists():
         raise UserError(

@@ -1,5 +1,5 @@
-"""The precision that a model computes in. Weights, activations and the key-value cache take it; where rounding would cost the
-agreement of sampler and learner, everything stays in fp32: routers, rotary tables, sums within norms, logits and softmax."""
+"""The precision that a model computes in. It applies to weights, activations and the key-value cache. Routers, rotary tables,
+sums within norms, logits and softmax stay in fp32, because rounding them would make sampler and learner disagree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def set_precision(model: Transformer, precision: Precision) -> Transformer:
 
 
 def cast(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """Casts every parameter in place but the routers', which are fp32 and never pass through `dtype`: 64 balancing biases around
-    4.5 would become 4 values in bf16, and routing another. Buffers stay as they are."""
+    """Casts every parameter in place except the routers', which stay in fp32: in bf16, 64 balancing biases around 4.5 would
+    become 4 distinct values and change the routing. Buffers are not cast."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(torch.float32 if isinstance(module, Router) else dtype)

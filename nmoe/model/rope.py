@@ -40,7 +40,7 @@ def _yarn_ramp(dimensions: int, theta: float, scaling: RopeScaling) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dimensions - 1)
     pairs_c = torch.arange(dimensions // 2, dtype=torch.float64)
-    # Where betas are the wrong way round high lies below low, and the ramp falls: so does transformers'.
+    # If the betas are swapped, high is below low and the ramp falls, as in transformers.
     return ((pairs_c - low) / ((high - low) or 0.001)).clamp(0, 1)
 
 

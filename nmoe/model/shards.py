@@ -16,7 +16,8 @@ from nmoe.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Reading maps the file, and pages once touched stay in memory until the mapping goes: so a file is opened anew after this.
+# Reading maps the file, and touched pages stay in memory until the mapping is closed. So a file is reopened after this many
+# bytes.
 _MAPPED_BYTES = 16 * 2**20
 
 _DTYPES = {
@@ -36,10 +37,11 @@ _DTYPES = {
 
 
 class Shards:
-    """What `model.safetensors`, or else `model.safetensors.index.json` and its shards, hold: names, shapes and dtypes at once,
-    data when asked for. No more than 16 MiB and one tensor are held in memory.
+    """What `model.safetensors`, or else `model.safetensors.index.json` and its shards, hold: names, shapes and dtypes are read
+    at once, data on request. At most 16 MiB and one tensor are in memory.
 
-    Raises UserError, naming file and tensor, for what is missing, torn, not where the index says, or outside the directory.
+    Raises UserError, naming file and tensor, for a tensor or file that is missing, damaged, not where the index says, or
+    outside the directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -66,7 +68,7 @@ class Shards:
                 self._codes[name] = part.get_dtype()
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The dtype a tensor is stored in; None: one that torch is not read with here."""
+        """The dtype that a tensor is stored in; None if it is not supported here."""
         return _DTYPES.get(self._codes[name])
 
     def dtype_name(self, name: str) -> str:
@@ -74,7 +76,8 @@ class Shards:
         return self._codes[name]
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as stored. It must be let go before the next is read, or the bound on memory does not hold."""
+        """Reads one tensor, as stored. The caller must free it before reading the next, or the bound on memory does not
+        hold."""
         path = self.files[name]
         if self._opened is None or self._opened[0] != path or self._mapped > _MAPPED_BYTES:
             self._opened = None  # the old mapping goes before a new one comes
@@ -97,7 +100,7 @@ class Shards:
 
 
 def _read_index(path: Path) -> dict[Path, list[str]]:
-    """The tensors of each shard that an index names. Shards lie beside it: a path to elsewhere is refused."""
+    """The tensors of each shard that an index names. Shards must lie beside the index."""
     try:
         raw = json.loads(path.read_bytes())
         weight_map = raw["weight_map"]

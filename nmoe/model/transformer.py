@@ -1,7 +1,7 @@
 """The decoder: token ids in, hidden states out, with attention and routing traces supplied by the caller.
 
-Deliberately absent: padding, masks, caches, losses. Tokens come packed as `[T]`; who attends to whom is the `Attend`
-that is handed in; the head is a separate call so that only the rows that matter pay for the vocabulary.
+Deliberately absent: padding, masks, caches, losses. Tokens come packed as `[T]`; the `Attend` that is passed in decides which
+tokens see each other; the head is a separate call, so that only the rows that need logits pay for the vocabulary.
 """
 
 # Shapes: T tokens, N rows asked for, D width, V vocabulary.
@@ -67,8 +67,8 @@ def _separate_inductor_caches() -> None:
 def _checkpointed(
     block: nn.Module, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace
 ) -> Tensor:
-    """The block with nothing kept for the backward pass but its input: that pass runs it again (Chen et al. 2016,
-    arXiv:1604.06174). Routes are recorded by the first run alone."""
+    """Runs the block and keeps only its input; the backward pass runs it again (Chen et al. 2016, arXiv:1604.06174). Routes are
+    recorded by the first run alone."""
     layer, runs = len(trace.chosen_TK), 0
 
     def run(x_TD: Tensor) -> Tensor:
@@ -89,7 +89,8 @@ class Transformer(nn.Module):
         self.config = config
         self.exact = False
         self.checkpoint_activations = False
-        # generation_config.json of the checkpoint that the weights came from: not ours to read, handed on when saved.
+        # generation_config.json of the checkpoint that the weights came from; not used here, written again when the model is
+        # saved.
         self.generation: dict[str, Any] = {}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
@@ -98,7 +99,7 @@ class Transformer(nn.Module):
         self.reset_tables()
 
     def reset_tables(self) -> None:
-        """Computes the rotary tables, which are no part of a checkpoint, on the weights' device."""
+        """Computes the rotary tables on the weights' device. They are not part of a checkpoint."""
         config = self.config
         cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling)
         device = self.embedding.weight.device
@@ -119,12 +120,12 @@ class Transformer(nn.Module):
         return out_TD
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Logits `[N, V]` in fp32 for the rows that are wanted."""
+        """Logits `[N, V]` of these rows, in fp32."""
         return head_product(x_ND, self.head_weight, self.exact).float()
 
     @property
     def head_weight(self) -> Tensor:
-        """`[V, D]`, the embedding's own where the two are tied."""
+        """The head's weight `[V, D]`, the embedding's if the two are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def set_numerics(self, numerics: Numerics) -> Transformer:
@@ -135,7 +136,7 @@ class Transformer(nn.Module):
         return self
 
     def compile_feed_forward(self) -> Transformer:
-        """Has torch compile the feed-forward halves of the blocks, at their first use; the parameters keep their names."""
+        """Compiles the feed-forward halves of the blocks with torch at their first use. Parameter names do not change."""
         _separate_inductor_caches()
         for block in self.blocks:
             assert isinstance(block, Block), "what the constructor put there"
@@ -147,8 +148,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> Transformer:
-        """Normal weights of standard deviation `fan_in ** -0.5`, embeddings 0.02, and what writes to the residual stream
-        scaled down by `sqrt(2 * layers)` (GPT-2). The same seed gives the same weights whatever ran before."""
+        """Draws normal weights of standard deviation `fan_in ** -0.5` and embeddings of 0.02. Weights that write to the
+        residual stream are scaled down by `sqrt(2 * layers)` (GPT-2). The same seed always gives the same weights."""
         generator = torch.Generator().manual_seed(seed)
         residual = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():

@@ -1,6 +1,6 @@
 """Causal attention within packed sequences by torch's variable-length kernel (FlashAttention-2), forward and backward.
 
-Its backward adds up query gradients in whatever order blocks come, so two runs may differ in the last bits.
+Its backward adds query gradients in the order in which blocks finish, so two runs may differ in the last bits.
 """
 
 # Shapes: T packed tokens, B sequences, H query heads, J key-value heads, C head width, U value width.
@@ -17,31 +17,31 @@ from torch import Tensor
 
 from nmoe.model.ops.attention import AttentionLayer
 
-# What the kernel asks of head widths, which keys and values have to share.
+# The kernel needs head widths that are multiples of the first, at most the second, and the same for keys and values.
 _WIDTH_STEP, _WIDEST = 8, 256
 
 
 class VarlenAttention:
-    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. Where they share rows, `shared`
-    says which of all T rows it is called with, and where each of the T stands among these."""
+    """An `Attend` over sequences laid end to end; `lengths` gives their lengths in that order. If they share rows, `shared`
+    gives the rows, of all T, that it is called with, and the place of each of the T among them."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None
     ) -> None:
         self.shared = shared
-        # Not at the file's head: it brings in torch's compiler, a second of start-up that no CPU run needs.
+        # Imported here because it loads torch's compiler, which costs a second of start-up that no CPU run needs.
         from torch.nn.attention import varlen
 
         present = [length for length in lengths if length]
         self.longest = max(present, default=0)
         self.bounds_B = torch.tensor([0, *present]).cumsum(0).to(device, torch.int32)
         self.kernel: Any = varlen.varlen_attn  # its signature differs between versions
-        # torch 2.11 takes fewer key-value heads unasked; later versions want to be told.
+        # torch 2.11 always takes fewer key-value heads; later versions have an argument for it.
         self.says_gqa = "enable_gqa" in inspect.signature(self.kernel).parameters
 
     def takes(self, layer: AttentionLayer, q_THC: Tensor) -> bool:
-        """Whether the kernel computes this layer, gradients included. It returns the log of the softmax's sum, by which a sink
-        could be added, but passes no gradient through it."""
+        """Whether the kernel computes this layer, gradients included. A sink could be added by the log of the softmax's sum,
+        which the kernel returns, but no gradient passes through that."""
         return q_THC.dtype in (torch.bfloat16, torch.float16) and q_THC.shape[-1] <= _WIDEST and layer.sinks_H is None
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class VarlenAttention:
             self.longest,
             self.longest,
             scale=layer.scale,
-            # Keys before and after the query's own that can be seen; (-1, 0) is plainly causal.
+            # The numbers of visible keys before and after the query's own; (-1, 0) is causal without a window.
             window_size=(layer.window - 1, 0) if 0 < layer.window < self.longest else (-1, 0),
             **({"enable_gqa": True} if gqa and self.says_gqa else {}),
         )

@@ -10,9 +10,9 @@ from nmoe.model.families.base import Family
 HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe, gpt_oss, deepseek_v3)
 FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (native, *HF_FAMILIES)}
 
-# How training goes on, which no family's checkpoint says.
+# Settings of training, which no family's checkpoint has.
 _OF_TRAINING = {"router_bias_rate", "router_aux_loss_coef"}
-# What says nothing where there are no experts.
+# Settings without meaning in a model without experts.
 _OF_EXPERTS = {
     "experts_per_token",
     "expert_width",
@@ -41,14 +41,14 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
-    """The settings of ours, with their values, that theirs has otherwise; what makes no other model is not among them."""
+    """The settings of ours, with their values, that differ in theirs; settings that do not change the model are left out."""
     others = theirs.to_dict()
     silent = _OF_TRAINING if ours.experts else _OF_TRAINING | _OF_EXPERTS
     return {name: value for name, value in ours.to_dict().items() if others[name] != value and name not in silent}
 
 
 def _lacks(family: Family, config: ModelConfig) -> dict[str, object]:
-    """The settings that do not survive being written as this family's, with their values."""
+    """The settings, with their values, that are lost when written as this family's."""
     try:
         return differences(config, family.config_from_hf(family.config_to_hf(config)))
     except UserError:  # such as experts = 0 in a family of mixtures

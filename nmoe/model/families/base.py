@@ -1,7 +1,7 @@
-"""What a family is, and the walk over its entries that copies a checkpoint's tensors into a model's or makes them from these.
+"""What a family is, and the walk over its entries that copies a checkpoint's tensors into a model or makes them from one.
 
-A family file maps names and settings and nothing else. Entries are walked in the order they come; each stored tensor is
-read once, copied into its part of ours, and let go.
+A family's file only maps names and settings. Entries are handled in order; each stored tensor is read once, copied into its
+part of ours, and freed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.shards import Shards
 
-# The head by the name that Llama gave it, which a checkpoint may hold though it is tied to the embedding.
+# Llama's name of the head, which a checkpoint may contain although the head is tied to the embedding.
 TIED_HEAD = "lm_head.weight"
 
 # Rows of a table compared at once.
 _ROWS = 4096
 
-# Problems listed in one message before the rest are only counted.
+# The number of problems listed in a message; the rest are only counted.
 _SHOWN = 5
 
 
@@ -39,8 +39,8 @@ def transpose(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of theirs and the part of ours that it fills: `ours[index] = read(theirs)`, and back
-    `theirs = write(ours[index])`.
+    """One stored tensor and the part of our model that it fills: `ours[index] = read(theirs)`, and back `theirs =
+    write(ours[index])`.
 
     Example, the gate of one expert: `Entry("model.layers.0.mlp.experts.3.gate_proj.weight", "blocks.0.ffn.gate_up", (F, D),
     (3, slice(None), slice(0, F)), transpose, transpose)`.
@@ -57,7 +57,7 @@ class Entry:
 @dataclass(frozen=True)
 class Packing:
     """Quantised storage: where all of `theirs + suffix` are stored, `unpack(*them)` in this order is the tensor that an entry
-    calls `theirs`, or raises UserError with what is wrong. Only reading knows of it; what is written is never packed."""
+    calls `theirs`, or raises UserError with the problem. Used for reading only; written checkpoints are never packed."""
 
     suffixes: tuple[str, ...]
     unpack: Callable[..., Tensor]
@@ -70,25 +70,25 @@ class Family(Protocol):
     PACKINGS: tuple[Packing, ...]
 
     def config_from_hf(self, raw: dict[str, Any], /) -> ModelConfig:
-        """The decoder that a `config.json` describes. Raises UserError for a missing key, and naming key and value for what
-        is not supported."""
+        """The decoder that a `config.json` describes. Raises UserError for a missing key and, naming key and value, for an
+        unsupported setting."""
 
     def config_to_hf(self, config: ModelConfig, /) -> dict[str, Any]:
-        """A `config.json` that transformers loads, with `model_type` and `architectures`. Total: what the family can not
-        express it leaves out, and whoever needs all of it compares `config_from_hf(config_to_hf(config))`."""
+        """A `config.json` that transformers loads, with `model_type` and `architectures`. Never fails: it leaves out what the
+        family cannot express. To find out, compare with `config_from_hf(config_to_hf(config))`."""
 
     def entries(self, config: ModelConfig, /) -> Iterator[Entry]:
         """Every tensor of the checkpoint; together they fill every parameter exactly once."""
 
     def ignores(self, name: str, config: ModelConfig, /) -> bool:
-        """Whether a stored tensor that no entry names may be there all the same."""
+        """Whether a stored tensor that no entry names is allowed."""
 
 
 def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: Shards) -> None:
     """Copies a checkpoint into a model's state, converting to its dtypes. Buffers that no entry fills become 0.
 
-    Names, shapes and dtypes are all compared before anything is copied; that values are finite is seen while copying.
-    Raises UserError naming file and tensor.
+    Names, shapes and dtypes are all compared before anything is copied; values are checked to be finite while copying. Raises
+    UserError naming file and tensor.
     """
     entries = list(family.entries(config))
     stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
@@ -108,7 +108,7 @@ def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: 
             raise UserError(f"{file}: {_wrong_shape(entry, tuple(tensor.shape))}")
         part = state[entry.ours][entry.index]
         part.copy_(entry.read(tensor))
-        # One pass and no memory, where isfinite would make a mask of every element.
+        # One pass without extra memory; isfinite would make a mask of every element.
         if part.numel() and not all(bound.isfinite() for bound in torch.aminmax(part.detach())):
             overflow = f" once converted to {part.dtype}" if tensor.float().isfinite().all() else ""
             raise UserError(f"{file}: {entry.theirs} holds NaN or infinite values{overflow}")
@@ -118,7 +118,8 @@ def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: 
 
 
 def _compare_tied_head(embedding_VD: Tensor, shards: Shards) -> None:
-    """Raises UserError where a head that should be the embedding is stored as something else: transformers then unties the two."""
+    """Raises UserError if a head that should be tied to the embedding is stored with other values: transformers would untie the
+    two."""
     stored_VD = shards.read(TIED_HEAD)
     same = stored_VD.shape == embedding_VD.shape and all(
         torch.equal(part_nD.to(embedding_nD.dtype), embedding_nD.cpu())
@@ -161,12 +162,13 @@ def _compare(
     config: ModelConfig,
     shards: Shards,
 ) -> None:
-    """Raises UserError with what is missing, of a wrong shape or dtype, or of no use to this architecture, by file."""
+    """Raises UserError that lists, by file, tensors that are missing, have a wrong shape or dtype, or do not belong to this
+    architecture."""
     problems: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         names, _ = stored[entry.theirs]
         if names != (entry.theirs,):
-            continue  # packed: its shape shows when it is unpacked
+            continue  # packed: its shape is known once it is unpacked
         if entry.theirs not in shards.files:
             problems[str(shards.listing)].append(f"{entry.theirs} is missing")
         elif shards.shapes[entry.theirs] != entry.shape:

@@ -1,5 +1,5 @@
-"""The entries and settings that families share: embeddings, norms, grouped-query attention, SwiGLU blocks, experts saved one
-by one, all by the names that Llama gave them."""
+"""The entries and settings that families share, under Llama's names: embeddings, norms, grouped-query attention, SwiGLU blocks,
+and experts saved one by one."""
 
 # Shapes: V vocabulary, D width, H query heads, J key-value heads, C head width, F intermediate width, E experts.
 
@@ -23,8 +23,9 @@ SHAPE_KEYS = (
 
 
 def decoder_settings(settings: Settings, quantised: str = "") -> dict[str, Any]:
-    """What every family's ModelConfig takes from the same keys. Query, key, value and output projections have biases together,
-    as transformers' `attention_bias` means it. `quantised` is the storage that the family unpacks."""
+    """The settings that every family's ModelConfig takes from the same keys. Query, key, value and output projections have
+    biases either all or none, as transformers' `attention_bias` means it. `quantised` is the storage that the family
+    unpacks."""
     settings.only("hidden_act", "silu")
     settings.only("is_causal", True)
     settings.refuse_null("is_causal")
@@ -71,7 +72,7 @@ def decoder_to_hf(config: ModelConfig, model_type: str, architecture: str) -> di
 
 
 def ends(config: ModelConfig) -> Iterator[Entry]:
-    """Embedding, last norm and, unless tied, the head."""
+    """Embedding, last norm and, unless it is tied, the head."""
     table = (config.vocab_size, config.hidden_size)
     yield Entry("model.embed_tokens.weight", "embedding.weight", table)
     yield Entry("model.norm.weight", "norm.weight", (config.hidden_size,))
@@ -86,7 +87,7 @@ def norms(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    """Grouped-query attention with what biases and head norms the configuration has."""
+    """Grouped-query attention, with biases and head norms if the configuration has them."""
     theirs, ours = f"model.layers.{layer}.self_attn.", f"blocks.{layer}.attention."
     width, head_dim = config.hidden_size, config.head_dim
     first = 0
@@ -113,7 +114,7 @@ def swiglu(theirs: str, ours: str, width: int, intermediate: int) -> Iterator[En
 
 
 def dense(config: ModelConfig) -> Iterator[Entry]:
-    """All of a dense decoder."""
+    """All entries of a dense decoder."""
     yield from ends(config)
     for layer in range(config.layers):
         yield from norms(config, layer)
@@ -140,6 +141,6 @@ def experts_one_by_one(theirs: str, ours: str, config: ModelConfig) -> Iterator[
 
 
 def ignored_always(name: str, config: ModelConfig) -> bool:
-    """What may lie in any checkpoint and says nothing: a tied head saved all the same, which `fill` compares with the embedding,
-    and tables of old versions."""
+    """Tensors that any checkpoint may have and that are ignored: a tied head, which `fill` compares with the embedding, and
+    tables of old versions."""
     return (config.tie_embeddings and name == TIED_HEAD) or name.endswith("rotary_emb.inv_freq")

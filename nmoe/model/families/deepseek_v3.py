@@ -1,8 +1,8 @@
 """DeepSeek-V3 and Moonlight: latent attention, sigmoid routing limited to groups of experts, shared experts, leading dense
 layers; in FP8 where DeepSeek released it.
 
-The layers for multi-token prediction that a release stores behind the last one are not read: nothing here samples from or
-trains them, and an export says that it has none.
+The layers for multi-token prediction, which a release stores after the last layer, are not read: nothing here uses or trains
+them, and an export says that it has none.
 """
 
 # Shapes: N a product's outputs, D its inputs, H heads, C head width.
@@ -90,7 +90,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _attention_scale(settings: Settings, shared: dict[str, Any], head_dim: int) -> float:
-    """YaRN's sharpening put on the attention logits of all dimensions, rotated or not; 0: there is none."""
+    """The factor by which YaRN sharpens the attention logits of all dimensions, rotated or not; 0 for none."""
     all_dim = settings.rope_section().real("mscale_all_dim", 0.0)
     if shared["rope_scaling"] is None or not all_dim:
         return 0.0
@@ -135,7 +135,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mscales(factor: float, config: ModelConfig) -> dict[str, float]:
-    """The settings from which readers compute attention scale and factor. Twelve digits: what was read comes back to the bit."""
+    """The settings from which readers compute attention scale and factor, rounded to twelve digits so that values read from a
+    checkpoint come back exactly."""
     assert config.rope_scaling is not None, "the caller looks"
     sharpened = math.sqrt(config.attention_scale * config.head_dim**0.5)
     unit = 0.1 * math.log(factor)
@@ -196,8 +197,9 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def _rope_rows(head_dim: int, rope_dim: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """To and from the half-split layout of `nmoe.model.rope`. They turn the pairs (0, 1), (2, 3), ... of the last `rope_dim`
-    rows of every head, we turn (0, R/2), (1, R/2 + 1), ...: queries and keys reordered alike have the same products."""
+    """Converts to and from the half-split layout of `nmoe.model.rope`. The release turns the pairs (0, 1), (2, 3), ... of the
+    last `rope_dim` rows of every head; we turn (0, R/2), (1, R/2 + 1), .... The products are the same if queries and keys are
+    reordered alike."""
     first = head_dim - rope_dim
     order_C = torch.arange(head_dim)
     order_C[first:] = torch.cat([order_C[first::2], order_C[first + 1 :: 2]])
@@ -213,7 +215,7 @@ def _rope_rows(head_dim: int, rope_dim: int) -> tuple[Callable[[Tensor], Tensor]
 
 
 def ignores(name: str, config: ModelConfig) -> bool:
-    """Layers for multi-token prediction, numbered on from the last one."""
+    """Ignores layers for multi-token prediction, whose numbers follow the last layer's."""
     layer = _LAYER.match(name)
     return (layer is not None and int(layer[1]) >= config.layers) or decoder.ignored_always(name, config)
 
@@ -221,7 +223,7 @@ def ignores(name: str, config: ModelConfig) -> bool:
 def dequantised(weight_ND: Tensor, scales: Tensor) -> Tensor:
     """A weight `[N, D]` in fp32 from FP8 (E4M3) and one factor for each 128 x 128 of it; the last blocks may be cut off.
 
-    Raises UserError where the two do not fit each other.
+    Raises UserError if the two do not match.
     """
     wanted = tuple(-(-size // _FP8_BLOCK) for size in weight_ND.shape)
     if weight_ND.dtype != torch.float8_e4m3fn or weight_ND.dim() != 2 or scales.shape != wanted:

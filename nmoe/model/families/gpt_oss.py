@@ -20,10 +20,10 @@ from nmoe.model.families.settings import Settings
 MODEL_TYPE = "gpt_oss"
 ignores = decoder.ignored_always
 
-# What the four bits of E2M1 stand for (OCP Microscaling Formats, version 1.0, section 5.3.3).
+# The values of the four bits of E2M1 (OCP Microscaling Formats, version 1.0, section 5.3.3).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-# A config.json that says nothing of positions or windows means these, as transformers reads it.
+# Defaults, as in transformers, for a config.json without positions or windows.
 _THETA, _WINDOW = 150_000.0, 128
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
@@ -79,11 +79,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
         "swiglu_limit": config.swiglu_limit,
-        # Asked for by transformers even where no layer has one.
+        # transformers requires it even if no layer has a window.
         "sliding_window": max(windows) or _WINDOW,
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
-    # None would stand for the release's scaling.
+    # None would mean the release's scaling.
     return raw if config.rope_scaling is not None else raw | {"rope_scaling": {"rope_type": "default"}}
 
 
@@ -106,12 +106,12 @@ def entries(config: ModelConfig) -> Iterator[Entry]:
 
 
 def halves(gate_up: Tensor) -> Tensor:
-    """Gate and up of the last axis taken apart: columns 0, 2, 4, ... then 1, 3, 5, ..."""
+    """Separates gate and up on the last axis: columns 0, 2, 4, ..., then 1, 3, 5, ..."""
     return gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def interleaved(gate_up: Tensor) -> Tensor:
-    """What `halves` takes apart."""
+    """The inverse of `halves`."""
     return gate_up.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
@@ -119,7 +119,7 @@ def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
     """Experts `[E, inputs, N]` in bf16, a view of `[E, N, inputs]`, from MXFP4: two numbers of four bits a byte, the lower
     bits first, and a power of two, `2 ** (scale - 127)`, for each block of 32; 255 is NaN. Exact: bf16 holds every product.
 
-    Raises UserError where blocks and scales do not fit each other.
+    Raises UserError if blocks and scales do not match.
     """
     found = (
         f"blocks {list(blocks_ENGW.shape)} {blocks_ENGW.dtype} and scales {list(scales_ENG.shape)} {scales_ENG.dtype}"
@@ -129,13 +129,13 @@ def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
     if blocks_ENGW.dtype != torch.uint8 or scales_ENG.dtype != torch.uint8:
         raise UserError(f"{found} are not MXFP4: both are bytes")
     values = torch.tensor(_FP4, dtype=torch.bfloat16)
-    # All pairs of values in the order of their byte: looking up a whole byte is six times faster than two halves of it.
+    # All pairs of values, indexed by byte: looking up a whole byte is six times faster than looking up its halves.
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
     powers[255] = torch.nan
     out_ENGX = torch.empty(*scales_ENG.shape, 32, dtype=torch.bfloat16)
     for out_NGX, blocks_NGW, scales_NG in zip(out_ENGX, blocks_ENGW, scales_ENG, strict=True):
-        # An expert at a time: indices take four times the bytes that they stand for.
+        # One expert at a time, because indices take four times the memory of the bytes.
         torch.index_select(pairs, 0, blocks_NGW.flatten().int(), out=out_NGX.view(-1, 2))
         out_NGX.mul_(powers[scales_NG.int()].unsqueeze(-1))
     return out_ENGX.flatten(-2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Llama: grouped-query attention without head norms, SwiGLU blocks, rotary frequencies stretched as Llama 3.1's are."""
+"""Llama: grouped-query attention without head norms, SwiGLU blocks, rotary frequencies scaled as in Llama 3.1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nmoe's own layout: the model's own names and settings, as checkpoints of runs have them."""
+"""nmoe's own layout: the names and settings of the model, as in the checkpoints of runs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ignores = decoder.ignored_always
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# What transformers takes where windows are switched on and these are left out.
+# transformers' values if windows are on and these keys are missing.
 _WINDOW, _FULL_LAYERS = 4096, 28
 
 
@@ -49,7 +49,7 @@ def _windows(settings: Settings) -> tuple[int, ...]:
 
 
 def sliding_window(settings: Settings) -> int:
-    """The window that `use_sliding_window` switches on, 0 where it does not; the default is transformers'."""
+    """The window if `use_sliding_window` is on, otherwise 0; the default is transformers'."""
     if not settings.flag("use_sliding_window") or "sliding_window" in settings.nulls:
         return 0
     return settings.whole("sliding_window", _WINDOW)

@@ -1,4 +1,5 @@
-"""Qwen3-MoE: grouped-query attention with QK-norm, softmax router, SwiGLU experts saved one by one, dense layers among them."""
+"""Qwen3-MoE: grouped-query attention with QK-norm, softmax router, SwiGLU experts saved one by one; some layers may be
+dense."""
 
 from __future__ import annotations
 

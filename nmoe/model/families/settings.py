@@ -1,4 +1,4 @@
-"""A family's `config.json`, read key by key: what is missing, of a wrong type or not supported is named."""
+"""Reads a family's `config.json` key by key. Errors name keys that are missing, have a wrong type or are not supported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MISSING: Any = object()
 
 
 class Settings:
-    """The keys of a `config.json`. A key that is null counts as absent; where transformers takes null for something else than the
-    default, `refuse_null` says so."""
+    """The keys of a `config.json`. A key that is null counts as absent; `refuse_null` is for keys for which transformers gives
+    null another meaning than the default."""
 
     def __init__(self, raw: dict[str, Any], model_type: str) -> None:
         self.raw = {key: value for key, value in raw.items() if value is not None}
@@ -21,7 +21,7 @@ class Settings:
         self.model_type = model_type
 
     def require(self, *keys: str) -> None:
-        """Raises UserError with all of the keys that are missing."""
+        """Raises UserError with all missing keys."""
         if missing := [key for key in keys if key not in self.raw]:
             raise UserError(f"missing keys {', '.join(missing)}")
 
@@ -51,40 +51,41 @@ class Settings:
         return tuple(value)
 
     def only(self, key: str, *values: Any) -> None:
-        """Raises UserError where the key is there with another value than these."""
+        """Raises UserError if the key has a value other than these."""
         if key in self.raw and self.raw[key] not in values:
             known = " or ".join(repr(value) for value in values)
             raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported, only {known}")
 
     def refuse_null(self, *keys: str) -> None:
-        """Raises UserError where one of these is there and null, which is not what leaving it out means."""
+        """Raises UserError if one of these keys is null, which does not mean the same as leaving it out."""
         if nulls := [key for key in keys if key in self.nulls]:
             raise UserError(f"{self.model_type}: {nulls[0]} = null is not supported; leave the key out for its default")
 
     def refuse_alias(self, key: str, alias: str) -> None:
-        """Raises UserError where both names of a setting are there with different values: readers take one or the other."""
+        """Raises UserError if both names of a setting are present with different values, since readers differ in which one they
+        use."""
         if key in self.raw and alias in self.raw and self.raw[key] != self.raw[alias]:
             raise UserError(
                 f"{self.model_type}: {key} = {self.raw[key]!r} and {alias} = {self.raw[alias]!r} are one setting; remove one"
             )
 
     def section(self, key: str) -> Settings:
-        """The keys of a table, none where it is absent."""
+        """The keys of a table; empty if it is absent."""
         found = self._get(key, {})
         if not isinstance(found, dict):
             raise UserError(f"{key} = {found!r} is not a table")
         return Settings(found, self.model_type if key.startswith("rope_") else f"{self.model_type}, {key}")
 
     def refuse_quantised(self, known: str = "") -> None:
-        """Raises UserError where weights are stored in any other quantised form than `known`."""
+        """Raises UserError if weights are stored in a quantised form other than `known`."""
         method = self.section("quantization_config").raw.get("quant_method")
         if "quantization_config" in self.raw and method != known:
             only = f", only {known!r}" if known else ""
             raise UserError(f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported{only}")
 
     def rope(self, default_theta: float = 10_000.0) -> tuple[float, RopeScaling | None]:
-        """The base of the rotary frequencies and their scaling, from `rope_parameters` as transformers 5 writes it or from
-        `rope_theta` and `rope_scaling` as released checkpoints have it."""
+        """The base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from `rope_theta`
+        and `rope_scaling` (released checkpoints)."""
         settings = self.rope_section()
         for place in (self, settings):
             place.only("partial_rotary_factor", 1, 1.0)
@@ -106,7 +107,7 @@ class Settings:
             raise UserError(f"{self.model_type}: rotary factor = {factor} is not positive")
         if kind == "linear":
             return theta, RopeScaling("linear", factor)
-        # Outside of the rotary settings it has priority, as transformers reads it.
+        # The value outside the rotary settings has priority, as in transformers.
         original = settings.whole("original_max_position_embeddings", self.whole("max_position_embeddings"))
         original = self.whole("original_max_position_embeddings", original)
         if original == 0:
@@ -122,7 +123,7 @@ class Settings:
             "yarn",
             factor,
             original,
-            # 0 stands for the default, as transformers reads it.
+            # 0 means the default, as in transformers.
             beta_fast=settings.real("beta_fast", 32.0) or 32.0,
             beta_slow=settings.real("beta_slow", 1.0) or 1.0,
             attention_factor=settings.real("attention_factor", _yarn_attention_factor(settings, factor)),
@@ -154,7 +155,7 @@ def _yarn_attention_factor(settings: Settings, factor: float) -> float:
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, the form that transformers of every age, and servers, read."""
+    """`rope_theta` and `rope_scaling`, the form that every version of transformers and the servers read."""
     scaling = config.rope_scaling
     rope: dict[str, Any] | None = None
     if scaling is not None:

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Kernels want head widths that are multiples of this.
+# Kernels need head widths that are multiples of this.
 _WIDTH_STEP = 8
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What an `Attend` has to know of the layer that calls it.
+    """What an `Attend` needs to know about the layer that calls it.
 
-    `window` tokens back, the query's own included, can be seen (0: all). `sinks_H` is each query head's logit that takes part
-    in the softmax's sum and in nothing else (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
+    `window` tokens back, the query's own included, can be seen (0: all). `sinks_H` has a logit for each query head that counts
+    in the softmax's sum only (Xiao et al. 2023, arXiv:2309.17453, as learned in gpt-oss).
     """
 
     index: int
@@ -33,8 +33,8 @@ def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJ
     """Causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
     positions.
 
-    A sink is one more key before the others, which only its logit makes different from zeros: the query's extra column holds
-    the logit, the key's a one, and its value is zero. So any kernel computes it, with its gradient.
+    A sink is one more key before the others: the queries have an extra column with the sink's logit, the sink's key has a one
+    there, and its value is zero. So any kernel computes it, with its gradient.
     """
     width, value_width, length, positions = q_BHLC.shape[-1], v_BJSU.shape[-1], q_BHLC.shape[-2], k_BJSC.shape[-2]
     sinks_H = layer.sinks_H
@@ -42,14 +42,14 @@ def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJ
     if sinks_H is not None:
         column_H11 = (sinks_H.to(q_BHLC.dtype) / layer.scale).view(-1, 1, 1)
         q_BHLC = torch.cat([q_BHLC, column_H11.expand(*q_BHLC.shape[:-1], 1)], -1)
-        # A causal kernel wants as many queries as keys: one more, that nobody reads.
+        # A causal kernel needs as many queries as keys, so one unused query is added.
         q_BHLC = F.pad(q_BHLC, (0, _WIDTH_STEP - 1, int(square), 0))
         k_BJSC = F.pad(k_BJSC, (0, _WIDTH_STEP, 1, 0))
         first = torch.zeros(positions + 1, width + _WIDTH_STEP, device=k_BJSC.device, dtype=k_BJSC.dtype)
         first[0, width] = 1
         k_BJSC = k_BJSC + first
         v_BJSU = F.pad(v_BJSU, (0, 0, 1, 0))
-    # The fast kernels take values as wide as the keys.
+    # The fast kernels need values as wide as the keys.
     if (missing := q_BHLC.shape[-1] - value_width) > 0:
         v_BJSU = F.pad(v_BJSU, (0, missing))
     mask_LS = None
@@ -79,13 +79,13 @@ def paged_attention(
     at_L = torch.arange(blocks * block, device=q_BHC.device)
     age_BL = lengths_B.unsqueeze(1) - 1 - at_L
     seen_BL = (age_BL >= 0) & (age_BL < layer.window) if layer.window else age_BL >= 0
-    # Entries past a row's length may be anything.
+    # Entries past a row's length are arbitrary.
     inside_BM = torch.arange(blocks, device=q_BHC.device) * block < lengths_B.unsqueeze(1)
     table_BM = table_BM.masked_fill(~inside_BM, 0)
 
     def gathered(x_NJPW: Tensor) -> Tensor:
         x_BJLW = x_NJPW[table_BM].transpose(1, 2).reshape(rows, kv_heads, blocks * block, -1)
-        # What lies behind a row's end may be a stray NaN, which no weight of zero would silence.
+        # Unused positions may hold NaN, which a weight of zero would not remove.
         return x_BJLW.to(compute).masked_fill(~seen_BL[:, None, :, None], 0)
 
     q_BJGC = q_BHC.to(compute).unflatten(1, (kv_heads, -1))

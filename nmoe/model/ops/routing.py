@@ -1,8 +1,8 @@
 """Moving rows between tokens and experts with no atomics and in a fixed order.
 
 `Dispatch` copies every token's row to the experts that it chose; `Combine` adds up what came back, each row times its weight.
-torch's own backward of a gather adds rows in whatever order threads come (on CUDA also rounding to bf16 at each); here it is a
-sum of K rows.
+torch's backward of a gather adds rows in the order in which threads arrive, and on CUDA rounds each sum to bf16; here it is a
+sum of K rows in order.
 """
 
 # Shapes: T tokens, K chosen experts, R = T * K rows sorted by expert, D width.

@@ -1,4 +1,4 @@
-// Decode attention over the paged cache where its blocks lie, and what comes just before it: QK-norm and rotary turns.
+// Decode attention that reads the blocks of the paged cache in place, and the steps just before it: QK-norm and rotary turns.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -35,13 +35,13 @@ inline v16 scores(const float* q_C, const T* keys_PC, long C) {
     return sums_of(sums);
 }
 
-// Asks for numbers that are soon to be read: blocks lie anywhere, and the hardware foresees none of them.
+// Prefetches numbers that are read soon: blocks lie anywhere in memory, so the hardware cannot predict them.
 template <class T>
 inline void fetch(const T* p, long count) {
     for (long i = 0; i < count; i += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(p + i);
 }
 
-// Up to four heads' weighted sums of values, as many columns at a time as registers suffice for.
+// Weighted sums of values for up to four heads, in as many columns at a time as fit the registers.
 template <class T, int HEADS>
 inline void values(const float* weights_GL, long L, const T* values_JPU, const int64_t* blocks, long block_stride, long skipped,
                    long length, long U, const float* shares_G, T* out_GU) {
@@ -71,8 +71,8 @@ inline void values(const float* weights_GL, long L, const T* values_JPU, const i
 }
 
 // Writes each row's key and value, where they are given, to its place in the cache, and attends: to its own position and those
-// before it. Strides count numbers between rows. A row's blocks are those of its sequence in the table, `sequence_B[b]`, or b where
-// that is null. What a query sees is taken in order of positions: its bits do not depend on what else is computed.
+// before it. Strides count numbers between rows. A row's blocks are those of its sequence in the table, `sequence_B[b]`, or b
+// where that is null. A query's keys are taken in order of position, so its bits do not depend on the rest of the batch.
 template <class T>
 void attention(const T* q_BHC, long q_stride, const T* k_BJC, long k_stride, const T* v_BJU, long v_stride, T* keys_NJPC,
                T* values_NJPU, const int64_t* table_SM, long table_stride, const int64_t* sequence_B, const int64_t* positions_B,

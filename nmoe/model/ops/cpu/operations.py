@@ -1,4 +1,4 @@
-"""The kernels as operations on tensors. Each docstring names the operations of torch that it stands for."""
+"""The C++ kernels as operations on tensors. Each docstring names the torch operations that the kernel replaces."""
 
 # Shapes: N rows, D inputs, F outputs of a linear layer or width of an expert, T tokens, K chosen experts, E experts, B rows, H
 # query heads, J key-value heads, C key width, U value width, M blocks of each of S sequences, V vocabulary.
@@ -19,7 +19,7 @@ _HALF = _PANEL // 2
 
 
 def packed_panels(weight_EDF: Tensor) -> Tensor:
-    """Weights `[E, D, F]` in the order that kernels read: panels of 32 outputs, as tile.h says. D is even in bf16."""
+    """Arranges weights `[E, D, F]` in the order that kernels read: panels of 32 outputs, as in tile.h. D is even in bf16."""
     experts, inputs, outputs = weight_EDF.shape
     padded = torch.nn.functional.pad(weight_EDF, (0, -outputs % _PANEL))
     if weight_EDF.dtype == torch.float32:
@@ -28,19 +28,19 @@ def packed_panels(weight_EDF: Tensor) -> Tensor:
 
 
 def packed_gate_up(weight_EDF: Tensor) -> Tensor:
-    """Gate and up `[E, D, 2F]`, a panel having 16 columns of the one and the same 16 of the other."""
+    """Arranges gate and up `[E, D, 2F]` so that a panel has 16 columns of the gate and the same 16 of up."""
     experts, inputs, columns = weight_EDF.shape
     halves = torch.nn.functional.pad(weight_EDF.view(experts, inputs, 2, columns // 2), (0, -(columns // 2) % _HALF))
     return packed_panels(halves.unflatten(-1, (-1, _HALF)).transpose(2, 3).reshape(experts, inputs, -1))
 
 
 def packed_down(weight_EFD: Tensor) -> Tensor:
-    """Panels of down projections, F filled up to 16 as `experts` fills its hidden units."""
+    """Arranges down projections in panels, with F padded to a multiple of 16, as `experts` pads its hidden units."""
     return packed_panels(torch.nn.functional.pad(weight_EFD, (0, 0, 0, -weight_EFD.shape[1] % _HALF)))
 
 
 def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
-    """`F.linear` with a weight that `packed_panels` packed."""
+    """`F.linear` with a weight arranged by `packed_panels`."""
     x_ND = x_ND.contiguous()
     out_NF = x_ND.new_empty(x_ND.shape[0], outputs)
     call(f"nmoe_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, bias_F, out_NF, *x_ND.shape, outputs)
@@ -48,7 +48,8 @@ def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) ->
 
 
 def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence[int]) -> Tensor:
-    """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; `packed_panels` packed the weights."""
+    """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; weights are arranged by
+    `packed_panels`."""
     x_RD = x_RD.contiguous()
     out_RF = x_RD.new_empty(x_RD.shape[0], outputs)
     groups = torch.tensor([0, *accumulate(counts)])
@@ -59,7 +60,7 @@ def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence
 
 
 def swiglu_linear(x_ND: Tensor, packed: Tensor, width: int) -> Tensor:
-    """`swiglu(F.linear(x, gate_up))`, `[N, width]`, with a weight that `packed_gate_up` packed."""
+    """`swiglu(F.linear(x, gate_up))`, `[N, width]`, with a weight arranged by `packed_gate_up`."""
     x_ND = x_ND.contiguous()
     out_NF = x_ND.new_empty(x_ND.shape[0], width)
     call(f"nmoe_swiglu_linear_{DTYPES[x_ND.dtype]}", x_ND, packed, out_NF, *x_ND.shape, width)
@@ -147,8 +148,8 @@ def attention(
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`TorchOps.paged_attention` of each row's query to its sequence up to its position, `[B, H, U]`. Row b is of
-    sequence `sequence_B[b]`, or of sequence b. `new` are the rows' own keys and values, which are written to the cache first:
-    rows that see one another's come without. Heads lie one after another in a row; rows may lie apart."""
+    sequence `sequence_B[b]`, or of sequence b. `new` are the rows' own keys and values, which are written to the cache first;
+    it is left out if rows see each other's keys. The heads of a row are contiguous; rows need not be."""
     (rows, heads, width), (kv_heads, _, value_width) = q_BHC.shape, values_NJPU.shape[1:]
     out_BHU = q_BHC.new_empty(rows, heads, value_width)
     by_row = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q_BHC, *(new or ()))]
@@ -170,8 +171,8 @@ def attention(
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """What `nmoe.engine.native.sampler.sample` gives rows that cut nothing: tokens and their log-probabilities, `[B]` each, and
-    whether all logits were finite."""
+    """The result of `nmoe.engine.native.sampler.sample` for rows without top-k and top-p: tokens and their log-probabilities,
+    `[B]` each, and whether all logits were finite."""
     logits_BV, rows = logits_BV.contiguous(), logits_BV.shape[0]
     tokens_B = torch.empty(rows, dtype=torch.int64)
     logprobs_B = torch.empty(rows)

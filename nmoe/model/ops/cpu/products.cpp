@@ -8,7 +8,7 @@
 
 namespace nmoe {
 
-// Rows that go through a panel together while it is in the first cache.
+// Rows that pass through a panel while it is in the L1 cache.
 constexpr long ROWS_AT_ONCE = 8 * MOST_ROWS;
 
 template <class T>

@@ -1,4 +1,4 @@
-// Which experts each token goes to, and with what weight.
+// Picks the experts of each token, and their weights.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -53,7 +53,7 @@ void route(const T* x_TD, const float* packed, const float* bias_E, const float*
                     choice[best] = -INFINITY;
                     chosen[k] = best, weights[k] = row[best], kept += row[best];
                 }
-                // Sigmoids can all be 0: as DeepSeek-V3's release does.
+                // Sigmoids can all be 0, so this adds 1e-20, as DeepSeek-V3's release does.
                 const float share = renormalize ? scale / (sigmoids ? kept + 1e-20f : kept) : scale;
                 for (long k = 0; k < K; ++k) weights[k] *= share;
             }

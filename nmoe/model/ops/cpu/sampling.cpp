@@ -1,4 +1,4 @@
-// Drawing from a row of logits by the inverse of its cumulative distribution.
+// Samples from rows of logits by the inverse of their cumulative distribution.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,8 +15,8 @@ constexpr long CHUNK = 64;
 
 }  // namespace
 
-// A row is sampled at its temperature; 0 takes the largest logit, with log-probability 0. Returns how many rows hold what is not
-// finite: their draws mean nothing.
+// Samples each row at its temperature; at 0 takes the largest logit, with log-probability 0. Returns the number of rows that
+// are not finite, whose draws are meaningless.
 extern "C" long nmoe_sample(const float* logits_BV, const float* temperature_B, const float* uniforms_B, int64_t* tokens_B,
                             float* logprobs_B, long B, long V) {
     using namespace nmoe;

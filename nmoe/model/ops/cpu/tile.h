@@ -1,8 +1,8 @@
-// Small matrix products: a few rows by 32 columns (16 where registers are narrow) whose sums stay in registers.
+// Small matrix products: a few rows by 32 columns (16 if registers are narrow), whose sums stay in registers.
 //
-// A weight is packed in panels of 32 columns (the last filled up with zeros): `[panels, K, 32]` in fp32, `[panels, K / 2, 32, 2]` in
-// bf16, so that in both a step reads 32 words of 4 bytes in order. A row's sums run over K in order whatever other rows there are:
-// its bits do not depend on the batch.
+// A weight is packed in panels of 32 columns (the last padded with zeros): `[panels, K, 32]` in fp32, `[panels, K / 2, 32, 2]`
+// in bf16, so that in both a step reads 32 words of 4 bytes in order. A row's sums run over K in order, so its bits do not
+// depend on the other rows.
 #pragma once
 
 #include "vector.h"
@@ -19,7 +19,7 @@ constexpr bool BF16_PRODUCTS = true;
 constexpr bool BF16_PRODUCTS = false;
 #endif
 
-// Rows that registers suffice for. Without an instruction for it, a product of bf16 pairs keeps four vectors more.
+// The rows whose sums fit the registers. Without an instruction for pairs of bf16, their product needs four more vectors.
 template <class T>
 constexpr long TILE_ROWS = WIDE ? (sizeof(T) == 4 || BF16_PRODUCTS ? MOST_ROWS : 12) : (sizeof(T) == 4 ? 6 : 4);
 
@@ -55,7 +55,7 @@ inline void tile(const float* a, long stride, const float* panel, long steps, lo
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r)
             for (int h = 0; h < AT_ONCE; ++h) sums[r][h] = zero();
-        // One pointer for three rows: addressing reaches the two after it, and registers suffice.
+        // One pointer serves three rows, since addressing can reach the two after it; so the registers suffice.
         const float* rows[(ROWS + 2) / 3];
 #pragma GCC unroll 8
         for (int g = 0; g < (ROWS + 2) / 3; ++g) rows[g] = a + 3 * g * stride;

@@ -324,7 +324,8 @@ inline v16 sums_of(const v16 (&x)[16]) {
 
 inline v16 zero() { return all(0.0f); }
 
-// x as it reads back once it has been stored as T: torch stores between operations, and the learner's bits are torch's.
+// x rounded as if it were stored as T and loaded again, because torch stores results between operations and the learner uses
+// torch.
 template <class T>
 inline v16 stored(v16 x);
 

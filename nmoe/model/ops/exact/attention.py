@@ -1,9 +1,8 @@
 """Attention whose sums no order can change: exact numerics where the C++ kernel cannot run.
 
-Scores are products on a grid (`nmoe.model.ops.exact.grid`). A query's weights, up to 1, are cut into a slice of multiples of 2^-22
-and one of multiples of 2^-44: of many keys beside one that draws nearly everything, the small weights add up. Values are cut
-into slices of 22 bits. So a sum over 512 positions rounds nowhere, whichever library adds it up. The exponential is torch's,
-element by element.
+Scores are products on a grid (`nmoe.model.ops.exact.grid`). A query's weights, at most 1, are split into multiples of 2^-22 and
+a rest in multiples of 2^-44, because many small weights beside a large one add up. Values are split into slices of 22 bits. So
+a sum over 512 positions never rounds, whichever library computes it. The exponential is torch's, element by element.
 """
 
 # Shapes: B sequences, H query heads, J key-value heads, L queries, S keys, s those of a piece, C key width, U value width,
@@ -19,14 +18,14 @@ from torch import Tensor
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.exact.grid import BITS, PIECE, on_grid, product, rounded
 
-# The slices hold a value's bits from 2^11 to 2^-11, to 2^-33, to 2^-55; those of larger values come before. They are the same for
-# all values: a grid that followed the largest would depend on what comes after a query.
+# The slices hold a value's bits from 2^11 to 2^-11, then to 2^-33, then to 2^-55; larger values have slices before these. The
+# grid is the same for all values: one that followed the largest would depend on what comes after a query.
 _HIGHEST, _SLICES = 11, 3
 
 
 def attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, seen: Tensor) -> Tensor:
-    """Attention of each query to the keys that it sees, `[B, H, L, U]` in the queries' type. `seen` is true for these, and has the
-    shape `[L, S]` or `[B, 1, L, S]`; position s of the keys is position s of the sequence."""
+    """Attention of each query to the keys that `seen` (`[L, S]` or `[B, 1, L, S]`) marks, `[B, H, L, U]` in the queries' dtype.
+    Position s of the keys is position s of the sequence."""
     (b, heads, length, width), kv_heads = q_BHLC.shape, k_BJSC.shape[1]
     q_BJRC = on_grid(q_BHLC).reshape(b, kv_heads, -1, width)
     scores_BHLS = product(q_BJRC, on_grid(k_BJSC)).mul_(layer.scale).view(b, heads, length, -1)
@@ -65,8 +64,8 @@ def _weights(shifted_BJRS: Tensor) -> Tensor:
 
 
 def _mixed(weights_BJRS: Tensor, v_BJSU: Tensor) -> Tensor:
-    """`weights @ v`: a sum of each grid's 512 positions is exact, and those sums are added in one order. What has no weight adds
-    nothing, so that neither keys after a query nor the largest value of another sequence change its bits."""
+    """`weights @ v`: a sum over 512 positions of one slice is exact, and these sums are added in a fixed order. Positions
+    without weight add nothing, so neither keys after a query nor the largest value of another sequence change its bits."""
     width = v_BJSU.shape[-1]
     slices_BJSV = _slices(v_BJSU)
     pieces = zip(weights_BJRS.split(PIECE, -1), slices_BJSV.split(PIECE, -2), strict=True)

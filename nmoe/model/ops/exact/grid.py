@@ -1,11 +1,11 @@
 """Products whose sums no order can change: exact numerics where the C++ kernels cannot run.
 
-A number is rounded to a grid, a multiple of a power of two, so coarse that a product of two grid numbers, and any sum of as many
-products as a piece has, fits the 53 bits of an fp64. Then no addition rounds, and every library on every processor with any number
-of threads gives the same bits, whatever it adds first (Ozaki et al. 2012, doi:10.1007/s11075-011-9478-1, section 3, with one slice
-for each factor). Rounding to the grid costs as much accuracy as summing in fp32 does: 2^-23 of a row's largest number.
+Numbers are rounded to multiples of a power of two, so coarse that a product of two such numbers, and any sum of the products of
+a piece, fits the 53 bits of an fp64. Then no addition rounds, and every library gives the same bits on every processor with any
+number of threads, whatever the order (Ozaki et al. 2012, doi:10.1007/s11075-011-9478-1, section 3, with one slice for each
+factor). Rounding to the grid costs as much accuracy as summing in fp32 does: 2^-23 of a row's largest number.
 
-Numbers that are not finite make their whole row NaN.
+A number that is not finite makes its whole row NaN.
 """
 
 # Shapes: N rows, D inputs, d those of a piece, F outputs.
@@ -21,9 +21,10 @@ _EXPONENT = 0x7F800000  # of an fp32
 
 
 def on_grid(x: Tensor) -> Tensor:
-    """`x`, of at most fp32, in fp64, each piece of 512 numbers of its last axis rounded to 22 bits below that piece's largest."""
+    """Rounds each piece of 512 numbers of the last axis to 22 bits below the piece's largest number; fp64. `x` is at most
+    fp32."""
     out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    # In fp32, whose 24 bits hold what is kept: fp64 takes twice the memory, and the time.
+    # Rounded in fp32, whose 24 bits suffice; fp64 would take twice the memory and time.
     for piece, rounded_piece in zip(x.float().split(PIECE, -1), out.split(PIECE, -1), strict=True):
         rounded_piece.copy_(rounded(piece, _step(piece)))
     return out
@@ -38,7 +39,8 @@ def _step(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, step: Tensor | float) -> Tensor:
-    """Multiples of `step`, at most 2^22 of them: adding a number whose last bit is worth one step leaves no room for more."""
+    """Rounds to multiples of `step`, at most 2^22 of them, by adding a number whose last bit is worth one step and subtracting
+    it again."""
     anchor = step * (1.5 * 2.0 ** (23 if x.dtype == torch.float32 else 52))
     return (x + anchor).sub_(anchor)
 

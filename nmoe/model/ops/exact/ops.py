@@ -1,7 +1,7 @@
 """The tables of operations with exact numerics: a row has the same bits in any batch, with gradients and without.
 
-torch's sigmoid and silu give other bits where a piece of work ends, by up to a unit in the last place, and where that is depends on
-the batch and the threads. So the sigmoid is made from the exponential. Gradients are those of fast numerics.
+torch's sigmoid and silu differ by up to a unit in the last place at the end of a thread's piece of work, whose position depends
+on the batch and the threads. So the sigmoid is computed from the exponential. Gradients are those of fast numerics.
 """
 
 # Shapes: see `nmoe.model.ops.torch`.
@@ -25,7 +25,7 @@ from nmoe.model.ops.torch import TorchOps
 
 
 class ExactSums(TorchOps):
-    """What all exact tables share. Products are `product` and `product_by_group`, of weights that `weights_of` prepares."""
+    """What all exact tables share. Subclasses define how weights are prepared and multiplied."""
 
     exact = True
 
