@@ -19,7 +19,7 @@ from nmoe.config import to_toml
 from nmoe.config.commands.base import RunConfig
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
-from nmoe.runs.directory import RunDirectory
+from nmoe.runs.directory import RunDirectory, flat_keys
 from nmoe.runs.progress import Progress
 from nmoe.runs.state import Part, load_parts, save_parts
 from nmoe.runs.watch import ExpertWatch
@@ -183,10 +183,16 @@ def open_run(
     total = config.run.steps if steps is None else steps
     start = run_path(config), to_toml(config), provenance_of(config, threads) | dict(around or {}), config.run.resume
     with (
-        RunDirectory.create(*start) as directory,
+        RunDirectory.create(*start, defaults=default_keys(config)) as directory,
         Progress(total, directory.log, config.run.name, directory.start_step) as progress,
     ):
         yield Run(config, directory, progress, total)
+
+
+def default_keys(config: RunConfig) -> set[str]:
+    """The dotted keys of a configuration that hold their defaults: `{"run.seed", "optimizer.beta1", ...}`."""
+    given = flat_keys(config.model_dump(exclude_none=True, exclude_defaults=True))
+    return flat_keys(config.model_dump(exclude_none=True)).keys() - given.keys()
 
 
 class Interruptible:

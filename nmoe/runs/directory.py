@@ -3,6 +3,7 @@
 import json
 import shutil
 import tomllib
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -45,12 +46,17 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: bool) -> "RunDirectory":
+    def create(
+        cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: bool, defaults: Collection[str] = ()
+    ) -> "RunDirectory":
         """Makes the directory of a new run or, with `resume`, opens one where its last checkpoint left it.
 
         Resuming takes back every record after the checkpoint's step. A run that was killed before its first
         checkpoint starts over with nothing kept but log.txt; one that does not exist yet starts. So a command with
         `--run.resume=true` can be repeated until it is done.
+
+        `defaults` names dotted keys of `config_toml` that hold their defaults. A run from before such a key existed lacks it, and
+        can be resumed.
 
         Raises UserError when the run exists and `resume` is false, when `path` holds something else, when another
         process is writing the run, when `config_toml` differs from the run's own in what it computes (every key that
@@ -62,7 +68,7 @@ class RunDirectory:
             lock = RunLock(path / ".lock")
             undo.callback(lock.release)
             _refuse_unless_free(path, resume)  # again: another process may have made the run before the lock was ours
-            resumed_from = _prepare(path, config_toml)
+            resumed_from = _prepare(path, config_toml, defaults)
             _record_start(path, config_toml, provenance, resumed_from)
             undo.pop_all()
         return cls(path, lock, resumed_from)
@@ -126,12 +132,12 @@ def _refuse_unless_free(path: Path, resume: bool) -> None:
         raise UserError(f"{path}: not the directory of a run (no config.toml), so there is nothing to resume")
 
 
-def _prepare(path: Path, config_toml: str) -> Path | None:
+def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | None:
     """Brings the directory to the state of its last checkpoint, which is returned, or to that of a fresh run."""
     remove_partials(path)
     stored = path / "config.toml"
     if stored.exists():
-        _refuse_other_config(stored, config_toml)
+        _refuse_other_config(stored, config_toml, defaults)
     for name in SUBDIRECTORIES:
         (path / name).mkdir(exist_ok=True)
     checkpoints = path / "checkpoints"
@@ -171,17 +177,18 @@ def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resu
     write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def _refuse_other_config(stored_path: Path, config_toml: str) -> None:
+def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collection[str]) -> None:
     try:
-        stored = _flat(tomllib.loads(stored_path.read_text()))
+        stored = flat_keys(tomllib.loads(stored_path.read_text()))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{stored_path}: not readable as TOML ({error}); put back the file the run wrote") from error
-    now = _flat(tomllib.loads(config_toml))
+    now = flat_keys(tomllib.loads(config_toml))
     differing = [
         f"  {key}: {_shown(stored, key)} in the run, {_shown(now, key)} now"
         for key in sorted(stored.keys() | now.keys())
         if stored.get(key) != now.get(key)
         and key not in _KEYS_THAT_MAY_DIFFER
+        and (key in stored or key not in defaults)
         and not key.startswith(_SECTION_THAT_MAY_DIFFER)
     ]
     if differing:
@@ -197,12 +204,12 @@ def _shown(flat: dict[str, Any], key: str) -> str:
     return repr(flat[key]) if key in flat else "absent"
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_keys(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as dotted keys: `{"optimizer": {"beta": 0.9}}` is `{"optimizer.beta": 0.9}`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_keys(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

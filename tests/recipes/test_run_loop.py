@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nmoe.config.commands.base import RunConfig
+from nmoe.errors import UserError
 from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, Step, open_run
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.state import Part
@@ -117,6 +118,20 @@ def test_a_recipe_may_end_the_run_at_an_evaluation_and_a_resumed_one_stays_ended
     log = (run.directory.path / "log.txt").read_text()
     assert "step 4: ends here, since it has counted enough" in log
     assert "step 4: ended here, since it has counted enough" in log
+
+
+def test_a_run_from_before_a_key_existed_resumes_where_the_key_has_its_default(tmp_path: Path) -> None:
+    config = follow(tmp_path, Counting({}, every=0), steps=2).directory.path / "config.toml"
+    written = config.read_text()
+    assert "beta1 = 0.9\n" in written
+    config.write_text(written.replace("beta1 = 0.9\n", ""))
+    resumed = Counting({}, every=0)
+    follow(tmp_path, resumed, steps=3, resume=True)
+    assert resumed.log == ["load 2", "resume", "step 3", "save 3"]
+    for other in (written.replace("beta1 = 0.9", "beta1 = 0.8"), written.replace('path = "nowhere"\n', "")):
+        config.write_text(other)
+        with pytest.raises(UserError, match="These keys differ"):
+            follow(tmp_path, Counting({}, every=0), steps=3, resume=True)
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
