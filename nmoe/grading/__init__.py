@@ -1,1 +1,1 @@
-"""Graders: total functions from what a policy wrote to a grade. No input makes them raise, hang or guess."""
+"""Graders: total functions from an answer to a grade. No input makes them raise, hang or guess."""

@@ -1,7 +1,7 @@
-r"""Where the answer is in a text: the last `\boxed{}`, the last number, or the text itself.
+r"""Answer extraction: the last `\boxed{}`, the last number, or the text itself.
 
-Two policies, chosen by the environment's format. Neither ever looks at the gold answer. A third, for recorded predictions without
-boxes, is in `nmoe.grading.prose`.
+The environment's format chooses one of two policies. Neither looks at the gold answer. A third, for recorded predictions
+without boxes, is in `nmoe.grading.prose`.
 
 `from_response`, for `format = "boxed"`, reads the whole completion:
   1. the content of the last `\boxed{...}` that closes;
@@ -9,17 +9,17 @@ boxes, is in `nmoe.grading.prose`.
   3. without one, there is no answer.
 
 `from_final`, for `format = "harmony"`, reads the last final message, which *is* the answer:
-  1. a task with `bare_final` (the generated skills) takes the message whole, whatever it holds;
-  2. other tasks (gsm8k, math) take the last `\boxed{...}` that closes, where there is one;
-  3. else, where the message is prose, its last number. Prose is a text with a word of three or more letters outside of
-     LaTeX commands and `\text{}`: "She has 18 eggs." gives 18, but "\frac{1}{2}" and "x = 5 or 7" do not give 2 and 7;
-  4. else the message whole.
+  1. for a task with `bare_final` (the generated skills), the whole message;
+  2. for other tasks (gsm8k, math), the last `\boxed{...}` that closes, if there is one;
+  3. else, if the message is prose, its last number. Prose has a word of three or more letters outside LaTeX commands and
+     `\text{}`: "She has 18 eggs." gives 18, but "\frac{1}{2}" and "x = 5 or 7" do not give 2 and 7;
+  4. else the whole message.
 
-Boxes that a comma, "and" or "or" joins, as in "$x=\boxed{3}$ and $y=\boxed{4}$", are one answer of several: it is written
-`\boxed{3}, \boxed{4}`, which a gold with several parts is compared with whole, and a gold with one part with its last box.
+Boxes joined by a comma, "and" or "or", as in "$x=\boxed{3}$ and $y=\boxed{4}$", are one answer with several parts, written
+`\boxed{3}, \boxed{4}`. A gold with several parts is compared with all of it, a gold with one part with its last box.
 
-In both, `\fbox` counts as `\boxed`, as does the unbraced `\boxed 5` that some MATH solutions have, and U+2212 is a minus
-sign; digits are ASCII. Every scan is a single pass: a hundred kilobytes of braces cost milliseconds.
+Both policies read `\fbox` as `\boxed`, accept the unbraced `\boxed 5` of some MATH solutions, and read U+2212 as a minus
+sign. Digits are ASCII. Every scan is a single pass: a hundred kilobytes of braces cost milliseconds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 BOXED, LAST_NUMBER, NOTHING_EXTRACTED = 2, 1, 0
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
-# One token per alternative, in one pass. An escaped brace is content (a set: \{1, 2\}), and so is the line break \\ before
-# a brace; a doubled backslash before the word itself is a box all the same, as policies that think in JSON write it.
+# One token per alternative, in one pass. An escaped brace is content (a set: \{1, 2\}), and so is a line break \\ before a
+# brace. A doubled backslash before "boxed" still starts a box: policies that write JSON escape it so.
 _BRACES = re.compile(
     r"(?P<box>\\(?:boxed|fbox)\s*\{)"
     r"|\\(?:boxed|fbox)[ \t]+(?P<unbraced>[^\s${}\\]+)"
@@ -40,8 +40,8 @@ _BRACES = re.compile(
     r"|(?P<open>\{)"
     r"|(?P<close>\})"
 )
-# What may stand between two boxes, or two formulas, that are one answer: something that joins, perhaps a unit before it, perhaps
-# the name of the next value after it.
+# The text between two boxes, or two formulas, that are one answer: a separator, with an optional unit before it and an optional
+# name of the next value after it.
 JOINED = re.compile(
     r"(?:\\text\s*\{\s*|[\s$.~])*(?:[A-Za-z]{1,6}(?:/[A-Za-z]{1,6})?\s)?"
     r"(?:[\s$,;&}]|\\\\|\\[,;:()\[\] ]|\\q?quad|\\text\s*\{|\band\b|\bor\b)*"
@@ -55,7 +55,7 @@ _WORD = re.compile(r"[^\W\d_]{3,}")
 
 @dataclass(frozen=True)
 class Box:
-    """The last box of a text: its content, and the characters [start, end) that the whole of it takes up."""
+    """A box in a text: its content, and its character range [start, end) with the command and braces."""
 
     content: str
     start: int
@@ -64,10 +64,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Extraction:
-    """What was found. `method`: 2 a box, 1 the last number, 0 neither (the text itself is the answer, or there is none).
+    """An extracted answer. `method`: 2 from a box, 1 the last number, 0 neither (the text itself is the answer, or there is
+    none).
 
-    `boxed_in_final` says that the last box ends within the last 20% of the text, counted in characters: a policy
-    that boxes early and rambles on has not stopped at its answer.
+    `boxed_in_final` says that the last box ends within the last 20% of the text's characters. It is False for a policy that
+    boxes an answer early and then goes on writing.
     """
 
     answer: str | None
@@ -77,18 +78,18 @@ class Extraction:
 
 
 def joins(gap: str) -> bool:
-    """Whether what stands between two values makes them parts of one answer."""
+    """Whether the text between two values makes them parts of one answer."""
     return len(gap) <= _MAX_GAP and JOINED.fullmatch(gap) is not None and _JOINS.search(gap) is not None
 
 
 def last_boxed(text: str) -> Box | None:
-    r"""The `\boxed{...}` that starts last among those that close, nested braces matched; None without one."""
+    r"""The `\boxed{...}` that starts last among those that close, with nested braces matched; None if there is none."""
     last = max(_closed_boxes(text), key=lambda box: box[0].start(), default=None)
     return None if last is None else _cut(text, last)
 
 
 def joined_boxes(text: str) -> list[Box]:
-    """The last box and, in their order, those before it that are joined to it; empty without a box."""
+    """The last box, preceded by the boxes joined to it, in the text's order; empty if there is no box."""
     closed = sorted(_closed_boxes(text), key=lambda box: box[0].start())
     chain = closed[-1:]
     for box in closed[-2::-1]:
@@ -98,7 +99,7 @@ def joined_boxes(text: str) -> list[Box]:
     return [_cut(text, box) for box in reversed(chain)]
 
 
-# The token that opens a box, the end of its content, its end.
+# A closed box: the token that opens it, the end of its content, its end.
 _Closed = tuple[re.Match[str], int, int]
 
 
@@ -119,25 +120,25 @@ def _closed_boxes(text: str) -> Iterator[_Closed]:
 
 
 def _cut(text: str, closed: _Closed) -> Box:
-    """To be called on few: of nested boxes, cutting each would cost the square of their depth."""
+    """Cuts out one box. Call it on few: cutting every nested box takes time quadratic in the depth."""
     opening, content_end, end = closed
     content_start = opening.end() if opening.lastgroup == "box" else opening.start("unbraced")
     return Box(text[content_start:content_end].strip(), opening.start(), end)
 
 
 def last_number(text: str) -> str | None:
-    """The last number-like token, without the comma that may follow it in a sentence; None without one."""
+    """The last number-like token, without a trailing comma; None if there is none."""
     numbers = NUMBER.findall(text.replace("−", "-"))
     return numbers[-1].rstrip(",") if numbers else None
 
 
 def from_response(text: str) -> Extraction:
-    """The answer in a whole completion: the last box, else the last number."""
+    """Extracts the answer from a whole completion: the last box, else the last number."""
     return _boxed(text) or _number(text)
 
 
 def from_final(text: str, *, bare_final: bool) -> Extraction:
-    """The answer in a Harmony final message; see the policy above. A blank message holds no answer."""
+    """Extracts the answer from a Harmony final message by the policy above. A blank message has no answer."""
     boxed = _boxed(text)
     whole = Extraction(text.strip() or None, NOTHING_EXTRACTED, boxed is not None, bool(boxed and boxed.boxed_in_final))
     if bare_final:
@@ -152,12 +153,12 @@ def _boxed(text: str) -> Extraction | None:
     boxes = joined_boxes(text)
     if not boxes:
         return None
-    # In integers: end > 0.8 * length, without a rounded product.
+    # In integers, because 0.8 * length would be rounded.
     return Extraction(content_of(boxes) or None, BOXED, True, 5 * boxes[-1].end > 4 * len(text))
 
 
 def content_of(boxes: Sequence[Box]) -> str:
-    """The answer in boxes that are one answer: the content of a single one, else the boxes in a row."""
+    """The answer in joined boxes: the content of a single box, else the boxes separated by commas."""
     return boxes[0].content if len(boxes) == 1 else ", ".join(rf"\boxed{{{box.content}}}" for box in boxes)
 
 

@@ -1,11 +1,11 @@
-r"""Gold extractors: the reference answer out of a dataset's answer field, chosen by `gold_extractor`.
+r"""Gold extractors: functions that take the gold answer out of a dataset's answer field, chosen by `gold_extractor`.
 
     none          the field is the answer
     gsm8k_hash    "... so 6 * 3 = <<6*3=18>>18\n#### 18"              -> "18"
     boxed         "... hence the area is $\boxed{\frac{1}{2}}$."       -> "\frac{1}{2}"
     last_number   "She has 18 eggs."                                   -> "18"
 
-Unlike a policy's answer, a gold that is missing is an error of the data.
+A missing gold answer is an error in the data, unlike a missing answer of a policy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GOLD_EXTRACTORS: dict[str, tuple[Callable[[str], str | None], str]] = {
 
 
 def extract_gold(extractor: str, field: str) -> str:
-    """The gold answer in `field`, stripped. Raises UserError where the extractor finds none."""
+    """Extracts the gold answer from `field` and strips it. Raises UserError if the extractor finds none."""
     extract, looked_for = GOLD_EXTRACTORS[extractor]
     gold = (extract(field) or "").strip()
     if not gold:
@@ -52,7 +52,7 @@ def extract_gold(extractor: str, field: str) -> str:
 
 
 def unreadable(gold: str) -> str | None:
-    """Why no answer could be compared with a gold answer; None where it can be read."""
+    """The reason why nothing can be compared with a gold answer; None if it is readable."""
     if len(gold.strip()) > MAX_ANSWER_CHARS:
         return f"the gold answer has {len(gold)} characters, more than {MAX_ANSWER_CHARS}: is it a whole solution?"
     if "####" in gold or last_boxed(gold) is not None:

@@ -1,10 +1,9 @@
-"""reasoning-gym in worker processes: the entries of its datasets, and `score_answer` on one that is made anew for it.
+"""reasoning-gym in worker processes: generates dataset entries, and scores answers with the datasets' own verifiers.
 
-Some of them evaluate the answer as Python (`eval(answer)` in string_insertion, sympy's `parse_expr`, which is `eval` too, in
-countdown), and some give full marks to what is no answer.
-Before the first call these names are replaced, in this process: `eval` by `ast.literal_eval`, `parse_expr` by one
-that refuses all but numbers, operators, single letters and the names of functions. That is known of the one version below,
-so that no other is used.
+Some verifiers evaluate the answer as Python: `eval(answer)` in string_insertion, and sympy's `parse_expr`, which calls `eval`,
+in countdown. Others give full marks to a text that is no answer. So this process replaces two names before the first call:
+`eval` by `ast.literal_eval`, and `parse_expr` by a version that accepts only numbers, operators, single letters and function
+names. The list of such verifiers was made for the one version below, so no other version is accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nmoe.errors import UserError
 
 VERSION = "0.1.25"
 
-# Modules whose verifier calls eval on the answer, and those with sympy's parse_expr under a name of their own.
+# Modules whose verifier calls eval on the answer, and modules that imported sympy's parse_expr by name.
 _EVALUATING = [
     "algorithmic.string_insertion",
     "algorithmic.spiral_matrix",
@@ -37,7 +36,7 @@ _EXPRESSION = re.compile(rf"(?:[0-9.+\-*/^()\s]|(?<![A-Za-z_])(?:{_NAMES.replace
 
 
 def check_installed() -> None:
-    """Raises UserError where the package is absent or of another version."""
+    """Raises UserError if the package is absent or has another version."""
     try:
         found = version("reasoning_gym")
     except PackageNotFoundError:
@@ -52,7 +51,7 @@ def check_installed() -> None:
 
 
 def warm_up() -> None:
-    """Imports the package and takes the evaluation of answers out of it."""
+    """Imports the package and disables its evaluation of answers."""
     check_installed()
     import reasoning_gym  # noqa: F401
     import sympy
@@ -71,8 +70,11 @@ def warm_up() -> None:
 
 
 def entries(name: str, config: str, seed: int, size: int, start: int, count: int) -> dict[str, Any]:
-    """{"entries": [[QUESTION, ANSWER], ...]} of some of a dataset's entries, or {"error": WHY} where there is no such dataset or
-    `config` does not fit it. To be called in a worker: some datasets walk through sets, whose order only workers share."""
+    """Generates some of a dataset's entries: {"entries": [[QUESTION, ANSWER], ...]}.
+
+    Returns {"error": WHY} if there is no such dataset or `config` does not fit it. Call it in a worker: some datasets iterate
+    over sets, and only workers share one hash seed and so one order.
+    """
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
@@ -86,9 +88,9 @@ def entries(name: str, config: str, seed: int, size: int, start: int, count: int
 
 
 def score(name: str, config: str, seed: int, size: int, index: int, answer: str) -> float:
-    """What the dataset's verifier gives an answer to its entry `index`, in [0, 1]; 0 for one that makes it raise.
+    """Scores an answer to entry `index` with the dataset's verifier, in [0, 1]. An answer that makes the verifier raise scores 0.
 
-    Where it raises on its own gold answer too, the verifier is at fault, or what it reads, and not the answer: that comes through.
+    If the verifier raises on the gold answer too, the verifier or its data is at fault, and the exception propagates.
     """
     made = _dataset(name, config, seed, size)
     entry = made[index]
@@ -97,7 +99,7 @@ def score(name: str, config: str, seed: int, size: int, index: int, answer: str)
         given = float(verifier(answer, entry))
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # on some answers some verifiers do
+    except Exception:  # some verifiers raise on some answers
         if entry["answer"] is not None:
             verifier(entry["answer"], entry)
         return 0.0
@@ -107,8 +109,11 @@ def score(name: str, config: str, seed: int, size: int, index: int, answer: str)
 
 
 def _may_be_right(name: str, answer: str, gold: str) -> bool:
-    """What the verifiers of three datasets leave out: one asks `bool(answer) == bool(gold)` of two texts, one gives full marks to a
-    prefix of the gold's digits, and one finds no distance between nan and anything."""
+    """Checks that three verifiers lack.
+
+    One compares `bool(answer) == bool(gold)` on two texts, one gives full marks to a prefix of the gold's digits, and one
+    finds no distance between nan and any number.
+    """
     if name == "game_of_life_halting":
         return answer.strip().casefold() == gold.casefold()
     if name == "coin_flip":

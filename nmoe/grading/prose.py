@@ -1,13 +1,15 @@
-r"""The answer in a completion without a box: `extraction = "prose"` of an environment, and `--extract prose` of `nmoe grade`, for
-recorded predictions of models that were not asked for one.
+"""Answer extraction from completions without a box, for models that were not asked for one.
 
-  1. the boxes, where there are some, as `nmoe.grading.extraction` reads them;
-  2. else what follows the last "the answer is", "Final Answer:", "Answer:" or "####": a formula, formulas that "and" or a comma
-     joins, or the words to the end of the sentence, of which a number sheds the one or two words after it;
-  3. else the last formula in dollar signs or their like, or the last number, whichever stands later. Of a chain "2+3 = 5" it is
-     what stands last.
+It is `extraction = "prose"` of an environment and `--extract prose` of `nmoe grade`. In this order:
 
-It never looks at the gold. A single pass over the text: formulas that do not close cost no more than others.
+  1. the boxes, if there are any, as `nmoe.grading.extraction` reads them;
+  2. else the text after the last "the answer is", "Final Answer:", "Answer:" or "####": a formula, formulas joined by "and" or
+  a
+     comma, or the words to the end of the sentence; one or two words after a number are dropped;
+  3. else the last formula in dollar signs or other math delimiters, or the last number, whichever comes later. Of a chain
+     "2+3 = 5" the last part counts.
+
+It never looks at the gold answer. It reads the text in a single pass, so unclosed formulas cost no more than others.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class _Formula:
 
 
 def from_prose(text: str) -> Extraction:
-    """The answer in a whole completion; see above."""
+    """Extracts the answer from a whole completion by the rules above."""
     if last_boxed(text) is not None:
         return from_response(text)
     answer = _after_marker(text) or _last(text)
@@ -57,7 +59,7 @@ def from_prose(text: str) -> Extraction:
 
 
 def from_prose_final(text: str) -> Extraction:
-    """The answer in a message that is the answer or, in prose without a box, says it."""
+    """Extracts the answer from a final message: by the rules above if it is prose without a box, else as `from_final` does."""
     found = from_prose(text) if last_boxed(text) is None and is_prose(text) else None
     return found if found and found.answer else from_final(text, bare_final=False)
 
@@ -98,7 +100,7 @@ def _last(text: str) -> str | None:
 
 
 def _joined(text: str, formulas: list[_Formula], place: int) -> str | None:
-    """The formula at a place and those joined to it behind."""
+    """The formula at an index and the formulas after it that are joined to it."""
     found = [formulas[place]]
     for formula in formulas[place + 1 :]:
         if not joins(text[found[-1].end : formula.start]):
@@ -108,7 +110,7 @@ def _joined(text: str, formulas: list[_Formula], place: int) -> str | None:
 
 
 def _value(formula: str) -> str:
-    """Of a chain of equations, or an equation between numbers, what stands last."""
+    """The last part of a chain of equations or of an equation between numbers; else the whole formula."""
     sides = formula.strip().rstrip(".").split("=")
     calculates = len(sides) > 2 or (
         len(sides) == 2 and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", sides[0]))
@@ -117,7 +119,7 @@ def _value(formula: str) -> str:
 
 
 def _formulas(text: str) -> list[_Formula]:
-    """What stands between delimiters of mathematics, in its order."""
+    """The formulas between math delimiters, in the text's order."""
     found: list[_Formula] = []
     opened: re.Match[str] | None = None
     for token in _DELIMITER.finditer(text):

@@ -37,7 +37,7 @@ _NO_ANSWER = {
 
 @dataclass(frozen=True)
 class Line:
-    """What is asked about: `name` is {"id": ...} or, without one, {"line": 17}."""
+    """One line to grade. `name` is {"id": ...} or, without an id, {"line": 17}."""
 
     name: dict[str, Any]
     gold: str
@@ -49,9 +49,9 @@ def regrade(
 ) -> None:
     """Grades every line of `file` ("-" is stdin), writes one line each to `out` and a summary to stderr.
 
-    Everything is read and checked before anything is graded. Raises UserError with file and line for a line that is no object with
-    the strings `gold` and `prediction`, and one that names every gold that cannot be compared with; with `skip_unreadable` lines
-    with such golds are left out, and counted.
+    All lines are read and checked before any is graded. Raises UserError with file and line for a line that is not an object
+    with the strings `gold` and `prediction`. Raises UserError naming every unreadable gold answer; with `skip_unreadable`
+    those lines are skipped and counted instead.
     """
     records = read_lines("stdin", sys.stdin.buffer) if file == "-" else read_rows(file, form="jsonl")
     lines, faults = [], []
@@ -91,7 +91,7 @@ def regrade(
 
 
 def answer_of(prediction: str, extract: Extract) -> str | None:
-    """The answer in a prediction, None where there is none."""
+    """Extracts the answer from a prediction; None if there is none."""
     if extract == "whole":
         return prediction.strip() or None
     if extract == "boxed":

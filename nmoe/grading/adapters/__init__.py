@@ -1,1 +1,1 @@
-"""The exact-match reward as other trainers take it."""
+"""Adapters that offer the exact-match reward to other trainers."""

@@ -1,7 +1,7 @@
 r"""The exact-match reward on texts: 1 if the response's answer equals the gold answer by docs/guides/grading.md, else 0.
 
-The answer is that of `format = "boxed"`: the last `\boxed{}`, else the last number, control tokens such as <|im_end|> left out.
-A response with Harmony's channels has to be well formed, and its last final message is what counts.
+The answer is read as with `format = "boxed"`: the last `\boxed{}`, else the last number, ignoring control tokens such as
+<|im_end|>. A response with Harmony channels must be well formed; its last final message holds the answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _NO_ANSWER = Extraction(None, 0, False, False)
 
 
 def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list[float], list[Extraction]]:
-    """The reward of each response, and what was read from it. Raises UserError for a gold that nothing can be compared with, and
-    InfrastructureError where a comparison was lost, which is no verdict."""
+    """The reward of each response, and its extracted answer.
+
+    Raises UserError for an unusable gold answer, and InfrastructureError if a comparison was lost and so has no verdict.
+    """
     texts = [_gold(gold, place) for place, gold in enumerate(golds)]
     read = [read_response(response) for response in responses]
     answered = [(gold, one.answer) for gold, one in zip(texts, read, strict=True) if one.answer is not None]
@@ -36,7 +38,7 @@ def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list
 
 
 def read_response(response: str) -> Extraction:
-    """The answer in a response."""
+    """Extracts the answer from a response."""
     if "<|channel|>" not in response:
         return from_response(_CONTROL.sub(" ", response))
     completion = read_completion(response)

@@ -1,8 +1,8 @@
-"""The exact-match reward as a file for OpenRLHF, which imports it by its path:
+"""The exact-match reward as a file that OpenRLHF imports by its path:
 
     --reward.remote_url $(python -c "import nmoe.grading.adapters.openrlhf as one; print(one.__file__)") --data.label_key label
 
-(Older versions call the two `--remote_rm_url` and `--label_key`.)
+(In older versions the flags are `--remote_rm_url` and `--label_key`.)
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from nmoe.grading.adapters.exact_match import exact_match
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[object], **_: Any) -> dict[str, Any]:
-    """`queries` are the prompts with their responses. Returns "rewards" for the advantage, "scores" in [0, 1] for dynamic filtering
-    and "extra_logs", float tensors `[B]` each."""
+    """Rewards responses. `queries` are the prompts with their responses.
+
+    Returns "rewards" for the advantage, "scores" in [0, 1] for dynamic filtering, and "extra_logs", each as float tensors
+    `[B]`.
+    """
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     rewards, read = exact_match(responses, labels)
     logs = {

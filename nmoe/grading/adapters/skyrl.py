@@ -1,4 +1,6 @@
-"""The exact-match reward as an environment of SkyRL, for records with a `reward_spec`. In the entry point of a training:
+"""The exact-match reward as an environment of SkyRL, for records with a `reward_spec`.
+
+In the training entry point:
 
     from skyrl_gym.envs import register
     register(id="nmoe_exact_match", entry_point="nmoe.grading.adapters.skyrl:ExactMatchEnv")
@@ -18,10 +20,10 @@ from nmoe.grading.adapters.exact_match import exact_match
 
 
 class ExactMatchEnv(BaseTextEnv):
-    """One turn: the response is graded against `reward_spec["ground_truth"]`, and that is the end."""
+    """An environment of one turn, which grades the response against `reward_spec["ground_truth"]`."""
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
-        """`extras` is the record. Raises UserError for one without ground truth."""
+        """Reads the ground truth from the record `extras`. Raises UserError if there is none."""
         super().__init__()
         spec = (extras or {}).get("reward_spec")
         if not isinstance(spec, Mapping) or spec.get("ground_truth") is None:

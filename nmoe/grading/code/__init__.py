@@ -1,1 +1,1 @@
-"""Verification of code: tests run in one process, the solution in another, and plain data between them (docs/guides/sandbox.md)."""
+"""Verification of code: tests and solution run in separate processes that exchange plain data (docs/guides/sandbox.md)."""

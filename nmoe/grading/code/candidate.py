@@ -1,7 +1,7 @@
-"""The candidate's side: loads the solution and does what the judge asks, until the judge is gone.
+"""The candidate process: loads the solution and answers the judge's requests until the judge closes the channel.
 
-Runs inside the candidate's sandbox, in the same process as the solution, which may change anything here. It knows no test:
-it sees the arguments of one call at a time, and what it says is data that the judge compares.
+It runs in the candidate's sandbox, in the same process as the solution, which may change anything here. It has no tests: it
+sees the arguments of one call at a time, and its answers are data that the judge compares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nmoe.grading.code.wire import WireError, decode, encode, receive, send
 
 class Candidate:
     def __init__(self, connection: socket.socket, solution: ModuleType | None) -> None:
-        """`solution` is what names without a module are looked up in; without one, names begin with that of a module."""
+        """Serves names of `solution`; without one, a target's first name is a module's."""
         self._connection = connection
         self._solution = solution
         self._kept: list[Any] = []
@@ -53,7 +53,7 @@ class Candidate:
         return target if request["do"] == "get" else target(*arguments, **named)
 
     def _target(self, target: list[Any]) -> Any:
-        """["f"] of the solution, ["package.module", "f"] of a module, [3, "method"] of an object that was kept."""
+        """Looks up a target: ["f"] in the solution, ["package.module", "f"] in a module, [3, "method"] on a kept object."""
         first, *names = target
         if isinstance(first, int):
             found = self._kept[first]
@@ -76,9 +76,9 @@ class Candidate:
 
 
 def main(source: str | None) -> None:
-    """`source`: the solution's code; None where its modules lie in the workspace."""
+    """Loads `source`, the solution's code, and serves. None means that the solution's modules lie in the workspace."""
     connection = socket.socket(fileno=3)
-    # What it prints is nobody's business here, and must not end it by its amount.
+    # The output is not used, and a large one must not hit the output limit.
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silence, stream)

@@ -1,26 +1,26 @@
-"""The code in an answer: that of its last fenced block, or the answer itself where it has none; and what code defines."""
+"""The code in an answer: its last fenced block, or the whole answer if there is none; and the names that code uses."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-# A parser is linear in the text but takes 100 times its size in memory.
+# The parser takes linear time, but 100 times the size of the text in memory.
 MAX_CODE_CHARS = 100_000
 
 
 def code_of(answer: str) -> str:
-    """Total: any answer gives some text."""
+    """Extracts the code from an answer. Total: any answer gives some text."""
     blocks = [code for _, code in fenced_blocks(answer[: 2 * MAX_CODE_CHARS])]
     return blocks[-1] if blocks else answer
 
 
 def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The info and the content of every fenced block, as Markdown has them: ("python stats.py", "x = 1\\n").
+    r"""The info string and content of every fenced block, as in Markdown: ("python stats.py", "x = 1\n").
 
-    A block begins with a line of three or more backticks or tildes and its info, and ends with a line of the same fence alone. A
-    fence that no later line closes is text. Takes time linear in the text: a regular expression would look for the end anew
-    at every fence.
+    A block starts with a line of three or more backticks or tildes and its info string. It ends with a line of the same fence
+    alone. A fence that is never closed is text. Takes linear time; a regular expression would search for the end again at
+    every fence.
     """
     lines = text.split("\n")
     fences = [_fence(line) for line in lines]
@@ -39,14 +39,14 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _fence(line: str) -> str:
-    """The backticks or tildes that a line begins with, if they are three or more."""
+    """The backticks or tildes that start a line, if there are three or more."""
     mark = line[:1]
     length = len(line) - len(line.lstrip(mark)) if mark in ("`", "~") and mark else 0
     return mark * length if length >= 3 else ""
 
 
 def definitions(code: str) -> tuple[str, ...]:
-    """The names of the functions and classes that code defines on its top level; none for what is no Python."""
+    """The names of top-level functions and classes in code; empty if the code is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -56,5 +56,5 @@ def definitions(code: str) -> tuple[str, ...]:
 
 
 def names_read(code: str) -> set[str]:
-    """The names that code reads. Raises SyntaxError for what is no Python."""
+    """The names that code reads. Raises SyntaxError if it is not valid Python."""
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}

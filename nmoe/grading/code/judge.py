@@ -1,9 +1,9 @@
-"""The judge's side: runs the tests on stand-ins for what the solution defines, and says in one line how they ended.
+"""The judge process: runs the tests against proxies for the solution, and reports the verdict in one line.
 
-Runs inside a sandbox of its own. No code of the solution comes here: its functions are calls over a channel, and what they
-return are values of exact builtin types that the tests compare here. An object that is no plain data stays with the
-candidate; it can be given back, called, and its methods called, but it equals nothing and is neither true nor false, so that
-no `__eq__` of the solution's decides a test.
+It runs in a sandbox of its own, and no code of the solution runs here. Calling a function of the solution sends a request over
+a channel. Its result is a value of exact builtin types, which the tests compare here. Any other object stays with the
+candidate. It can be passed back and called, and its methods called, but comparing it or testing its truth raises TypeError, so
+that no `__eq__` of the solution decides a test.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nmoe.grading.code.wire import WireError, decode, encode, receive, send
 
 
 class LostError(BaseException):
-    """The candidate is gone or sends what is no message. Not an Exception: no test may take it for an outcome."""
+    """The candidate is gone or sent a malformed message. It is not an Exception, so no test can catch it as an outcome."""
 
 
 class Channel:
-    """Calls to the candidate. `lost` says why there will be no more, `calls` how many were answered."""
+    """Sends calls to the candidate. `lost` says why no more are possible; `calls` counts the answered ones."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -38,7 +38,7 @@ class Channel:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def ask(self, do: str, target: Sequence[Any], arguments: Any = (), named: Any = None) -> Any:
-        """What the candidate answers. Raises what it says was raised, by the name of a builtin exception."""
+        """Sends a request and returns the answer. Raises the exception that the candidate reports, as a builtin of that name."""
         if self.lost:
             raise LostError(self.lost)
         request = {
@@ -55,8 +55,10 @@ class Channel:
         return self.answer()
 
     def answer(self) -> Any:
-        """The value that the candidate sends next. Raises what it says was raised, and LostError where it says nothing sensible:
-        that the channel failed must not be taken for an error of the solution's, which may be an OSError, too."""
+        """Receives the candidate's next value. Raises the exception that it reports, and LostError for a malformed message.
+
+        A failure of the channel must not look like an error of the solution, which may itself be an OSError.
+        """
         try:
             value, raised = self._received()
         except (EOFError, OSError):
@@ -83,7 +85,7 @@ class Channel:
         return None, self._exception(message["raised"], str(message["message"]))
 
     def _object(self, kind: str, body: Any) -> Any:
-        """What stands here for an object of the candidate's: a handle, or of a class of exceptions one of the same name."""
+        """The proxy for an object of the candidate: a handle, or for an exception class one of the same name."""
         if kind == "handle":
             return Handle(self, int(body))
         if kind == "exception" and type(body) is list and all(type(name) is str for name in body):
@@ -91,8 +93,10 @@ class Channel:
         raise WireError("no object")
 
     def exception_class(self, kinds: list[str]) -> type[Exception]:
-        """A class for the exceptions that the solution calls by the first of these names; the others are the bases of its own. A
-        builtin one that would catch the failures of the tests themselves gets a class of its own, too."""
+        """The class for the solution's exceptions named `kinds[0]`; the other names are its base classes.
+
+        A builtin class that would catch the tests' own failures is replaced by a new class of that name.
+        """
         if not kinds or not kinds[0].isidentifier():
             raise WireError("no class of exceptions")
         known = _builtin_exception(kinds[0])
@@ -105,13 +109,13 @@ class Channel:
         return self._exceptions[kinds[0]]
 
     def _exception(self, kinds: list[Any], message: str) -> Exception:
-        """An exception of the most special known kind: one that the tests took from the solution, or a builtin one."""
+        """An exception of the most specific known class: one that the tests took from the solution, or a builtin one."""
         for name in kinds:
             kind = (self._exceptions.get(name) or _builtin_exception(name)) if type(name) is str else None
             if kind is not None:
                 try:
                     return kind(message)
-                except TypeError:  # UnicodeDecodeError and the like want more
+                except TypeError:  # UnicodeDecodeError and some others take more arguments
                     continue
         return RuntimeError(message)
 
@@ -121,7 +125,7 @@ def _refuse(*_: Any) -> Any:
 
 
 def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """The methods for `handle + other` and `other + handle`, which the candidate computes by its `operator` module."""
+    """The methods for `handle + other` and `other + handle`, which the candidate computes with its `operator` module."""
     return (
         lambda self, other: self._channel.ask("operate", [name], [self, other]),
         lambda self, other: self._channel.ask("operate", [name], [other, self]),
@@ -129,7 +133,7 @@ def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any]
 
 
 class Handle:
-    """An object that stays with the candidate."""
+    """A proxy for an object that stays with the candidate."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.__dict__["_channel"] = channel
@@ -174,7 +178,7 @@ class Handle:
 
 
 class Remote:
-    """What the solution has under a name and is no plain data: a function or a class, as a rule."""
+    """A proxy for a name of the solution that is not plain data, usually a function or a class."""
 
     def __init__(self, channel: Channel, target: Sequence[Any]) -> None:
         self._channel = channel
@@ -195,8 +199,10 @@ class Remote:
 
 
 class RemoteModule(ModuleType):
-    """A module of the workspace: its data are copies, its functions and classes stand-ins. A protected module below it is the
-    judge's own."""
+    """A proxy for a module of the workspace: its data are copied, its functions and classes are proxies.
+
+    A protected module below it is the judge's own.
+    """
 
     def __init__(self, channel: Channel, name: str, protected: Mapping[str, str]) -> None:
         super().__init__(name)
@@ -214,8 +220,10 @@ class RemoteModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports of the workspace's modules give stand-ins, but for those of `protected` (name -> file here), which are loaded here:
-    what they say is no solution's to change."""
+    """Imports the workspace's modules as proxies, except for `protected` ones (name -> file here), which are loaded here.
+
+    A solution cannot change what protected modules say.
+    """
 
     def __init__(self, channel: Channel, modules: Sequence[str], protected: Mapping[str, str]) -> None:
         self._channel = channel
@@ -239,7 +247,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def run_check(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
-    """HumanEval: `check(candidate)`, beside the other functions that the prompt defines."""
+    """Runs HumanEval's `check(candidate)`, with the other functions that the prompt defines."""
     namespace: dict[str, Any] = {"__name__": "tests"}
     exec(spec["setup"], namespace)
     namespace[spec["names"][0]] = stand_in(spec["names"][0])
@@ -248,9 +256,10 @@ def run_check(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
 
 
 def run_asserts(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
-    """MBPP: statements that name the solution's functions."""
+    """Runs MBPP's statements, which name the solution's functions."""
     namespace: dict[str, Any] = {"__name__": "tests"}
-    # The set-up may make objects of the solution's classes, and what it defines itself under one of the names is not tested.
+    # Set before the setup, which may instantiate the solution's classes, and again after it, because names that the setup
+    # redefines must still mean the solution's.
     namespace.update((name, stand_in(name)) for name in spec["names"])
     exec(spec["setup"], namespace)
     namespace.update((name, stand_in(name)) for name in spec["names"])
@@ -263,7 +272,7 @@ def run_asserts(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
 
 
 def run_files(spec: dict[str, Any], stand_in: Callable[[str], Any]) -> None:
-    """Files of tests that import the workspace's modules: functions test_* without parameters, and unittest's classes."""
+    """Runs test files that import the workspace's modules: functions test_* without parameters, and unittest classes."""
     import unittest
 
     ran = 0
@@ -293,7 +302,9 @@ _RUNNERS = {"check": run_check, "asserts": run_asserts, "files": run_files}
 
 
 def main(spec: dict[str, Any], nonce: str) -> None:
-    """Prints the nonce and the verdict as the last line: `{"passed": false, "reason": "AssertionError: test 2 of 3"}`."""
+    """Runs the tests and prints the nonce and the verdict as the last line: `{"passed": false, "reason": "AssertionError: test 2
+    of 3"}`.
+    """
     channel = Channel(socket.socket(fileno=3))
     passed, reason = False, ""
     try:
@@ -319,7 +330,7 @@ def main(spec: dict[str, Any], nonce: str) -> None:
 
 
 def _stand_in(channel: Channel, name: str) -> Any:
-    """What the tests have under a name of the solution's: a class for its exceptions, which `except` can name, or a stand-in."""
+    """What the tests see under a name of the solution: a class for its exceptions, so that `except` can name it, or a proxy."""
     try:
         found = channel.ask("get", [name])
     except Exception:
@@ -336,7 +347,7 @@ def _passes_without_a_solution(spec: dict[str, Any]) -> bool:
 
 
 def _builtin_exception(name: str) -> type[Exception] | None:
-    """The builtin class of this name; none that would steer the tests' own control flow."""
+    """The builtin exception class of this name; None for those that would steer the tests' own control flow."""
     kind: Any = getattr(builtins, name, None)
     if not isinstance(kind, type) or not issubclass(kind, Exception):
         return None
@@ -344,7 +355,7 @@ def _builtin_exception(name: str) -> type[Exception] | None:
 
 
 def _given(value: Any) -> dict[str, Any]:
-    """How an object that is no plain data is given to the solution: one of its own by its number, a builtin type by its name."""
+    """Encodes an object that is not plain data: the solution's own by its number, a builtin type by its name."""
     if isinstance(value, Handle):
         return {"handle": int(value.__dict__["_number"])}
     if isinstance(value, type):

@@ -1,8 +1,8 @@
 """Runs tests against a solution: two sandboxes, a channel between them, and a verdict that only the judge can give.
 
-The judge's sandbox holds the tests and the nonce, the candidate's the solution; neither sees the other's files, memory or
-descriptors. The verdict is the judge's last line, marked with a nonce of 128 bits drawn for this grading. Whatever the
-solution does to its own process (leave it, patch it, print, loop) it can at most make the judge wait or hear nonsense.
+The judge's sandbox holds the tests and the nonce; the candidate's holds the solution. Neither sees the other's files, memory
+or descriptors. The verdict is the judge's last line, marked with a 128-bit nonce drawn for this grading. A solution that
+exits, patches, prints or loops in its own process can at most delay the judge or send it nonsense.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from nmoe.sandbox.api import WORKSPACE, Limits, OpensSandboxes, Result, Sandbox
 from nmoe.types import Verdict
 
-# For loading the solution and all tests together. The clock stands while others have the CPUs, for half a minute at most.
+# For loading the solution and all tests together. The clock stops while the CPUs are busy elsewhere, for 30 s at most.
 LIMITS = Limits(wall_s=10.0, cpu_s=10.0, starved_s=30.0)
 _HERE = Path(__file__).parent
 _PACKAGE = "nmoe.grading.code"
@@ -27,13 +27,13 @@ _PACKAGE = "nmoe.grading.code"
 
 @dataclass(frozen=True)
 class Tests:
-    """What the judge is to run. `MBPP` with two assertions:
+    """The tests for the judge to run. `MBPP` with two assertions:
 
         Tests("asserts", setup="", tests=("assert add(1, 2) == 3", "assert add(0, 0) == 0"), names=("add",))
 
-    `kind`: "check" runs HumanEval's `check(candidate)` after `setup` (the prompt) for the one name; "asserts" runs statements;
-    "files" runs test files that import `modules` of the candidate's workspace. `names` are what the solution defines. `protected`
-    files (path -> content) lie in the judge's own workspace too, and modules among them are loaded there.
+    `kind`: "check" runs `setup` (the prompt) and then HumanEval's `check(candidate)` for the one name; "asserts" runs
+    statements; "files" runs test files that import `modules` of the candidate's workspace. `names` are those that the solution
+    defines. `protected` files (path -> content) are copied to the judge's workspace, and modules among them are loaded there.
     """
 
     kind: Literal["check", "asserts", "files"]
@@ -45,13 +45,13 @@ class Tests:
 
 
 async def verify_solution(sandboxes: OpensSandboxes, tests: Tests, source: str) -> Verdict:
-    """The verdict on a solution's code, in a fresh sandbox. SandboxSetupError comes through."""
+    """Verifies a solution's code in a fresh sandbox. Raises SandboxSetupError."""
     async with await sandboxes.open() as candidate:
         return await verify_in(sandboxes, candidate, tests, source)
 
 
 async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests, source: str | None) -> Verdict:
-    """The verdict on a solution in `candidate`; without `source` its modules lie in the workspace there."""
+    """Verifies a solution in the sandbox `candidate`. Without `source`, the solution's modules lie in the workspace there."""
     nonce = secrets.token_hex(16)
     asked: dict[str, Any] = {"kind": tests.kind, "setup": tests.setup, "tests": tests.tests, "names": tests.names}
     if tests.modules is not None:
@@ -69,9 +69,9 @@ async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests,
             solving = asyncio.create_task(
                 candidate.python(_program("candidate", repr(source)), limits=LIMITS, channel=theirs)
             )
-            # These ends are copies: without this neither side would hear that the other has gone.
+            # These ends are copies: without a shutdown neither side would notice that the other has gone.
             solving.add_done_callback(lambda _: theirs.shutdown(socket.SHUT_RDWR))
-            # The candidate's clock runs first, so that a solution that hangs is stopped before the judge is.
+            # The candidate's deadline is earlier, so that a hanging solution is stopped before the judge is.
             judging = judge.python(
                 _program("judge", f"{asked!r}, {nonce!r}"),
                 limits=replace(LIMITS, wall_s=LIMITS.wall_s + LIMITS.starved_s + 2),
@@ -91,7 +91,7 @@ async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests,
 
 
 def _program(side: str, arguments: str) -> str:
-    """Code for a sandbox's interpreter, which has no nmoe: the modules are made from their sources."""
+    """Code for a sandbox's interpreter. It builds the modules from their source text, because nmoe is not installed there."""
     parents = [_PACKAGE.rsplit(".", up)[0] for up in reversed(range(_PACKAGE.count(".") + 1))]
     lines = ["import sys, types"]
     for name in parents:
@@ -122,12 +122,15 @@ def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
 
 
 def _starved(judged: Result, solved: Result) -> Verdict | None:
-    """The verdict where a deadline passed and only the machine's load explains it: CPU time was left, and for more than half of
-    the time allowed solution and judge were ready to run while others had the CPUs. Then nobody knows what the answer is worth."""
+    """An "error" verdict if a deadline passed only because of the machine's load; else None.
+
+    That is so if CPU time was left, and solution and judge were ready to run, but starved, for more than half of the time
+    limit. Then the answer's correctness is unknown.
+    """
     late = next((one for one in (solved, judged) if one.failure == "timeout"), None)
     if late is None or max(judged.cpu_s, solved.cpu_s) >= 0.9 * LIMITS.cpu_s:
         return None
-    # One of the two waits for the other: what both were starved adds up.
+    # At any time one of the two waits for the other, so the starved times add up.
     starved_s = judged.starved_s + solved.starved_s
     if late.wall_s - starved_s >= LIMITS.wall_s / 2:
         return None

@@ -1,10 +1,10 @@
-"""Plain data between judge and candidate: one JSON value per message, from which only exact builtin types are made.
+"""Plain data between judge and candidate: one JSON value per message, decoded to exact builtin types only.
 
-What JSON has no form for is an object with one key: {"tuple": [...]}, {"set": [...]}, {"dict": [[key, value], ...]},
-{"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"iterator": [...]}. For an object that stays where it is stands
-{"handle": 3}, its number there; {"builtin": "int"} is a builtin type, {"exception": [names]} a class of exceptions and its bases. A
-subclass travels as the builtin that it extends, a single number of numpy's as Python's. Runs inside sandboxes, on the standard
-library alone.
+A value that JSON cannot express is an object with one key: {"tuple": [...]}, {"set": [...]}, {"dict": [[key, value], ...]},
+{"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"iterator": [...]}. An object that stays with its owner is
+{"handle": 3}, its number there. {"builtin": "int"} is a builtin type, {"exception": [names]} an exception class and its bases.
+A subclass is sent as the builtin that it extends, a numpy scalar as Python's. Runs inside sandboxes, on the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ MAX_BYTES = 4 << 20
 _MAX_DEPTH = 60
 _MAX_ITEMS = 100_000
 _LENGTH = struct.Struct("<I")
-# Every float is exact in JSON as Python writes it; an int may be too long to be written in decimal.
+# Python writes every float to JSON exactly. A long int is written in hexadecimal: Python limits decimal digits.
 _LONG = 1 << 1000
 
 
 class WireError(Exception):
-    """What cannot be sent, or is no message."""
+    """A value that cannot be sent, or a malformed message."""
 
 
 OBJECTS = ("handle", "builtin", "exception")
 
 
 def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 0) -> Any:
-    """`of_object` writes what is no plain data under one of OBJECTS. Raises WireError for data that is too deep or too long."""
+    """Encodes a value as JSON data; `of_object` encodes what is not plain data, under one of OBJECTS.
+
+    Raises WireError for data that is nested too deep or too long.
+    """
     if depth > _MAX_DEPTH:
         raise WireError("nested too deep, or within itself")
 
@@ -71,7 +74,7 @@ def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 
 
 
 def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> Any:
-    """The value of a message. Raises WireError for anything that `encode` does not write."""
+    """Decodes a message. Raises WireError for anything that `encode` does not produce."""
     if depth > _MAX_DEPTH + 5:
         raise WireError("nested too deep")
     if data is None or type(data) in (bool, int, float, str):
@@ -119,7 +122,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message. Raises WireError for what is none, EOFError where the other side is gone."""
+    """Receives the next message. Raises WireError if it is malformed, EOFError if the other side is gone."""
     size = _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]
     if size > MAX_BYTES:
         raise WireError(f"{size} bytes in one message, more than {MAX_BYTES}")

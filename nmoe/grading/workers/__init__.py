@@ -1,1 +1,1 @@
-"""Processes with limits that run what may hang or crash: symbolic mathematics and the verifiers of other packages."""
+"""Processes with limits for code that may hang or crash: symbolic mathematics and other packages' verifiers."""

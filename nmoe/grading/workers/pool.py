@@ -1,16 +1,17 @@
-"""A pool of grading workers: processes that may hang, crash or be killed without harm to whoever asks.
+"""A pool of grading workers: processes that may hang, crash or be killed without harm to the caller.
 
-What can hang on a hostile answer (symbolic mathematics, verifiers of other packages) runs in `nmoe.grading.workers.worker`. A
-thread for each worker hands it calls, several at a time, and waits for the replies, so that neither an event loop nor the
-caller's thread is held up; the time in the queue counts against nobody.
+Code that can hang on a hostile answer (symbolic mathematics, other packages' verifiers) runs in `nmoe.grading.workers.worker`.
+One thread per worker sends it several calls at a time and waits for the replies, so neither an event loop nor the caller's
+thread blocks. Time in the queue does not count towards the deadline.
 
-  - The deadline is CPU time from the start of the call in the worker, and is the answer's own doing: "deadline".
-  - A call that crashes two workers, or runs out of memory or stack, is the answer's doing too: "exhausted".
-  - A worker lost to something else (killed from outside, or it could not start) has its call repeated once in another, and
-    then it is "lost", which is nobody's verdict.
+  - "deadline": the call used up its CPU time, counted from its start in the worker. The answer caused it.
+  - "exhausted": the call crashed two workers, or ran out of memory or stack. The answer caused it.
+  - "lost": the worker was lost for another reason (killed from outside, or it could not start), and so was the second worker
+  that
+    repeated the call. There is no verdict.
 
-Every worker that is gone is replaced. Workers end with their parent, even when that is killed: their input ends, and the kernel
-kills them (PR_SET_PDEATHSIG).
+Lost workers are replaced. Workers end with their parent, even if it is killed: their input ends, and the kernel kills them
+(PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DEADLINE_S = 3.0
 MEMORY_MB = 2048
 
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
-# Signals by which a process brings itself down.
+# Signals that a crashing process causes itself.
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _BATCH = 16
 _START_S = 120.0
@@ -44,27 +45,27 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class Reply:
-    """How a call ended; `value` is what the function returned, or a reason for people."""
+    """How a call ended. `value` is the function's result, or a reason in words."""
 
     status: Literal["value", "deadline", "exhausted", "lost"]
     value: Any
 
 
 class WorkerError(Exception):
-    """The function raised in the worker: a defect of the function, with its traceback."""
+    """The function raised in the worker, which is a bug in the function. Carries its traceback."""
 
 
 @dataclass
 class _Call:
     arguments: list[Any]
     future: Future[Reply] = field(default_factory=Future)
-    losses: list[int | None] = field(default_factory=list)  # signals that ended processes on it; None: unknown
+    losses: list[int | None] = field(default_factory=list)  # signals that ended its processes; None: unknown
 
 
 class WorkerPool:
     """Calls `function` ("module:name") in `workers` processes, which start with the first call.
 
-    `deadline_s` is CPU time of one call; `memory_mb` bounds a worker's address space.
+    `deadline_s` is the CPU time of one call; `memory_mb` limits a worker's address space.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class WorkerPool:
     ) -> None:
         self._command = [sys.executable, "-m", "nmoe.grading.workers.worker", function, str(deadline_s), str(memory_mb)]
         self._size = workers or max(1, min(4, _cores() - 1))
-        # A worker without CPU time does not reach its deadline: this much later it counts as lost.
+        # A worker without CPU time never reaches its deadline. After this long without a reply it counts as lost.
         self._silence_s = 20 * deadline_s + 60
         self._queue: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -82,7 +83,7 @@ class WorkerPool:
         atexit.register(self.close)
 
     def submit(self, *arguments: Any) -> Future[Reply]:
-        """Queues a call with JSON-able arguments. The future raises WorkerError where the function raised."""
+        """Queues a call with JSON-able arguments. The future raises WorkerError if the function raised."""
         call = _Call(list(arguments))
         with self._changed:
             if self._closed:
@@ -99,15 +100,15 @@ class WorkerPool:
         return call.future
 
     async def call(self, *arguments: Any) -> Reply:
-        """`submit`, awaited."""
+        """Submits a call and awaits its reply."""
         return await asyncio.wrap_future(self.submit(*arguments))
 
     def pids(self) -> list[int]:
-        """The processes alive now."""
+        """The pids of the live workers."""
         return [worker.process.pid for worker in list(self._processes.values())]
 
     def close(self) -> None:
-        """Ends the workers; calls that wait or run are cancelled. Closing twice is fine."""
+        """Ends the workers and cancels waiting and running calls. Safe to call twice."""
         with self._changed:
             self._closed = True
             waiting = list(self._queue)
@@ -130,7 +131,7 @@ class WorkerPool:
                 self._processes.pop(place).end()
 
     def _take(self) -> list[_Call]:
-        """The next few calls, the queue shared out evenly; none once the pool is closed."""
+        """Takes this thread's share of the queued calls, at most a batch; empty once the pool is closed."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -138,13 +139,13 @@ class WorkerPool:
             return [self._queue.popleft() for _ in range(min(share, _BATCH))]
 
     def _run(self, place: int, calls: list[_Call]) -> None:
-        """Answers the calls, or puts back those that a lost worker left."""
+        """Runs calls, and puts those that a lost worker left unanswered back into the queue."""
         left = deque(calls)
         try:
             worker = self._processes.get(place)
             if worker is None:
                 worker = self._processes[place] = _Worker(self._command)
-                if self._closed:  # in the meantime, so that nobody has killed it
+                if self._closed:  # closed in the meantime, so close() did not kill this worker
                     raise _LostError
                 worker.read(_START_S)
             worker.send([call.arguments for call in calls])
@@ -161,7 +162,7 @@ class WorkerPool:
                 )
                 if status == "exhausted":
                     break
-        except (_LostError, OSError):  # OSError: no process to be had
+        except (_LostError, OSError):  # OSError: no process could be started
             if place in self._processes:
                 self._processes.pop(place).end()
             if not self._closed and not self._lose(left[0], None):
@@ -175,7 +176,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _lose(self, call: _Call, by: int | None) -> bool:
-        """Whether the call that a process was lost on is worth another try; otherwise it is answered."""
+        """Records that a process was lost on a call. True if the call deserves another try; otherwise finishes it."""
         if by == signal.SIGPROF:
             _finish(call, Reply("deadline", "took longer than the deadline"))
             return False
@@ -191,13 +192,13 @@ class WorkerPool:
 
 
 def _cores() -> int:
-    """The cores that this process may use, where the system says."""
+    """The number of cores that this process may use; all cores if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _finish(call: _Call, outcome: Reply | WorkerError) -> None:
     if not call.future.set_running_or_notify_cancel():
-        return  # whoever asked has left
+        return  # the caller cancelled
     if isinstance(outcome, Reply):
         call.future.set_result(outcome)
     else:
@@ -209,11 +210,11 @@ class _LostError(Exception):
 
 
 class _Worker:
-    """One process and the pipes to it."""
+    """One worker process and the pipes to it."""
 
     def __init__(self, command: list[str]) -> None:
         path = os.pathsep.join([_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # The order of a set must not differ from worker to worker.
+        # The iteration order of sets must be the same in every worker.
         environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._buffer = b""
@@ -227,7 +228,7 @@ class _Worker:
             raise _LostError from error
 
     def read(self, within_s: float) -> tuple[Any, Any]:
-        """The next reply. Raises _LostError where none comes."""
+        """Reads the next reply. Raises _LostError if none arrives in time."""
         assert self.process.stdout is not None
         descriptor, end = self.process.stdout.fileno(), time.monotonic() + within_s
         while b"\n" not in self._buffer:
@@ -242,7 +243,7 @@ class _Worker:
         return status, value
 
     def end(self) -> None:
-        """Kills it and the process that it forked, which dies with it."""
+        """Kills the process; the one that it forked dies with it."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.kill()

@@ -1,19 +1,19 @@
-"""A grading worker: a process that calls one function for its parent, under limits that end it rather than be broken.
+"""A grading worker: a process that calls one function for its parent, under limits that are enforced by ending the process.
 
     python -m nmoe.grading.workers.worker MODULE:FUNCTION DEADLINE_S MEMORY_MB
 
-It imports the function, calls the module's `warm_up` if it has one, and forks a process that does the calls; when that dies it
-forks another, which costs milliseconds and starts warm. Reads lines of JSON, each a list of argument lists, and writes lines of
-JSON:
+It imports the function, calls the module's `warm_up` if there is one, and forks a process that makes the calls. When that
+process dies it forks another, which takes milliseconds and starts warm. It reads lines of JSON, each a list of argument lists,
+and writes lines of JSON:
 
     ["ready", null]             once, after the warm-up
     ["value", VALUE]            for each call
-    ["exhausted", REASON]       for one that ran out of memory or stack; its process is then replaced
-    ["raised", TRACEBACK]       for one that raised
-    ["died", SIGNAL]            for the first call not answered, whose process a signal ended; the rest of its line is lost
+    ["exhausted", REASON]       for a call that ran out of memory or stack; its process is then replaced
+    ["raised", TRACEBACK]       for a call that raised
+    ["died", SIGNAL]            for the first unanswered call, whose process a signal ended; the rest of its line is lost
 
-A call that takes DEADLINE_S seconds of CPU time ends its process by SIGPROF: the clock starts with the call, runs in the
-kernel, and stands still while the machine is busy with something else.
+A call that takes DEADLINE_S seconds of CPU time ends its process by SIGPROF. The kernel's clock starts with the call and
+stands still while the machine is busy with other work.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serves until its input ends or its parent dies."""
+    """Serves calls until the input ends or the parent dies."""
     _die_with_parent()
     named, deadline_s, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    # What a library prints must not get between the replies.
+    # What a library prints must not mix with the replies.
     replies = os.dup(1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the system refuses
+    if sys.platform == "linux":  # other systems refuse it
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     module_name, _, name = named.partition(":")
     module = importlib.import_module(module_name)
     function = getattr(module, name)
     getattr(module, "warm_up", lambda: None)()
-    gc.freeze()  # what is there by now stays, and is shared with every process to come
+    gc.freeze()  # the objects so far stay alive, and forked processes share their pages
     _reply(replies, "ready", None)
     while True:
         child = os.fork()
@@ -66,7 +66,7 @@ _EXHAUSTED = 3
 
 
 def _serve(function: Callable[..., Any], deadline_s: float, replies: int) -> int:
-    """Answers calls; the process's exit code."""
+    """Answers calls; returns the process's exit code."""
     for line in sys.stdin.buffer:
         for arguments in json.loads(line):
             status, value = _call(function, arguments, deadline_s)
