@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -22,6 +23,21 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     roots = "nmoe|tests|configs|environments|benchmarks|scripts|examples"
     named = set(re.findall(rf"`((?:{roots})/[\w./-]+\.\w+)`", page.read_text()))
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
+def test_what_the_pages_import_exists() -> None:
+    found = 0
+    for page in CURRENT:
+        text = page.read_text()
+        pairs = re.findall(r"^ *from (nmoe[\w.]*) import ([\w, ]+)$", text, re.MULTILINE)
+        pairs += re.findall(r"`(nmoe(?:\.[a-z_0-9]+)+)[.:]([A-Z]\w+)", text)
+        for module, names in pairs:
+            if module.endswith("skyrl"):  # needs SkyRL, which is not installed; tests/grading/adapters tests it
+                continue
+            for name in names.split(", "):
+                assert hasattr(importlib.import_module(module), name), f"{page.name}: {module}.{name}"
+                found += 1
+    assert found > 8
 
 
 def test_links_of_the_pages_outside_the_book_lead_somewhere() -> None:
