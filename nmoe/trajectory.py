@@ -14,13 +14,15 @@ import numpy as np
 
 from nmoe.types import INFRASTRUCTURE, Exchange, Grade, Problem, Sampling, ToolEvent, TrainerState, Turn
 
-# In the place of a log-probability and a version where the policy sampled nothing.
+# The log-probability and version of tokens that the policy did not sample.
 NOT_SAMPLED_LOGPROB, NOT_SAMPLED_VERSION = 0.0, -1
 
 
 class Span(NamedTuple):
-    """Tokens [start, end) after the prompt, and how they came there: `Span("tool", turn=1, start=12, end=20)`. One of kind
-    "prompt" begins a new branch: the policy sees it, and nothing before it."""
+    """A run of tokens [start, end) after the prompt and its origin: `Span("tool", turn=1, start=12, end=20)`.
+
+    A span of kind "prompt" begins a new branch: the policy sees it and nothing before it.
+    """
 
     kind: Literal["sampled", "tool", "user", "prompt"]
     turn: int
@@ -29,38 +31,38 @@ class Span(NamedTuple):
 
 
 class Columns:
-    """The tokens of some turns, and what stands beside each of them."""
+    """The tokens of some turns, with one value of each column per token."""
 
     turns: tuple[Turn, ...]
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """Everything after the prompt: what was sampled, the stop tokens included, and what was given between."""
+        """All tokens after the prompt: those sampled, including stop tokens, and those given between them."""
         return [token_id for turn in self.turns for token_id in (*turn.given_ids, *turn.sample.token_ids)]
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the policy sampled, over all turns."""
+        """The number of tokens that the policy sampled, over all turns."""
         return sum(len(turn.sample.token_ids) for turn in self.turns)
 
     @property
     def mask(self) -> list[int]:
-        """1 for each of `token_ids` that the policy sampled, and 0 for the others, which are not trained on."""
+        """1 for each of `token_ids` that the policy sampled, 0 for the others, which are not trained on."""
         return self._per_token(lambda turn: [1] * len(turn.sample.token_ids), 0)
 
     @property
     def logprobs(self) -> list[float]:
-        """Of each of `token_ids`, under the distribution it was sampled from; 0 where nothing was sampled."""
+        """The log-probability of each of `token_ids` under the distribution it was sampled from; 0 for tokens that were given."""
         return self._per_token(lambda turn: turn.sample.logprobs, NOT_SAMPLED_LOGPROB)
 
     @property
     def versions(self) -> list[int]:
-        """The weights that each of `token_ids` was sampled with; -1 where nothing was sampled."""
+        """The weight version that each of `token_ids` was sampled with; -1 for tokens that were given."""
         return self._per_token(lambda turn: turn.sample.versions, NOT_SAMPLED_VERSION)
 
     @property
     def kept_ids(self) -> list[list[int]] | None:
-        """The support that each of `token_ids` was sampled from, where it was cut; empty where nothing was sampled."""
+        """The kept set of each of `token_ids`, empty for tokens that were given; None if sampling never cut the support."""
         if all(turn.sample.kept_ids is None for turn in self.turns):
             return None
         return self._per_token(lambda turn: turn.sample.kept_ids or [[]] * len(turn.sample.token_ids), [])
@@ -75,16 +77,20 @@ class Columns:
 
 @dataclass(frozen=True)
 class Branch(Columns):
-    """Part of a trajectory whose tokens follow one another verbatim: `prompt_ids + token_ids` is what the engine saw last and then
-    sampled. The first turn has nothing given."""
+    """A part of a trajectory whose tokens follow one another verbatim.
+
+    `prompt_ids + token_ids` is the engine's last prompt followed by its sample. The first turn has no given tokens.
+    """
 
     prompt_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
 
     @property
     def routes(self) -> Any | None:
-        """Every router pick, int16 `[prompt + tokens - 1, Y, K]`, each position as the turn computed it that first saw it; None
-        where the engine records none."""
+        """Every router pick, int16 `[prompt + tokens - 1, Y, K]`; None if the engine records none.
+
+        Each position has the picks of the turn that processed it first.
+        """
         parts, seen = [], 0
         for turn in self.turns:
             if turn.sample.routes is None:
@@ -96,16 +102,17 @@ class Branch(Columns):
 
 @dataclass(frozen=True)
 class Trajectory(Columns):
-    """One sample of one prompt, with all its turns. Tokens are the record; text is only ever decoded from them.
+    """One sample of one prompt, with all its turns. The tokens are the record; text is only decoded from them.
 
-    It is a sequence of branches, most often one. Within a branch a turn's tokens follow those of the turn before it verbatim. Where
-    the history is written anew, as after an answer in Harmony, whose reasoning is dropped, another branch begins, and its prompt
-    stands among `token_ids` as the given tokens of its first turn, so that these are everything in the order in which it came
-    about. What a tool answered to the last call that no turn followed is in `tool_events` alone.
+    A trajectory is a sequence of branches, usually one. Within a branch, the tokens of a turn follow those of the turn before
+    it verbatim. If the history is rendered anew, a new branch begins; Harmony does so after an answer, because it drops the
+    reasoning. The prompt of the new branch is the `given_ids` of its first turn, so that `token_ids` holds everything in the
+    order in which it occurred. If no turn follows the last call, the tool's answer is in `tool_events` alone.
 
-    `sampling` is that of the first turn. `environment` and `model` say what was rolled out, by name and content; `workspace` where
-    the files came from and were kept, or under "failed" why there were none; `trainer_state` what `[[rewards]]` were told of
-    the run, None where they were not asked. `exchanges` are what a task that converses made of each answer.
+    `sampling` belongs to the first turn. `environment` and `model` identify what was rolled out, by name and content.
+    `workspace` says where the files came from and where they were kept, or under "failed" why there were none. `trainer_state`
+    is what `[[rewards]]` were told about the run, None if they were not asked. `exchanges` are a conversation task's
+    responses.
     """
 
     problem: Problem
@@ -123,7 +130,7 @@ class Trajectory(Columns):
 
     @property
     def trainable(self) -> bool:
-        """Whether what the policy wrote was judged at all: a failure of the infrastructure is no verdict on it."""
+        """Whether the policy's output was judged: after an infrastructure failure it was not."""
         return self.grade.failure not in INFRASTRUCTURE
 
     @property
@@ -132,12 +139,12 @@ class Trajectory(Columns):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens ran out before it was done: in a turn, or when the answers to its calls had left none for another."""
+        """Whether tokens ran out before the end: within a turn, or because the tools' answers left none for another turn."""
         return self.finish_reasons[-1] == "length" or self.grade.failure == "truncated"
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """What is scored and trained on as one sequence each, in order."""
+        """The branches in order; each is scored and trained on as one sequence."""
         starts = [0, *(place for place, turn in enumerate(self.turns) if turn.given == "prompt"), len(self.turns)]
         branches = []
         for start, end in pairwise(starts):
@@ -148,7 +155,7 @@ class Trajectory(Columns):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Who wrote which tokens; together they cover all of them, in order."""
+        """The origin of every token: spans in order that together cover `token_ids`."""
         spans: list[Span] = []
         end = 0
         for place, turn in enumerate(self.turns):
@@ -159,7 +166,7 @@ class Trajectory(Columns):
 
     @property
     def routes(self) -> Any | None:
-        """Every router pick of all branches, int16 `[sum of prompt + tokens - 1, Y, K]`; None where the engine records none."""
+        """The router picks of all branches, int16 `[sum of prompt + tokens - 1, Y, K]`; None if the engine records none."""
         parts = [routes for branch in self.branches if (routes := branch.routes) is not None]
         if len(parts) < len(self.branches):
             return None
@@ -167,12 +174,14 @@ class Trajectory(Columns):
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each turn ended."""
+        """The finish reason of each turn."""
         return [turn.sample.finish_reason for turn in self.turns]
 
     def record(self, step: int, text: str) -> dict[str, Any]:
-        """A JSON-able line for samples/ and failures.jsonl, with everything needed to replay it. `text` is decoded from
-        `token_ids`, for people."""
+        """Returns a JSON-able line for samples/ and failures.jsonl, with everything that a replay needs.
+
+        `text` is the decoded `token_ids`, for people.
+        """
         verdict = self.grade.verdict
         return {
             "step": step,
@@ -216,7 +225,7 @@ class Trajectory(Columns):
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, compared with one another."""
+    """The samples of one prompt, which are compared with one another."""
 
     problem: Problem
     trajectories: Sequence[Trajectory]

@@ -29,9 +29,9 @@ Failure = Literal[
 
 FAILURES: tuple[Failure, ...] = get_args(Failure)
 
-# The policy did not cause these, so its tokens must not be trained on them: the collector masks such samples. Every
-# other name is an outcome of what the policy wrote, and is graded (`timeout` and `disk_full` included: a program that
-# loops or fills its disk was the policy's own).
+# The policy did not cause these failures, so the collector masks such samples and they are not trained on. Every other failure
+# results from the policy's own output and is graded. `timeout` and `disk_full` are among those: the program that loops or
+# fills its disk is the policy's.
 INFRASTRUCTURE: frozenset[Failure] = frozenset(
     {"sandbox_setup_failed", "workspace_failed", "grader_error", "engine_error", "internal_error"}
 )
@@ -42,9 +42,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` cut nothing off.
+    """Sampling parameters. `temperature = 0` is greedy; `top_k = 0` and `top_p = 1` disable truncation.
 
-    Draws are keyed by (seed, sample index, position), never by what else is in the batch.
+    Each draw is keyed by (seed, sample index, position) and does not depend on what else is in the batch.
     """
 
     max_new_tokens: int
@@ -57,12 +57,11 @@ class Sampling:
 
 @dataclass
 class Sample:
-    """One completion. `logprobs` are those of the distribution actually sampled from, after temperature, top-k and top-p
-    (so 0.0 under greedy); the stop token, where one was sampled, is part of it.
+    """One completion. `logprobs` are taken from the distribution that was sampled from, after temperature, top-k and top-p (so
+    0.0 under greedy). If a stop token was sampled, it is part of the completion.
 
-    `versions` is the weight version each token was sampled with. `kept_ids`, where top-k or top-p cut the support,
-    holds each token's kept set. `routes` holds every router pick as int16 `[prompt + completion - 1, layers, K]`, for
-    engines that record them.
+    `versions` holds the weight version of each token. `kept_ids` holds each token's kept set if top-k or top-p cut the
+    support. `routes` holds every router pick as int16 `[prompt + completion - 1, layers, K]`, for engines that record them.
     """
 
     token_ids: list[int]
@@ -79,7 +78,7 @@ class Message:
 
     A tool call:   Message("assistant", '{"x": 2}', channel="commentary", recipient="functions.square",
                            content_type="json")
-    its answer:    Message("tool", "4", channel="commentary", recipient="assistant", name="functions.square")
+    Its answer:    Message("tool", "4", channel="commentary", recipient="assistant", name="functions.square")
     """
 
     role: str
@@ -91,13 +90,13 @@ class Message:
 
     @property
     def is_call(self) -> bool:
-        """Whether the assistant hands over to a tool here, so that the message ends in <|call|>."""
+        """Whether the message is a tool call by the assistant, which ends in <|call|>."""
         return self.role == "assistant" and self.recipient is not None
 
 
 Metadata = Mapping[str, str | int | float]
 
-# What a dataset says of a problem's kind; rates are reported for each value of these.
+# Metadata keys that classify a problem; rates are reported for each of their values.
 GROUPS = ("level", "subject")
 
 
@@ -105,10 +104,10 @@ GROUPS = ("level", "subject")
 class Problem:
     """One question, as a pool hands it out.
 
-    `id` is unique within a pool and stable between runs; `source` is the name of the pool, or of the source within a
-    mixture, that it came from. `columns` are the fields of its record, kept where an environment has `[[rewards]]` to read
-    them; `history` are the messages before the question, where the record's prompt is a conversation. Worked example, the
-    eighteenth record of the source "gsm8k" of a mixture:
+    `id` is unique within a pool and stable between runs. `source` names the pool, or the source within a mixture. `columns`
+    are the fields of the record; they are kept only if the environment has `[[rewards]]`, which may read them. `history` holds
+    the messages before the question if the record's prompt is a conversation. Example, the eighteenth record of the source
+    "gsm8k" of a mixture:
 
         Problem(id="gsm8k/17", task_type="gsm8k", question="Ann has 3 boxes of 6 eggs. How many eggs?", gold="18",
                 source="gsm8k", metadata={"record": 17})
@@ -125,7 +124,7 @@ class Problem:
 
     @property
     def groups(self) -> list[str]:
-        """The groups it belongs to: ["level=Level 5", "subject=Algebra"]."""
+        """The groups that the problem belongs to, such as ["level=Level 5", "subject=Algebra"]."""
         return [f"{key}={self.metadata[key]}" for key in GROUPS if key in self.metadata]
 
 
@@ -134,10 +133,12 @@ Given = Literal["tool", "user", "prompt"]
 
 @dataclass(frozen=True)
 class Turn:
-    """`given_ids` lead up to this turn's sample, and `given` says what they are. Those of a tool ("tool") or of the user ("user")
-    follow what was sampled before: the answer and the words that open the next turn. Those of a "prompt" begin a new branch:
-    the whole conversation as it is shown from here on, in place of everything before. The first turn has none, for its prompt is
-    the trajectory's."""
+    """One turn: the tokens given to the policy, then the sample it drew. `given` says where `given_ids` come from.
+
+    "tool" or "user": the answer of a tool or of the user, which follows the previous sample, and the tokens that open the next
+    turn. "prompt": a new branch, whose `given_ids` are the whole conversation and replace everything before. The first turn
+    has no `given_ids`, because its prompt is the trajectory's.
+    """
 
     given_ids: tuple[int, ...]
     sample: Sample
@@ -145,7 +146,7 @@ class Turn:
 
 
 def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") -> tuple[Turn, ...]:
-    """The turns of a completion that was not sampled here and therefore has no log-probabilities, such as a worked example."""
+    """Wraps a completion that was not sampled here, such as a worked example, as one turn without log-probabilities."""
     return (Turn((), Sample(list(token_ids), [], [], finish_reason)),)
 
 
@@ -153,9 +154,9 @@ def single_turn(token_ids: Sequence[int], finish_reason: FinishReason = "stop") 
 class ToolCall:
     """A call as the policy wrote it: `ToolCall("python", '{"code": "print(6 * 7)"}', "0/0")`.
 
-    `arguments` is the text of the arguments, JSON or not; `call_id` is turn/place, unique in a trajectory. `fault` says
-    why the call can not be read at all, where its form is that of the format and not of Harmony's header; it is then
-    empty otherwise.
+    `arguments` is the text of the arguments, which may be invalid JSON. `call_id` is turn/place and unique in a trajectory.
+    `fault` says why the call cannot be parsed, in formats other than Harmony, whose header already has the form of a call; it
+    is empty otherwise.
     """
 
     name: str
@@ -166,10 +167,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolEvent:
-    """A call and what came of it, as `ToolEvent(call, "ok", "42\\n", "", started_s=0.12, wall_s=0.004)`.
+    r"""A call and its result: `ToolEvent(call, "ok", "42\n", "", started_s=0.12, wall_s=0.004)`.
 
-    `failure` is the event's own and ends the trajectory only where it is one of the infrastructure; `output` is what
-    the policy was shown, the `reason` of a failure in it. Times are seconds, `started_s` from the start of the
+    `failure` belongs to this call and ends the trajectory only if it is an infrastructure failure. `output` is what the
+    policy was shown, including the `reason` of a failure. Times are in seconds; `started_s` counts from the start of the
     trajectory.
     """
 
@@ -181,16 +182,16 @@ class ToolEvent:
     wall_s: float
 
     def record(self) -> dict[str, Any]:
-        """JSON-able, all fields flat."""
+        """Returns all fields as one flat, JSON-able dict."""
         return {**vars(self.call), **{name: value for name, value in vars(self).items() if name != "call"}}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a task that converses made of an answer: `Exchange(turn=0, state={"left": 2}, user="higher", reward=0.0)`.
+    """A conversation task's response to one turn: `Exchange(turn=0, state={"left": 2}, user="higher", reward=0.0)`.
 
-    `turn` is the place of the policy's turn that answered, `state` the task's after it, as JSON; `user` what the user said then,
-    None where the conversation was over.
+    `turn` is the index of the policy's turn, `state` the task's state after it, as JSON, and `user` the user's next message,
+    None if the conversation is over.
     """
 
     turn: int
@@ -204,27 +205,28 @@ Outcome = Literal["correct", "incorrect", "error"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Worked example, a right answer in another form than the gold's: `Verdict("correct", 1.0, "numeric", "0.5 = 1/2")`.
+    """The result of verifying an answer. Example, a right answer in another form than the gold's:
+    `Verdict("correct", 1.0, "numeric", "0.5 = 1/2")`.
 
-    `error` is for a verifier that could not do its work because of something else than the answer, such as a worker that the
-    system killed: the sample is masked and counted as `grader_error`, and its score of 0 is no reward. What the answer
-    itself brings about, a deadline included, is `incorrect`; a defect of the verifier raises, which stops the run.
+    `error` means that the verifier failed for a reason other than the answer, such as a worker that the system killed. The
+    sample is then masked and counted as `grader_error`, and its score of 0 is not a reward. A failure that the answer itself
+    causes, such as exceeding a deadline, is `incorrect`. A bug in the verifier raises an exception, which stops the run.
     """
 
     outcome: Outcome
     score: float  # 1 correct, 0 incorrect, between the two for graded scores, 0 for an error
-    layer: str  # what settled it: "exact", "numeric", "symbolic", "choice", "tests", ...
+    layer: str  # which comparison decided: "exact", "numeric", "symbolic", "choice", "tests", ...
     reason: str  # for people, short
 
     @classmethod
     def of(cls, correct: bool, layer: str, reason: str) -> Verdict:
-        """Right or wrong, nothing between."""
+        """Returns a verdict that is either right or wrong."""
         return cls("correct" if correct else "incorrect", float(correct), layer, reason)
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The verdict on one completion. A right answer of 32 tokens out of 256, in Harmony, under weights 0.1, 0, 1, 0:
+    """The grade of one completion. A right answer of 32 tokens out of 256, in Harmony, under weights 0.1, 0, 1, 0:
 
         Grade(score=1.1,
               components={"format": 1.0, "structure": 1.0, "reasoning": 1.0, "tool_use": 0.0, "correctness": 1.0,
@@ -236,12 +238,11 @@ class Grade:
               answer="18",
               verdict=Verdict("correct", 1.0, "exact", "equal after normalisation"))
 
-    `extras` are numbers, meant for averaging; `parse_method` is 2 for a box, 1 for the last number, and 0 where nothing
-    was extracted: then the message itself is the answer, or there is none (`has_answer`). `verdict` is None where nothing was
-    compared, because the completion did not end in an answer. What `[[rewards]]` adds stands in `components` and `weights` under
-    its name; `reason` is why a reward could not be had, for people, and `cached` names those that were answered earlier.
-    `step_rewards` are those of a verifier that judges steps: of each the place of its last token among those after the prompt, and
-    its score.
+    `extras` are numbers for averaging. `parse_method` is 2 for a box, 1 for the last number, and 0 if nothing was extracted;
+    then the whole message is the answer, or there is none (`has_answer`). `verdict` is None if the completion did not end in
+    an answer. `[[rewards]]` add their values to `components` and `weights` under their names. `reason` says, for people, why a
+    reward was not available; `cached` names the rewards that were answered from the cache. `step_rewards` are a step
+    verifier's: for each step the index of its last token, counted after the prompt, and its score.
     """
 
     score: float
@@ -258,7 +259,7 @@ class Grade:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Of TRL's state of the same name what a reward can depend on: `TrainerState(global_step=7, max_steps=100)`."""
+    """The part of TRL's `TrainerState` that a reward may depend on: `TrainerState(global_step=7, max_steps=100)`."""
 
     global_step: int = 0  # optimizer steps taken
-    max_steps: int = 0  # those of the whole run, 0 where nothing is trained
+    max_steps: int = 0  # optimizer steps of the whole run, 0 if nothing is trained

@@ -1,1 +1,1 @@
-"""Environments: problems in, graded trajectories out. They know tokens and engines, never the model."""
+"""Environments turn problems into graded trajectories. They know tokens and the engine protocol, never the model."""

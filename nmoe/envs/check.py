@@ -1,7 +1,7 @@
-"""`nmoe env check`: is an environment what its author thinks it is? And `nmoe env list`: which environments are there?
+"""`nmoe env check` shows what an environment does with a problem; `nmoe env list` lists the environments.
 
 The check reads the settings and the local data, renders a problem of every source, and grades a right and a wrong answer to
-it. It imports no user code and reaches no network: what it could not look at for that reason, it says.
+it. It imports no user code and uses no network; it says which parts it could not check for that reason.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from nmoe.types import Grade, Problem, single_turn
 
 WIDTH = 110
 
-# In place of a dataset that is not here. Every task over short answers can pose and grade it.
+# Stands in for a dataset that is not available locally. Every task with short answers can pose and grade it.
 _STAND_IN = ("What is 6 * 7?", "42")
-# Of tasks with records of their own form.
+# For tasks whose records have a form of their own.
 _STAND_IN_RECORDS: dict[str, dict[str, Any]] = {
     "humaneval": {
         "task_id": "stand-in",
@@ -79,7 +79,7 @@ _DATALESS = GeneratedPool(type="generated", task_type="sort")
 
 @dataclass(frozen=True)
 class _Graded:
-    """An answer to a problem, its tokens as a policy would have sampled them, and whether its verdict is the wanted one."""
+    """An answer to a problem, the tokens of its completion, and whether its verdict is as expected."""
 
     answer: str
     completion_ids: list[int]
@@ -88,9 +88,9 @@ class _Graded:
 
 
 def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
-    """Yields what there is to read, line by line; raises UserError at its end with every mistake, one line each.
+    """Yields the report line by line. If there are mistakes, raises UserError at the end with all of them, one line each.
 
-    Raises ConfigError, with all its problems, where the settings are wrong already.
+    Raises ConfigError, with all its problems, if the settings themselves are invalid.
     """
     path = find_environment(str(named))
     settings = load_environment(path)
@@ -101,7 +101,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     tokenizer, origin = _tokenizer(tokenizer_of)
     by_tokenizer = ", that of the tokenizer" if settings.format == "auto" else ""
     settings = in_format(settings, tokenizer)
-    # The example answers are longer than a policy's under a tokenizer of bytes; a budget is no matter of form.
+    # A byte tokenizer makes the example answers longer than a policy's. The check is about form, so it lifts the budget.
     unlimited = settings.model_copy(update={"budget": BudgetSettings()})
     yield f"environment  {settings.env_id}, version {settings.version}, from {path}"
     if settings.description:
@@ -115,7 +115,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         try:
             yield f"tool         {name}" + (f", defined in {check_source(name)}, not imported" if ":" in name else "")
         except UserError as error:
-            yield f"tool         {name}: can not be used"
+            yield f"tool         {name}: cannot be used"
             mistakes.append(str(error))
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
@@ -123,7 +123,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         try:
             yield f"reward       {reward.name}: {_describe_source(reward)}"
         except UserError as error:
-            yield f"reward       {reward.name}: can not be used"
+            yield f"reward       {reward.name}: cannot be used"
             mistakes.append(str(error))
     problems: list[Problem] = []
     shown = False
@@ -131,11 +131,11 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         yield ""
         here = not isinstance(pool, HubPool) or local_copy(split_path(pool.dataset)[0]) is not None
         try:
-            # Without its data an environment still has its format, its system message and its rewards.
+            # Without its data, an environment's format, system message and rewards can still be checked.
             its_own = unlimited.model_copy(update={"env_id": name, "task_pool": pool if here else _DATALESS})
             environment = Environment(its_own, tokenizer, Shard(), user_code=False)
         except UserError as error:
-            yield f"source {name}: can not be used: {error}"
+            yield f"source {name}: cannot be used: {error}"
             mistakes.append(f"source {name}: {error}")
             continue
         if environment.pool.order.read_as:
@@ -173,7 +173,7 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         try:
             yield f"workspace    {_describe_workspace(settings.workspace, problems)}"
         except (UserError, WorkspaceError) as error:
-            yield f"workspace    can not be used: {error}"
+            yield f"workspace    cannot be used: {error}"
             mistakes.append(f"[workspace] {error}")
     if mistakes:
         count = "" if len(mistakes) == 1 else f"{len(mistakes)} problems\n"
@@ -182,8 +182,10 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
 
 
 def list_environments() -> Iterator[str]:
-    """A table of the packaged environments: name, version, format, kind of pool, package, what it is. One that can not be
-    read is listed with the reason."""
+    """Returns a table of the packaged environments: name, version, format, kind of pool, package, description.
+
+    An environment that cannot be read is listed with the reason.
+    """
     rows = [("NAME", "VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"), *map(_row, packaged_environments())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
@@ -191,7 +193,9 @@ def list_environments() -> Iterator[str]:
 
 
 def describe_pool(pool: TaskPool) -> str:
-    """`generated sort`, `jsonl data.jsonl (math)`, `mixture of add (generated add), gsm8k (hf openai/gsm8k (gsm8k))`."""
+    """Returns a short description: `generated sort`, `jsonl data.jsonl (math)`, `mixture of add (generated add), gsm8k (hf
+    openai/gsm8k (gsm8k))`.
+    """
     if isinstance(pool, MixturePool):
         return "mixture of " + ", ".join(f"{source.name} ({describe_pool(source)})" for source in pool.sources)
     if isinstance(pool, ReasoningGymPool):
@@ -210,7 +214,7 @@ def _row(one: Packaged) -> tuple[str, ...]:
             raise UserError(one.problem)
         settings = load_environment(one.path)
     except UserError as error:
-        return one.name, "-", "-", "-", one.package, f"can not be used: {'; '.join(str(error).splitlines())}"
+        return one.name, "-", "-", "-", one.package, f"cannot be used: {'; '.join(str(error).splitlines())}"
     return one.name, settings.version, settings.format, settings.task_pool.type, one.package, settings.description
 
 
@@ -231,7 +235,7 @@ def _sources(settings: EnvironmentSettings) -> Iterator[tuple[str, TaskPool]]:
 
 
 def _stand_in(name: str, pool: TaskPool) -> Problem | None:
-    """A problem in place of those of a dataset that is not here; None where its task can not pose it."""
+    """Returns an example problem for a dataset that is not available locally; None if the dataset's task cannot pose one."""
     assert isinstance(pool, HubPool), "only a dataset can be elsewhere"
     if not TASKS[pool.task_type].has_gold:
         return Problem(f"{name}/stand-in", pool.task_type, _STAND_IN[0], "", name)
@@ -275,7 +279,7 @@ def _checked_golds(environment: Environment) -> Iterator[str]:
 
 
 def _sandboxes(environment: Environment) -> Sandboxes:
-    """Where solutions and tests run. They are code of the data, not of the user: they run where those of a policy do."""
+    """Opens sandboxes for solutions and tests. They come with the data, so they run under the same isolation as a policy's code."""
     return Sandboxes(SandboxSettings(warm=0), sandbox_limits(environment.budget))
 
 
@@ -293,7 +297,9 @@ def _verdict_mistakes(problem: Problem, right: _Graded, wrong: _Graded) -> Itera
 
 
 def _conversation(environment: Environment, tokenizer: Tokenizer, problem: Problem, wrong: _Graded) -> Iterator[str]:
-    """What follows the wrong answer. Raises UserError for a task that answers one turn in two ways, which could not replay."""
+    """Yields the conversation after the wrong answer. Raises UserError if the task gives two answers to the same turn: it would
+    not replay.
+    """
     turns = single_turn(wrong.completion_ids)
     exchange, again = (environment.respond(problem, 0, 0, turns, ()) for _ in range(2))
     if exchange != again:
@@ -323,7 +329,7 @@ def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, 
 
 
 def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Tokens side by side, as many to a row as fit: text above id above mask, the place of the first one in front."""
+    """Yields rows of tokens, as many as fit: text above id above mask, with the index of the first token in front."""
     columns = [
         (_visible(tokenizer.decode([token_id])), str(token_id), str(trained))
         for token_id, trained in zip(ids, mask, strict=True)
@@ -343,7 +349,7 @@ def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -
 
 
 def _visible(text: str) -> str:
-    """A token's text with its white space to be seen."""
+    """Returns a token's text with visible white space."""
     return text.replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 
@@ -352,7 +358,7 @@ def _indented(text: str) -> Iterator[str]:
 
 
 def _describe_source(reward: RewardConfig) -> str:
-    """Where a reward comes from, as far as that shows without importing or asking it. Raises UserError."""
+    """Returns where a reward comes from, as far as it shows without importing code or calling a service. Raises UserError."""
     match reward:
         case FunctionRewardConfig():
             return f"{reward.call}, defined in {find_definition('reward function', reward.call)[0]}, not imported"
@@ -376,8 +382,10 @@ def _describe_reward(settings: EnvironmentSettings) -> str:
 
 
 def _describe_workspace(settings: WorkspaceSettings, problems: Sequence[Problem]) -> str:
-    """Where the files come from, at the commit of the first problem. Raises UserError or WorkspaceError where they can not be
-    had."""
+    """Returns where the files come from, at the commit of the first problem.
+
+    Raises UserError or WorkspaceError if they are not available.
+    """
     at = problems[0] if problems else Problem("any", "", "", "", "")
     origin = identity_of(source_of(settings, at))
     if settings.bootstrap == "uv" and shutil.which("uv") is None:

@@ -1,6 +1,7 @@
-"""The curriculum: what is rewarded changes as capabilities are there, in the order that the environment's stages have.
+"""The curriculum: stages that change the rewarded components as the policy acquires capabilities.
 
-The usual order is format, reasoning, tool use, correctness, efficiency: nothing is rewarded before what it rests on is learned.
+The environment lists the stages. Their usual order is format, reasoning, tool use, correctness, efficiency, so that each
+component is rewarded after those it depends on.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from nmoe.errors import UserError
 
 
 class Curriculum:
-    """A stage's weights are in force until its gate holds: its metric, averaged over the last `window_steps` steps of
-    this stage, reaches `at_least`. Then the next stage opens. Where the gate has `close_below`, and the same average, now over
-    steps of the stage that it opened, falls below that, the stage closes again; otherwise none ever does. The distance between
-    the two rates keeps stages from flickering.
+    """Moves from stage to stage and holds the weights of the current one.
 
-    Steps of another stage do not count, so that every stage lasts `window_steps` steps at least: a rate measured while
-    something else was rewarded says little of how it holds now.
+    A stage's gate opens the next stage as soon as its metric, averaged over the last `window_steps` steps of the stage,
+    reaches `at_least`. If the gate has `close_below`, the next stage closes again when the same average, now over that stage's
+    own steps, falls below it; without `close_below` stages never close. The distance between the two thresholds prevents
+    oscillation.
+
+    Only steps of the current stage count, so that every stage lasts at least `window_steps` steps: a rate measured while
+    something else was rewarded says little about the current behaviour.
     """
 
     def __init__(self, settings: CurriculumSettings) -> None:
@@ -33,24 +36,24 @@ class Curriculum:
 
     @property
     def index(self) -> int:
-        """The stage in force, counted from 0."""
+        """The index of the current stage, counted from 0."""
         return self._index
 
     @property
     def stage(self) -> str:
-        """The name of the stage in force."""
+        """The name of the current stage."""
         return self._settings.stages[self._index].name
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each component of a grade, now."""
+        """The current weight of each component of a grade."""
         return self._settings.stages[self._index].weights.model_dump()
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Takes in one step's metrics; call it once a step. Needs the metrics of the gates before and behind the stage in force,
-        finite rates.
+        """Takes in the metrics of one step; call it once per step.
 
-        Raises ValueError without them: a curriculum that stays where it is for lack of a number would do so silently.
+        The metrics of the gates before and after the current stage must be present and finite. Raises ValueError otherwise: a
+        missing number would silently keep the curriculum where it is.
         """
         stages = self._settings.stages
         behind, ahead = stages[self._index - 1].gate if self._index else None, stages[self._index].gate
@@ -62,9 +65,9 @@ class Curriculum:
             self._move(+1)
 
     def _mean(self, window: deque[float], gate: GateSettings, metrics: Mapping[str, float]) -> float:
-        """Of the window with this step's rate; NaN, which no comparison holds for, until the window is full."""
+        """Returns the window's mean including this step's rate; NaN, which fails every comparison, until the window is full."""
         if gate.metric == "correctness" and gate.metric not in metrics:
-            return math.nan  # all problems of this step were open: the window keeps what it has
+            return math.nan  # all problems of this step were open: the window does not change
         rate = metrics.get(gate.metric, math.nan)
         if not math.isfinite(rate):
             raise ValueError(f"a gate of stage {self.stage!r} needs a finite {gate.metric!r} at each step, got {rate}")
@@ -77,12 +80,12 @@ class Curriculum:
         self._closing.clear()
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: {"stages": ["format", "correctness"], "index": 0, "window": [0.5, 0.75], "closing": []}."""
+        """Returns the JSON-able state: {"stages": ["format", "correctness"], "index": 0, "window": [0.5, 0.75], "closing": []}."""
         windows = {"window": list(self._window), "closing": list(self._closing)}
         return {"stages": self._names(), "index": self._index, **windows}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`. Raises UserError where it was saved under other stages."""
+        """Restores `state`. Raises UserError if it was saved under other stages."""
         if state.get("stages") != self._names():
             raise UserError(
                 f"the saved curriculum has the stages {state.get('stages')}, and this one has {self._names()}; restore "

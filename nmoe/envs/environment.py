@@ -1,7 +1,7 @@
-"""An environment: problems, the prompt that shows one, and the grade of what comes back.
+"""An environment: problems, the prompt for each, and the grade of each completion.
 
-It binds a task pool, an output format, a rubric and a curriculum under one name, and is all that a trainer needs to
-know of a domain. Packaged ones lie in `environments/`; `Environment.from_toml` reads and checks them.
+It binds a task pool, an output format, a rubric and a curriculum under one name; a trainer needs nothing else about a domain.
+The packaged ones are in `environments/`. `Environment.from_toml` reads and checks them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ _REASONING = "The answer follows."
 class Environment:
     """One environment, as one rank sees it.
 
-    `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are
-    those that the policy may call, by name, and `access` the parts of the workspace that they may touch; `format` tells calls
-    apart and writes their answers. `settings` name the format and its system message, where the file leaves them to the tokenizer.
+    `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are the
+    tools that the policy may call, by name; `access` lists the parts of the workspace that they may touch. `format` parses
+    calls and renders their answers. `settings` name the resolved format and its system message, even if the file leaves them
+    to the tokenizer.
     """
 
     def __init__(
         self, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, shard: Shard, *, user_code: bool = True
     ) -> None:
-        """Loads pool, tools and rewards; without `user_code` tools and rewards of the user's own are left out and nothing is
-        imported for them. Raises UserError for data, tools, rewards or a tokenizer that do not fit the settings."""
+        """Loads pool, tools and rewards. Without `user_code`, the user's own tools and rewards are left out and not imported.
+
+        Raises UserError if data, tools, rewards or tokenizer do not fit the settings.
+        """
         self.settings = settings = in_format(settings, tokenizer)
         self.pool = build_pool(settings.env_id, settings.task_pool, shard, columns=bool(settings.rewards))
         self.rewards: list[Reward] = load_rewards(settings.rewards) if user_code else []
@@ -77,19 +80,21 @@ class Environment:
     def from_settings(
         cls, settings: EnvironmentSettings, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1
     ) -> Environment:
-        """The environment of checked settings."""
+        """Builds an environment from checked settings."""
         return cls(settings, tokenizer, Shard(rank, world_size))
 
     @classmethod
     def from_toml(cls, path: Path, tokenizer: HarmonyTokenizer, *, rank: int = 0, world_size: int = 1) -> Environment:
-        """The environment of a TOML file, of a directory with environment.toml, or of a packaged name. Raises ConfigError with
-        every mistake in it, by line."""
+        """Builds an environment from a TOML file, a directory with environment.toml, or a packaged name.
+
+        Raises ConfigError with every mistake in the file and its line.
+        """
         return cls.from_settings(load_environment(path), tokenizer, rank=rank, world_size=world_size)
 
     def held_out(self, split: Literal["validation", "eval"] = "eval") -> Environment:
-        """This environment from the start of a split whose problems training never meets.
+        """Returns this environment at the start of a split whose problems never occur in training.
 
-        Raises UserError for a pool that can not promise that: a dataset, or one that does not train on "train".
+        Raises UserError for a pool that cannot guarantee that: a dataset, or one that does not train on "train".
         """
         settings = held_out(self.settings, split)
         if settings is None:
@@ -101,17 +106,17 @@ class Environment:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of the score now: those of the curriculum's stage, or the rubric's without a curriculum."""
+        """The current weights of the score: those of the curriculum's stage or, without a curriculum, those of the rubric."""
         return self._rubric if self.curriculum is None else self.curriculum.weights
 
     @property
     def converses(self) -> bool:
-        """Whether a task of it answers the policy with turns of the user."""
+        """Whether one of its tasks answers the policy with turns of the user."""
         return any(isinstance(TASKS[name], ConversationTask) for name in task_types(self.settings.task_pool))
 
     @property
     def wants_sandbox(self) -> bool:
-        """Whether a trajectory may need a sandbox: for a tool, for files, or to have its answer verified."""
+        """Whether a trajectory may need a sandbox: for a tool, for files, or to verify its answer."""
         return (
             self.settings.workspace is not None
             or any(tool.sandbox_parameter for tool in self.tools.values())
@@ -119,21 +124,23 @@ class Environment:
         )
 
     def files(self, problem: Problem) -> Mapping[str, bytes]:
-        """What the problem adds to the workspace of a trajectory: path -> content."""
+        """Returns the files that the problem adds to the workspace of a trajectory: path -> content."""
         return TASKS[problem.task_type].files(problem)
 
     def token_limit(self, max_new_tokens: int) -> int:
-        """The most tokens that a trajectory may sample: what the run allows, within the environment's budget."""
+        """Returns the most tokens that a trajectory may sample: the run's limit, capped by the environment's budget."""
         budget = self.settings.budget.completion_tokens
         return max_new_tokens if budget is None else min(max_new_tokens, budget)
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """The tokens that sampling starts from; a pure function of the problem."""
+        """Renders the prompt. A pure function of the problem."""
         return self.renderer.prompt_ids(self.messages(problem))
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The conversation that the prompt shows, the environment's system message first. Raises UserError where the
-        problem has one, too."""
+        """Returns the conversation that the prompt shows, starting with the environment's system message.
+
+        Raises UserError if the problem has a system message as well.
+        """
         system = [Message("system", self.settings.system)] if self.settings.system else []
         if system and any(message.role == "system" for message in problem.history):
             raise UserError(
@@ -146,7 +153,7 @@ class Environment:
         return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
 
     def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
-        """The prompt of a problem. Raises UserError where it and the longest completion do not fit the model's context."""
+        """Renders the prompt of a problem. Raises UserError if it and the longest completion do not fit the model's context."""
         prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
         if len(prompt_ids) + limit > context_tokens:
             raise UserError(
@@ -156,11 +163,11 @@ class Environment:
         return prompt_ids
 
     def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> None:
-        """Has the pool pass over problems whose prompt and longest completion do not fit the model's context, before a run
-        starts. `overlong` says how many of a finite pool those are; an endless one counts them as they come
-        (`pool.passed_over`).
+        """Makes the pool skip problems whose prompt and longest completion do not fit the model's context.
 
-        Raises UserError, as `check_prompt` does, where no problem fits, or not the first of an endless pool.
+        Called before a run starts. `overlong` is their number in a finite pool; an endless pool counts them as they come
+        (`pool.passed_over`). Raises the UserError of `check_prompt` if no problem of a finite pool fits, or if the first
+        problem of an endless one does not.
         """
 
         def fits(problem: Problem) -> bool:
@@ -176,10 +183,11 @@ class Environment:
     def respond(
         self, problem: Problem, seed: int, index: int, turns: Sequence[Turn], exchanges: Sequence[Exchange]
     ) -> Exchange | None:
-        """What the problem's task makes of the last turn, after `exchanges`; None where it does not converse, and where the turns
-        since the last exchange are no answer in form, which ends a trajectory. `seed` is the group's and `index` the sample's.
+        """Has the problem's task respond to the last turn, after `exchanges`. Exceptions of the task propagate.
 
-        What the task raises comes through."""
+        Returns None if the task does not converse, or if the turns since the last exchange have no valid form; both end the
+        trajectory. `seed` belongs to the group and `index` to the sample.
+        """
         task, turn = TASKS[problem.task_type], len(turns) - 1
         if not isinstance(task, ConversationTask) or turns[turn].sample.finish_reason != "stop":
             return None
@@ -198,7 +206,7 @@ class Environment:
         tool_events: Sequence[ToolEvent],
         exchanges: Sequence[Exchange],
     ) -> tuple[Given, list[int]]:
-        """What leads up to the turn after the last exchange, in which the user said something."""
+        """Returns the tokens between the last exchange, in which the user spoke, and the next turn."""
         rounds, start = [], 0
         for exchange in exchanges:
             assert exchange.user is not None, "a conversation that goes on was not over before"
@@ -209,7 +217,7 @@ class Environment:
         return self.renderer.follow_up(self.messages(problem), rounds)
 
     def _reading(self, problem: Problem, turns: Sequence[Turn], exchanges: Sequence[Exchange]) -> Reading:
-        """What the form makes of turns, of each answer by itself."""
+        """Reads the turns with the format's parser, each answer by itself."""
         task, ids = TASKS[problem.task_type], [turn.sample.token_ids for turn in turns]
         starts = [0, *(one.turn + 1 for one in exchanges if one.turn + 1 < len(ids)), len(ids)]
         return joined_readings(
@@ -220,21 +228,21 @@ class Environment:
         )
 
     def transcript(self, token_ids: Sequence[int]) -> list[dict[str, str | None]]:
-        """What one sampled turn is read as, message by message."""
+        """Parses one sampled turn into messages."""
         return self.renderer.transcript(token_ids)
 
     def answer_text(self, token_ids: Sequence[int]) -> str | None:
-        """What a last turn says to whoever asked, reasoning left out; None where it says nothing."""
+        """Returns the last turn's answer without reasoning; None if it has no answer."""
         _, text = self.renderer.said(token_ids)
         return text if text.strip() else None
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The tokens as text, for people and for what reads answers off text."""
+        """Decodes the tokens into text, for people and for extractors that work on text."""
         return self._tokenizer.decode(token_ids)
 
     def answer_ids(self, problem: Problem, answer: str) -> list[int]:
-        """The tokens of a completion in the best form that gives this answer, the stop token included."""
-        # A box is for answers that could not be told from the prose around them; else the message itself is the answer.
+        """Renders a well-formed completion with this answer, including the stop token."""
+        # Only answers that cannot be told from the prose around them need a box; otherwise the whole message is the answer.
         bare = from_final(answer, bare_final=TASKS[problem.task_type].bare_final).answer == answer
         in_box = self.settings.format == "boxed" or not bare
         return self.renderer.completion_ids(_REASONING, rf"\boxed{{{answer}}}" if in_box else answer)
@@ -250,11 +258,10 @@ class Environment:
         session: ToolSession | None = None,
         exchanges: Sequence[Exchange] = (),
     ) -> Grade:
-        """The grade of a trajectory of one turn or more, under the weights now in force.
+        """Grades a trajectory of one or more turns under the current weights.
 
-        `ended` is what ended it before the policy did, if anything; `exchanges` are those of a task that converses.
-        Any tokens are graded; an exception is a defect of the
-        grader, not of them.
+        `ended` says what ended the trajectory before the policy did, if anything did. `exchanges` are a conversation task's
+        responses. Any tokens are graded; an exception means a bug in the grader, not in the tokens.
         """
         task = TASKS[problem.task_type]
         if session is not None:
@@ -275,16 +282,16 @@ class Environment:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Which environment this is."""
+        """Returns the identity of this environment (`identity_of`)."""
         return identity_of(self.settings)
 
     def state(self) -> dict[str, Any]:
-        """The position in the pool and in the curriculum, JSON-able, for a checkpoint."""
+        """Returns the position in the pool and in the curriculum, JSON-able, for a checkpoint."""
         curriculum = None if self.curriculum is None else self.curriculum.state()
         return {"env_id": self.settings.env_id, "pool": self.pool.state(), "curriculum": curriculum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on exactly where `state` was saved. Raises UserError for the state of another environment."""
+        """Resumes exactly where `state` was saved. Raises UserError for the state of another environment."""
         if state.get("env_id") != self.settings.env_id or (state.get("curriculum") is None) != (
             self.curriculum is None
         ):
@@ -298,14 +305,16 @@ class Environment:
 
 
 def identity_of(settings: EnvironmentSettings) -> dict[str, str]:
-    """An environment by name, version and a fingerprint over all its settings."""
+    """Identifies an environment by name, version and a fingerprint of all its settings."""
     fingerprint = fingerprint_of(settings.model_dump_json())
     return {"env_id": settings.env_id, "version": settings.version, "fingerprint": fingerprint}
 
 
 def in_format(settings: EnvironmentSettings, tokenizer: HarmonyTokenizer) -> EnvironmentSettings:
-    """The settings with the format that the tokenizer is made for where they leave it open, and with that format's system message.
-    Raises UserError for a tokenizer that is made for none."""
+    """Returns the settings with the tokenizer's format and that format's system message filled in where they are left open.
+
+    Raises UserError for a tokenizer that supports no format.
+    """
     form = natural_format(tokenizer) if settings.format == "auto" else settings.format
     if form is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Coroutines side by side, of which none goes on after one has failed."""
+"""Concurrent coroutines that all stop as soon as one fails."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 
 async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """What all of them return, in order. Where one raises, or the caller is cancelled, the others are cancelled and have ended when
-    this returns."""
+    """Runs the coroutines concurrently and returns their results in order.
+
+    If one raises, or the caller is cancelled, the others are cancelled and have ended before this function returns.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

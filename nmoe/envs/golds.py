@@ -1,9 +1,9 @@
-"""Grades the gold answers of an environment's records before anything is sampled: a gold that its own grader does not call correct
-would teach that right answers are wrong.
+"""Grades the gold answers of an environment's records before anything is sampled.
 
-Each gold is graded once. Those that passed are remembered in $NMOE_GOLDS, else nmoe/golds in the user's cache directory, under a
-hash of the problem and of what decides a verdict: the graders' sources, the versions of Python and of what they parse with, and for
-code the sandbox.
+If a grader rejected a gold answer, training would teach that right answers are wrong. Each gold is graded once. Those that
+passed are remembered in $NMOE_GOLDS, by default nmoe/golds in the user's cache directory. Their key is a hash of the problem
+and of everything that decides a verdict: the graders' sources, the versions of Python and the parsing packages, and for code
+the sandbox.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _DISTRIBUTIONS = ("sympy", "mpmath", "math-verify", "latex2sympy2_extended")
 
 
 def check_golds(environment: Environment, sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
-    """Grades every gold answer that `[task_pool] check_gold` asks for and that has not passed before; `note` hears of the progress.
+    """Grades every gold answer that `[task_pool] check_gold` selects and that has not passed before; reports progress to `note`.
 
-    Raises UserError that names the golds that are not graded correct, and InfrastructureError where the grader was lost.
+    Raises UserError with the golds that are not graded correct, and InfrastructureError if the grader was lost.
     """
     asyncio.run(_check(list(_chosen(environment)), sandboxes, note))
 
@@ -78,7 +78,7 @@ async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, 
         for problem in rest:
             verdict = await _verdict(problem, sandboxes)
             if verdict.outcome != "correct":
-                # Once more: many at once can make a program late that is not late alone.
+                # Grade again: a program may exceed its deadline only because many run at once.
                 verdict = await _verdict(problem, sandboxes)
             if verdict.outcome == "error":
                 raise InfrastructureError(f"the gold answer of {problem.id} could not be graded: {verdict.reason}")
@@ -93,7 +93,7 @@ async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, 
 
     await all_or_none([grade_the_rest() for _ in range(_AT_ONCE)])
     if failed:
-        # In the order of the records, not in that in which they were graded.
+        # In the order of the records; grading finishes in another order.
         named = [failed[problem.id] for problem in sorted(problems, key=_record) if problem.id in failed][:_NAMED]
         more = f"\nand {len(failed) - _NAMED:,} more" if len(failed) > _NAMED else ""
         raise UserError(
@@ -113,11 +113,11 @@ async def _verdict(problem: Problem, sandboxes: OpensSandboxes | None) -> Verdic
 
 
 class Passed:
-    """The golds that passed, one file of hashes for each type of task: `Passed(sandboxes).has(problem)`."""
+    """The golds that passed, stored as one file of hashes per task type: `Passed(sandboxes).has(problem)`."""
 
     def __init__(self, sandboxes: OpensSandboxes | None) -> None:
         self._sandbox = (
-            # How many are kept warm, and under which uids they run, decides nothing.
+            # The number of warm sandboxes and their uids do not affect a verdict.
             repr((sandboxes.settings.level, sandboxes.interpreter, sandboxes.limits))
             if isinstance(sandboxes, Sandboxes)
             else ""
@@ -135,7 +135,7 @@ class Passed:
     def add(self, problem: Problem) -> None:
         """Remembers a gold."""
         path = self._path(problem)
-        # Where nothing can be remembered, golds are graded again by the next run.
+        # If nothing can be written, the next run grades the golds again.
         with suppress(OSError, StorageError):
             path.parent.mkdir(parents=True, exist_ok=True)
             append_whole(path, f"{_key(problem, self._sandbox)}\n".encode())
@@ -153,7 +153,7 @@ def _key(problem: Problem, sandbox: str) -> str:
 
 @cache
 def _graders() -> str:
-    """A digest of the sources and versions that a verdict depends on."""
+    """Returns a digest of the sources and versions that a verdict depends on."""
     versions = (sys.version, *(f"{name} {version(name)}" for name in _DISTRIBUTIONS))
     digest = hashlib.sha256("\n".join(versions).encode())
     for package in _PACKAGES:
@@ -164,5 +164,5 @@ def _graders() -> str:
 
 
 def to_stderr(line: str) -> None:
-    """Where progress goes before a run has its log."""
+    """Writes progress to stderr, before a run has its log."""
     print(line, file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""The grade of a completion: components between 0 and 1, how it ended, and a score under given weights.
+"""The grade of a completion: components between 0 and 1, a failure name, and a score under given weights.
 
-format        it ended on its own and has the form that the environment asks for
-structure     it ended on its own; the share of that form's parts which hold
-reasoning     the format holds, and it reasons before it answers
-tool_use      the format holds, and before the answer a call that an available tool answered
+format        1 if the completion ended by itself and has the form that the environment asks for
+structure     the share of that form's parts which are present; 0 if the completion did not end by itself
+reasoning     1 if the format is right and there is reasoning before the answer
+tool_use      1 if the format is right and an available tool answered a call before the answer
 correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
-efficiency    of a correct answer, the share of its tokens and of its calls that it left unused:
+efficiency    for a correct answer, the share of tokens and calls that it left unused:
               (1 - tokens / limit) * (1 - calls / limit)
 """
 
@@ -30,11 +30,11 @@ COMPONENTS = RUBRIC_COMPONENTS
 
 @dataclass(frozen=True)
 class Reading:
-    """What an environment's format makes of the tokens, before anything is compared with the gold answer.
+    """The completion as the environment's format parses it, before comparison with the gold answer.
 
-    `structure` says which parts of the form hold, of Harmony's: every turn parses, the last one ends in <|return|>, it has a final
-    message that is not blank. `answer_counts` says whether the answer may be graded at all; in Harmony it may not when the
-    form is broken.
+    `structure` says which parts of the form are present. In Harmony they are: every turn parses, the last one ends in
+    <|return|>, and it has a final message that is not blank. `answer_counts` says whether the answer may be graded; in Harmony
+    a broken form forbids it.
     """
 
     extraction: Extraction
@@ -45,15 +45,16 @@ class Reading:
 
     @property
     def format_ok(self) -> bool:
-        """Whether all parts of the form hold."""
+        """Whether all parts of the form are present."""
         return all(self.structure)
 
 
 def read_answer(parsed: ParsedAnswer, task: Task, *, prose: bool = False) -> Reading:
-    """Finds the answer in what a renderer parsed; `prose` as `nmoe.grading.prose` does where there is no box.
+    """Finds the answer in a parsed completion. With `prose`, an answer without a box is read as in `nmoe.grading.prose`.
 
-    In plain text the form is having a box, the reasoning is text before it, and a right last number without a box is correct all
-    the same: it lacks the form, not the answer."""
+    In plain text, the form is complete if there is a box, and the reasoning is the text before it. Without a box, a right last
+    number is still correct: only the form is missing.
+    """
     if not parsed.structure:
         box = last_boxed(parsed.text)
         return Reading(
@@ -76,7 +77,9 @@ def read_answer(parsed: ParsedAnswer, task: Task, *, prose: bool = False) -> Rea
 
 
 def joined_readings(readings: Sequence[Reading]) -> Reading:
-    """Of answers in a row as one: a part of the form holds where it does in all of them, and the last answer is the answer."""
+    """Joins the readings of consecutive answers: a part of the form is present if all of them have it, and the last answer
+    counts.
+    """
     return Reading(
         readings[-1].extraction,
         structure=tuple(all(parts) for parts in zip(*(one.structure for one in readings), strict=True)),
@@ -100,13 +103,13 @@ async def grade_reading(
     call_limit: int,
     weights: Mapping[str, float],
 ) -> Grade:
-    """Grades what was read.
+    """Grades a reading.
 
-    `ended` says what ended the trajectory before the policy did, if anything; otherwise the engine's word on the last turn
-    counts: "stop", "length" or "abort". A completion that did not stop within the limit has no component but 0: a number that
-    truncation happened to leave last is no answer. "abort" becomes `engine_error`, which is no verdict on the policy: such a sample
-    is to be masked, not trained on with its score of 0. A verdict of "error" becomes `grader_error`, likewise. What `task.verify`
-    raises comes through, because a grader with a defect must stop the run rather than teach that the answer was wrong.
+    `ended` says what ended the trajectory before the policy did. If it is None, the engine's finish reason of the last turn
+    decides: "stop", "length" or "abort". A truncated completion gets 0 in every component, because a number that truncation
+    left last is not an answer. "abort" becomes `engine_error` and a verdict of "error" becomes `grader_error`; neither judges
+    the policy, so such a sample must be masked, not trained on with its score of 0. Exceptions of `task.verify` propagate: a
+    grader with a bug must stop the run, not teach that the answer was wrong.
     """
     tokens = sum(len(turn.sample.token_ids) for turn in turns)
     finish_reason = turns[-1].sample.finish_reason

@@ -1,6 +1,6 @@
-"""What gives a number to an answer, or to each step of one: reward models and verifiers, as rewards and best-of-n ask them.
+"""Protocols of scorers: reward models and verifiers that rate an answer, or each step of one, for rewards and best-of-n.
 
-Both take the conversation as messages, those that the prompt showed, and text; what is behind them is not this room's matter.
+Both take the conversation that the prompt showed, as messages, and the answer as text. Implementations are outside this room.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ class Scorer(Protocol):
     """Scores whole answers: a reward model, or a verifier that reads a proof and grades it."""
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """How good the answer is; higher is better, and the scale is the scorer's own. Calls that wait at the same time may
-        be answered in one pass."""
+        """Rates the answer; higher is better, on the scorer's own scale. Concurrent calls may share one forward pass."""
 
 
 class StepScorer(Protocol):
-    """Scores an answer step by step: a process reward model (Lightman et al. 2023, arXiv:2305.20050, section 2.6)."""
+    """Scores each step of an answer: a process reward model (Lightman et al. 2023, arXiv:2305.20050, section 2.6)."""
 
     async def step_scores(self, messages: Sequence[Message], steps: Sequence[str]) -> list[float]:
-        """The probability that each step is right, given the steps before it: as many as there are steps."""
+        """Returns for each step the probability that it is right, given the steps before it."""

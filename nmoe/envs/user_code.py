@@ -1,4 +1,4 @@
-"""Functions of the user's own, named as `package.module:function`: imported for a run, or found in their source without that."""
+"""User functions named as `package.module:function`: imports them, or finds their source without importing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from nmoe.errors import UserError
 
 
 def load_function(kind: str, name: str) -> Callable[..., Any]:
-    """The function `package.module:function`, looked for as Python does, in the working directory first. Raises UserError
-    where it is not there; `kind` is what it is to be, such as "tool"."""
+    """Imports `package.module:function`, searching like Python, starting with the working directory.
+
+    Raises UserError if it does not exist; `kind`, such as "tool", names its purpose in the message.
+    """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -39,8 +41,11 @@ def load_function(kind: str, name: str) -> Callable[..., Any]:
 
 
 async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What the function returns or raises. Its thread is its own, so that no number of slow ones holds up another, and a daemon, so
-    that one that never ends does not keep the process."""
+    """Runs the function in a new thread; returns its value or raises its exception.
+
+    Each call gets its own thread, so that slow calls never delay one another. It is a daemon, so that a call that never ends
+    does not keep the process alive.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -53,21 +58,23 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         try:
             set_outcome, outcome = done.set_result, function(**arguments)
         except BaseException as error:
-            # A future takes no StopIteration.
+            # A future does not accept StopIteration.
             set_outcome = done.set_exception
             outcome = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
         try:
             loop.call_soon_threadsafe(settle, set_outcome, outcome)
         except RuntimeError:
-            return  # the loop has closed: nobody waits any more
+            return  # the loop has closed: no caller is waiting
 
     threading.Thread(target=run, name="nmoe-user-code", daemon=True).start()
     return await done
 
 
 def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:
-    """The file that `package.module:function` lies in, and the statement that binds it there. Nothing is imported. Raises UserError
-    where either is not there."""
+    """Finds the file and the statement that define `package.module:function`, without importing anything.
+
+    Raises UserError if the file or the function does not exist.
+    """
     module, _, function = name.partition(":")
     file = _file_of(module, f"{kind} {name}")
     try:
@@ -82,8 +89,10 @@ def find_definition(kind: str, name: str) -> tuple[Path, ast.stmt]:
 
 
 def _file_of(module: str, what: str) -> Path:
-    """Where a module lies, looked for as an import would, in the working directory first; only the first name is given to
-    Python's finders, because they import the parents of a dotted one."""
+    """Finds a module's file as an import would, starting with the working directory.
+
+    Only the first part of a dotted name is given to Python's finders, because they import the parents of the rest.
+    """
     top, *below = module.split(".")
     spec: ModuleSpec | None = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
     if spec is None:
@@ -108,13 +117,13 @@ def _file_of(module: str, what: str) -> Path:
 
 
 def _moved(module: str) -> str:
-    """What to add to an error about a module of an older version."""
+    """Returns a hint for errors about a module of an older version."""
     today = module_today(module)
     return "" if today is None else f"; {module} is {today} now"
 
 
 def _top_level(tree: ast.Module, name: str) -> ast.stmt | None:
-    """The statement that binds a name at the module's top level, the last one if there are several."""
+    """Finds the statement that binds a name at the module's top level; the last one if there are several."""
     found = None
     for statement in tree.body:
         if name in _bound(statement):

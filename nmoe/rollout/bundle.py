@@ -303,7 +303,7 @@ def read_bundle(path: Path) -> Bundle:
             f"{path}: no replay bundle (no {FILE} in it); a run's are the directories in its replay/"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: can not be read as JSON: {error}") from error
+        raise UserError(f"{file}: cannot be read as JSON: {error}") from error
     found = raw.get("nmoe_replay") if isinstance(raw, dict) else None
     if found != FORMAT:
         raise UserError(f"{file}: nmoe_replay is {found!r}, and this nmoe reads bundles of format {FORMAT}")
@@ -318,7 +318,7 @@ def read_bundle(path: Path) -> Bundle:
         try:
             routes = np.load(path / ROUTES, allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise UserError(f"{path / ROUTES}: can not be read: {error}") from error
+            raise UserError(f"{path / ROUTES}: cannot be read: {error}") from error
     written = raw.pop("digests")
     del raw["nmoe_replay"]
     now = _digests(raw, routes)

@@ -281,9 +281,9 @@ def test_list(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert cells["countdown"] == ["3", "auto", "jsonl", "mine 0.4", "Sorting what the file holds"]
     assert cells["lost"][3] == "mine 0.4"
     assert cells["lost"][4].startswith(
-        "can not be used: the entry point 'mine.environments.lost' leads to no environment"
+        "cannot be used: the entry point 'mine.environments.lost' leads to no environment"
     )
-    assert re.match(r"can not be used: 3 problems; \S+/mine/broken\.toml: ", cells["broken"][4])
+    assert re.match(r"cannot be used: 3 problems; \S+/mine/broken\.toml: ", cells["broken"][4])
     checked = nmoe("env", "check", "countdown")
     assert (checked.code, checked.err) == (0, "")
     assert "gold '12'" in checked.out

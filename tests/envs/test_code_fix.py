@@ -37,7 +37,7 @@ def play(tokenizer: Tokenizer) -> Play:
         try:
             runtime = ToolRuntime(environment, SandboxSettings(level="landlock", warm=0))
         except SandboxSetupError as error:
-            pytest.skip(f"the landlock level can not be had here: {error}")
+            pytest.skip(f"the landlock level cannot be had here: {error}")
         problems = map(environment.pool.order.at, range(12))
         problem = next(one for one in problems if "median" in one.question)
 

@@ -145,7 +145,7 @@ def test_canonical_solutions_of_humaneval_pass(tokenizer: Tokenizer) -> None:
     try:
         sandboxes = Sandboxes(SandboxSettings(level="landlock", warm=0), sandbox_limits(demo.budget))
     except SandboxSetupError as error:
-        pytest.skip(f"the landlock level can not be had here: {error}")
+        pytest.skip(f"the landlock level cannot be had here: {error}")
     check_golds(demo, sandboxes, print)
     passed = Passed(sandboxes)
     assert all(passed.has(demo.pool.order.at(position)) for position in range(16))

@@ -1,4 +1,4 @@
-"""The state machine of a trajectory, against an engine that answers by script: turns, budgets, ends, and what can not be forged."""
+"""The state machine of a trajectory, against an engine that answers by script: turns, budgets, ends, and what cannot be forged."""
 
 from __future__ import annotations
 

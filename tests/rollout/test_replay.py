@@ -376,7 +376,7 @@ def test_what_is_no_bundle_is_refused(bundle: Path, tokenizer: Tokenizer, tmp_pa
     with pytest.raises(UserError, match="the task 'chess' is not one of"):
         checks(bundle, tokenizer)
     (bundle / FILE).write_text(original[:1000])
-    with pytest.raises(UserError, match="can not be read as JSON"):
+    with pytest.raises(UserError, match="cannot be read as JSON"):
         read_bundle(bundle)
 
 

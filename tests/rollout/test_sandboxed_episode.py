@@ -38,7 +38,7 @@ def played(environment: Callable[..., Environment]) -> Iterator[tuple[Environmen
     try:
         runtime = ToolRuntime(demo, SandboxSettings(level="landlock", warm=2))
     except SandboxSetupError as error:
-        pytest.skip(f"the landlock level can not be had here: {error}")
+        pytest.skip(f"the landlock level cannot be had here: {error}")
     with runtime:
         yield demo, runtime
 
@@ -111,7 +111,7 @@ def test_calls_touch_the_allowed_parts_of_the_workspace_alone(
     try:
         runtime = ToolRuntime(demo, SandboxSettings(level="landlock", warm=0))
     except SandboxSetupError as error:
-        pytest.skip(f"the landlock level can not be had here: {error}")
+        pytest.skip(f"the landlock level cannot be had here: {error}")
     with runtime:
         collector = Collector(ScriptedEngine(script), demo, 8000, runtime.sandboxes)  # type: ignore[arg-type]
         (group,) = collector.collect(PROBLEMS[:1], 1, Sampling(2000), (7, "train", 0)).groups

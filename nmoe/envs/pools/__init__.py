@@ -30,7 +30,7 @@ __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = False) -> Pool:
     """Loads and checks everything the pool will hand out. With `columns`, problems keep all fields of their records.
 
-    Raises UserError for data that can not be read, is malformed, or is not there.
+    Raises UserError for data that cannot be read, is malformed, or is not there.
     """
     return Pool(build_order(name, settings, columns=columns), shard)
 

@@ -48,7 +48,7 @@ class OpenProblems(Shuffled):
 
 
 def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
-    """Raises UserError for a source that is none of these, can not be read or has no problem, and for a record without one, by its
+    """Raises UserError for a source that is none of these, cannot be read or has no problem, and for a record without one, by its
     line."""
     found: dict[str, Problem] = {}
     records = 0

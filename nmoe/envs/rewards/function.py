@@ -79,7 +79,7 @@ class FunctionReward:
             late = f"took longer than its timeout_s = {self._timeout_s:g}"
             if self._is_async:
                 return [Rating(None, f"reward {self.name!r} {late}")] * count
-            # Its thread can not be stopped, and what hangs once hangs again.
+            # Its thread cannot be stopped, and what hangs once hangs again.
             raise RewardError(f"{self._who} {late}; raise the limit, or make it an `async def`") from error
         return [Rating(value) for value in checked_values(self._who, returned, count)]
 
@@ -111,7 +111,7 @@ def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise UserError(f"{who}: its arguments can not be told: {error}") from error
+        raise UserError(f"{who}: its arguments cannot be told: {error}") from error
     names: dict[str, bool] = {}
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -33,7 +33,7 @@ class JudgeReward:
     replayable = False
 
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
-        """Raises UserError where the template can not be read, or the token's environment variable is not set."""
+        """Raises UserError where the template cannot be read, or the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight
         self._settings = settings
         self._who = f"reward {settings.name!r} ({settings.model} at {settings.url})"
@@ -114,7 +114,7 @@ def template_of(settings: JudgeRewardConfig) -> str:
     try:
         template = Path(settings.template_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"reward {settings.name!r}: {settings.template_file}: can not be read: {error}") from error
+        raise UserError(f"reward {settings.name!r}: {settings.template_file}: cannot be read: {error}") from error
     if not names_in(template) & {"completion", "reasoning"}:
         raise UserError(f"reward {settings.name!r}: {settings.template_file}: shows the judge no {{{{completion}}}}")
     return template
@@ -126,7 +126,7 @@ def key_of(content: Mapping[str, Any]) -> str:
 
 
 def fence_of(texts: Sequence[str]) -> str:
-    """16 hexadecimal digits over the texts that no one of them holds: a policy can not write the digest of what it writes, so that
+    """16 hexadecimal digits over the texts that no one of them holds: a policy cannot write the digest of what it writes, so that
     what stands between two fences is its own and what stands outside is the template's."""
     key = json.dumps(texts)
     while True:

@@ -81,5 +81,5 @@ class RewardError(UserError):
 
 
 class UnavailableError(Exception):
-    """What a reward asks can not be reached. A reward function may raise it, too: its group is masked and counted as
+    """What a reward asks cannot be reached. A reward function may raise it, too: its group is masked and counted as
     `grader_error`, and the run goes on."""

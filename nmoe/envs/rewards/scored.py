@@ -94,7 +94,7 @@ def attach_scorers(
     step_scorer: Callable[[Path], StepScorer],
     reward_model: Callable[[Path], Scorer],
 ) -> None:
-    """Gives the rewards that ask a verifier or a reward model theirs. Raises UserError for one that can not be loaded."""
+    """Gives the rewards that ask a verifier or a reward model theirs. Raises UserError for one that cannot be loaded."""
     for reward in rewards:
         if isinstance(reward, VerifierReward):
             reward.attach(scorer, step_scorer)

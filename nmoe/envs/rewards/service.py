@@ -61,7 +61,7 @@ class Service:
             yield
 
     async def post(self, content: Any) -> Any:
-        """The JSON that comes back. Raises UnavailableError when every attempt failed or the service can not take this content,
+        """The JSON that comes back. Raises UnavailableError when every attempt failed or the service cannot take this content,
         and RewardError where it refuses requests like this, as with a wrong address or token, or has refused all that it got."""
         reason = ""
         for attempt in range(self._settings.retries + 1):

@@ -62,5 +62,5 @@ def _shown(value: Any) -> str:
     try:
         shown = repr(value)
     except Exception as error:  # it is the user's object
-        shown = f"what can not be shown ({type(error).__name__})"
+        shown = f"what cannot be shown ({type(error).__name__})"
     return shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."

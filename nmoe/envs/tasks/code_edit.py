@@ -112,7 +112,7 @@ def _unwritten(path: str, error: SandboxFileError) -> Verdict:
     itself was lost."""
     if error.failure == "internal_error":
         raise error
-    return Verdict.of(False, "tests", f"{path} can not be written: {error}")
+    return Verdict.of(False, "tests", f"{path} cannot be written: {error}")
 
 
 def _changes(answer: str) -> dict[str, bytes]:

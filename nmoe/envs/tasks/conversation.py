@@ -52,7 +52,7 @@ class ConversationTask(QuestionTask, ABC):
 
     def exchange(self, problem: Problem, before: Exchange | None, said: Said, *, turn: int, seed: int) -> Exchange:
         """What becomes of an answer at place `turn`, after the exchange `before`. Raises TypeError or ValueError for a response
-        that can not be recorded."""
+        that cannot be recorded."""
         state = plain_json(self.start(problem) if before is None else before.state)
         response = self.respond(problem, state, said, random.Random(seed))
         if response.user is not None and not response.user.strip():

@@ -20,7 +20,7 @@ class SolutionTask(QuestionTask):
 
     @abstractmethod
     def tests(self, problem: Problem) -> Tests:
-        """What the judge runs. Raises UserError for tests that can not be run."""
+        """What the judge runs. Raises UserError for tests that cannot be run."""
 
     def program(self, problem: Problem, code: str) -> str:
         """What is run as the solution, given the code of the answer."""

@@ -72,7 +72,7 @@ class Task(Protocol):
         """Question, gold and metadata of the problem that a dataset's record is; raises UserError for a record that is none."""
 
     def check_gold(self, problem: Problem) -> None:
-        """Raises UserError for a gold answer that `verify` can not compare with; called when a pool loads."""
+        """Raises UserError for a gold answer that `verify` cannot compare with; called when a pool loads."""
 
     def messages(self, problem: Problem) -> list[Message]:
         """The conversation shown to the policy; the environment puts its system message before it."""

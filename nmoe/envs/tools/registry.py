@@ -16,7 +16,7 @@ from nmoe.errors import UserError
 
 def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool = True) -> dict[str, Tool]:
     """The tools that `[tools] use` names, by name and in its order. Without `user_code` those of the user are left out,
-    and nothing is imported for them. Raises UserError for a function that is not there or can not be a tool."""
+    and nothing is imported for them. Raises UserError for a function that is not there or cannot be a tool."""
     builtin = builtin_tools(budget)
     tools = [
         Tool(load_function("tool", name)) if ":" in name else builtin[name]

@@ -18,7 +18,7 @@ class ToolRuntime:
     """A context manager; its end closes what it opened. An environment that wants no sandbox has none tried or started."""
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
-        """Raises SandboxSetupError where the level of isolation that the settings ask for can not be had here, and UserError for
+        """Raises SandboxSetupError where the level of isolation that the settings ask for cannot be had here, and UserError for
         gold answers that are not graded correct."""
         self.sandboxes: Sandboxes | None = None
         self.workspaces: Workspaces | None = None

@@ -47,7 +47,7 @@ class ToolSession:
             self.prepared = await self._workspace()
 
     async def sandbox(self) -> Sandbox:
-        """The trajectory's sandbox. Raises SandboxSetupError where it can not be had, WorkspaceError where its files can not."""
+        """The trajectory's sandbox. Raises SandboxSetupError where it cannot be had, WorkspaceError where its files cannot."""
         async with self._opening:
             if self.opened is None:
                 assert self.sandboxes is not None, (

@@ -4,7 +4,7 @@
         "Looks a word up in the dictionary."
 
 Arguments arrive as JSON and are checked against the hints, by pydantic. A parameter with the hint `Sandbox` gets that of the
-trajectory and is no part of what the policy sees. A plain `def` runs in a thread of its own, and can not be stopped there: what may
+trajectory and is no part of what the policy sees. A plain `def` runs in a thread of its own, and cannot be stopped there: what may
 hang belongs in an `async def`, or in the sandbox. (docs/guides/tools.md)
 """
 

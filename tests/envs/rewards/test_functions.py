@@ -119,7 +119,7 @@ judge = Judge()
         ("[0.0, float('nan')]", "returned nan as value 2 of 2", 1),
         ("[float('inf'), 0.0]", "returned inf as value 1 of 2", 0),
         ("[0.0, 10**400]", "returned 1000000000", 1),
-        ("[0.0, -10**5000]", "returned what can not be shown (ValueError) as value 2 of 2; a reward is finite", 1),
+        ("[0.0, -10**5000]", "returned what cannot be shown (ValueError) as value 2 of 2; a reward is finite", 1),
         ("[0.0, 1e30]", "returned 1e+30 as value 2 of 2; a reward is finite and at most 1e+18", 1),
         ("[0.0, '1']", "returned '1', a str, as value 2 of 2", 1),
         ("[[0.0], 1]", "returned [0.0], a list, as value 1 of 2", 0),

@@ -196,7 +196,7 @@ def test_a_template_is_read_from_a_file_and_its_columns_have_to_be_there(
     (tmp_path / "judge.txt").write_text("no place for it")
     with pytest.raises(UserError, match=r"judge\.txt: shows the judge no \{\{completion\}\}"):
         environment(judge("http://localhost/", None, template_file="judge.txt"))
-    with pytest.raises(UserError, match=r"absent\.txt: can not be read"):
+    with pytest.raises(UserError, match=r"absent\.txt: cannot be read"):
         environment(judge("http://localhost/", None, template_file="absent.txt"))
 
 
@@ -228,7 +228,7 @@ def test_the_check_of_an_environment_names_the_judge_and_asks_nobody(
         file.write_text(
             f'env_id = "demo"\n{judge(asked.url, None, template_file="judge.txt", token_env="JUDGE_TOKEN")}'
         )
-        with pytest.raises(UserError, match=r"judge\.txt: can not be read"):
+        with pytest.raises(UserError, match=r"judge\.txt: cannot be read"):
             list(check_environment(file, None))
         (tmp_path / "judge.txt").write_text("{{completion}}")
         lines = list(check_environment(file, None))
