@@ -1,1 +1,1 @@
-"""Rollouts: problems in, graded groups of trajectories out; what they were, kept so that it can be replayed."""
+"""Rollouts turn problems into graded groups of trajectories and record them so that they can be replayed."""

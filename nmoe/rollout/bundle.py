@@ -1,12 +1,12 @@
-"""Replay bundles: everything about one trajectory that is needed to go through it again, in a directory that is whole or absent.
+"""Replay bundles: everything needed to replay one trajectory, in a directory that is written whole or not at all.
 
 `RUN/replay/step_000010-parse_error-sort_3-2/` (step, why it was kept, problem, sample) holds
 
-    bundle.json   the trajectory's record; what its turns were read as; the environment's settings; which tokenizer and
-                  sandbox; and a digest of each part, so that a change is found and named
-    routes.npy    the router's picks, where the engine recorded them
+    bundle.json   the trajectory's record; how its turns were parsed; the environment's settings; which tokenizer and
+                  sandbox were used; and a digest of each part, so that a later change is detected and named
+    routes.npy    the router's picks, if the engine recorded them
 
-and `RUN/replay/tokenizer/` the tokenizer of all of them. `nmoe replay` goes through one.
+and `RUN/replay/tokenizer/` holds the tokenizer of all bundles. `nmoe replay` replays a bundle.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Exchange(_Strict):
 
 
 class _Record(_Strict):
-    """`Trajectory.record`, as JSON brings it back."""
+    """The schema of `Trajectory.record` as read from JSON."""
 
     step: int
     environment: dict[str, str]
@@ -165,8 +165,10 @@ class _Content(_Strict):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was read. `record` is the trajectory's as it lies in the file, `altered` names the parts whose digest is not
-    that of their content: someone or something changed them after they were written."""
+    """A bundle as read from disk. `record` is the trajectory's, unchanged.
+
+    `altered` names the parts whose digest does not match their content: they were changed after they were written.
+    """
 
     path: Path
     reason: str
@@ -179,7 +181,7 @@ class Bundle:
     altered: tuple[str, ...]
 
     def inconsistencies(self) -> Iterator[str]:
-        """What does not fit together in the record, so that no trajectory can be made of it."""
+        """Yields the contradictions in the record that prevent building a trajectory from it."""
         record = self.record
         tokens, spans, turns = len(record["token_ids"]), record["spans"], len(record["finish_reasons"])
         for name in ("mask", "logprobs", "versions", "kept_ids"):
@@ -205,12 +207,12 @@ class Bundle:
             yield f"the exchanges are of the turns {answered}, and there are {turns} turns"
 
     def trajectory(self) -> Trajectory:
-        """The trajectory, for a record without inconsistencies."""
+        """Builds the trajectory from a record without inconsistencies."""
         record = self.record
         turns: list[Turn] = []
         given: tuple[int, ...] = ()
         kind: Given = "tool"
-        # Of the branch: where its routes start, the length of its prompt, and where its tokens start.
+        # The current branch: where its routes start, the length of its prompt, and where its tokens start.
         first, prompt, start = 0, len(record["prompt_ids"]), 0
         for span in record["spans"]:
             where = slice(span["start"], span["end"])
@@ -267,8 +269,12 @@ class Bundle:
 
 
 def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | None) -> None:
-    """Writes the directory `path`, in place of an earlier one: every file and name is on the disk before it is renamed into place,
-    so that a kill at any moment leaves it whole or not at all. `content` lacks the digests. Raises StorageError."""
+    """Writes the bundle to the directory `path` and replaces an earlier one. `content` comes without digests. Raises
+    StorageError.
+
+    Every file and name is synced to disk before the directory is renamed into place, so that a kill at any moment leaves it
+    whole or absent.
+    """
     whole = {"nmoe_replay": FORMAT, **content, "digests": _digests(content, routes)}
     files = {FILE: (json.dumps(whole, allow_nan=False) + "\n").encode("ascii")}
     if routes is not None:
@@ -294,7 +300,7 @@ def write_bundle(path: Path, content: Mapping[str, Any], routes: np.ndarray | No
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Raises UserError for what is no bundle, or one of another format."""
+    """Reads a bundle. Raises UserError for a path that is not a bundle, or a bundle of another format version."""
     file = path / FILE
     try:
         raw = json.loads(file.read_bytes())
@@ -337,7 +343,7 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory, if it is there."""
+    """Removes a directory if it exists."""
     if path.exists():
         shutil.rmtree(path)
 
@@ -349,11 +355,11 @@ def _tool_event(record: Mapping[str, Any]) -> ToolEvent:
 
 
 def _digests(content: Mapping[str, Any], routes: np.ndarray | None) -> dict[str, str]:
-    """Of each part, the trajectory's by its keys: {"trajectory.gold": "9c1b...", "settings": "04fe...", ...}."""
+    """Returns a digest of each part, one per key of the trajectory: {"trajectory.gold": "9c1b...", "settings": "04fe...", ...}."""
     parts = {name: value for name, value in content.items() if name != "trajectory"}
     parts |= {f"trajectory.{name}": value for name, value in content["trajectory"].items()}
     digests = {
-        # Through JSON and back, so that a tuple is the list it becomes.
+        # A round trip through JSON turns tuples into lists, as reading the file does.
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
         for name, value in parts.items()
     }
@@ -363,7 +369,7 @@ def _digests(content: Mapping[str, Any], routes: np.ndarray | None) -> dict[str,
 
 
 def _sync(directory: Path) -> None:
-    """Puts the names in a directory on the disk."""
+    """Syncs the names in a directory to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The collector: plays the episodes of a batch of problems side by side and grades them, group by group."""
+"""The collector plays the episodes of a batch of problems concurrently and grades them, group by group."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _AT_THE_START = TrainerState()
 
 
 class GradingError(Exception):
-    """A grader raised, or a task that converses, on the trajectory that this holds, which has no grade but the name `grader_error`.
-    The run stops; an exception never becomes reward 0."""
+    """A grader or a conversation task raised an exception on the trajectory held here.
+
+    The trajectory has no grade other than the failure `grader_error`. The run stops; an exception never becomes reward 0.
+    """
 
     def __init__(self, trajectory: Trajectory, doing: str = "grading") -> None:
         super().__init__(f"{doing} a sample of problem {trajectory.problem.id} raised an exception")
@@ -39,8 +41,10 @@ class GradingError(Exception):
 
 
 class RewardFailedError(GradingError, UserError):
-    """One of `[[rewards]]` did, or returned something that is no reward. The mistake is in the user's code or service, so that its
-    message is all that a command prints."""
+    """One of `[[rewards]]` raised an exception or returned an invalid value.
+
+    The mistake is in the user's code or service, so a command prints only its message.
+    """
 
     def __init__(self, trajectory: Trajectory, message: str) -> None:
         super().__init__(trajectory)
@@ -49,8 +53,11 @@ class RewardFailedError(GradingError, UserError):
 
 @dataclass
 class Collected:
-    """Groups in the order of their problems. Grading runs while the engine samples on and other trajectories are graded: `grade_s`
-    is part of `rollout_s` and the sum over all, both in seconds."""
+    """Groups in the order of their problems, with timings.
+
+    Grading overlaps with sampling and with other grading: `grade_s` is part of `rollout_s` and sums over all trajectories.
+    Both are in seconds.
+    """
 
     groups: list[Group]
     rollout_s: float
@@ -58,8 +65,11 @@ class Collected:
 
 
 class Collector:
-    """Samples and grades problems of one environment with one engine. `model` is what trajectories are to say of the model;
-    `workspaces` has the files that each starts with, where the environment has some."""
+    """Samples and grades problems of one environment with one engine.
+
+    `model` identifies the model in each trajectory. `workspaces` provides the files that each trajectory starts with, if the
+    environment has any.
+    """
 
     def __init__(
         self,
@@ -89,15 +99,15 @@ class Collector:
         on_group: Callable[[Group], None] | None = None,
         state: TrainerState | None = _AT_THE_START,
     ) -> Collected:
-        """Groups of so many samples for all problems; the collector fills in stop tokens and seeds. `state` is what
-        `[[rewards]]` are told of the run; None leaves them unasked, as in evaluations of correctness.
+        """Samples and grades a group of `samples` trajectories for each problem; fills in stop tokens and seeds.
 
-        Seeds derive from `key` and a problem's position alone: its place in `problems` where no
-        `positions` are given, which a list that is sampled once can do without. `on_group` is called with each group that is done,
-        in a thread of the engine's.
+        Seeds depend only on `key` and the problem's position. Without `positions`, that is its index in `problems`, which
+        suffices for a list that is sampled once. `state` is what `[[rewards]]` are told about the run; None means that they
+        are not asked, as in evaluations of correctness. `on_group` is called with each finished group, in a thread of the
+        engine.
 
-        Raises UserError for a prompt that does not fit the context, GradingError where a grader raises; whatever is raised, and
-        whatever interrupts, ends every tool that runs.
+        Raises UserError for a prompt that does not fit the context and GradingError if a grader raises. Any exception or
+        interrupt ends all running tools.
         """
         began, self._grade_s = time.perf_counter(), 0.0
         named = list(zip(range(len(problems)) if positions is None else positions, problems, strict=True))
@@ -149,7 +159,7 @@ class Collector:
         return Group(problem, await self._rewarded(trajectories, state))
 
     async def _rewarded(self, trajectories: list[Trajectory], state: TrainerState | None) -> list[Trajectory]:
-        """The trajectories with what `[[rewards]]` say of those that the infrastructure did not lose."""
+        """Adds the ratings of `[[rewards]]` to the trajectories that had no infrastructure failure."""
         if state is None or not self._environment.rewards:
             return trajectories
         trajectories = [replace(trajectory, trainer_state=state) for trajectory in trajectories]
@@ -224,7 +234,7 @@ class Collector:
         )
 
     async def _keep_files(self, episode: Episode, session: ToolSession, grade: Grade) -> Mapping[str, Any] | None:
-        """Where the workspace was from, and where its files were kept if the policy for that says so."""
+        """Returns where the workspace came from and, if its `keep` setting asks for it, where its files were kept."""
         if session.prepared is None:
             return None
         assert self._workspaces is not None, "what was prepared came from somewhere"

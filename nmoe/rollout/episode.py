@@ -1,10 +1,9 @@
-"""One trajectory on its way: the policy samples a turn, its calls are run and answered, and it samples on, until it
-ends.
+"""One trajectory from prompt to end: the policy samples a turn, its calls are run and answered, and the next turn follows.
 
-A turn is sampled, never re-encoded: what a tool answers is appended, in the same branch, so that the next turn's prompt
-begins with every token of the turns before, and the engine finds their keys in its prefix cache. So are the words of the user with
-which a task that converses answers, in a format that leaves the history as it was sampled; in others they begin a new branch, whose
-prompt is the conversation rendered anew. An environment without either is the same machine with one turn.
+A turn is sampled and never re-encoded. A tool's answer is appended in the same branch, so that the next turn's prompt begins
+with every token of the turns before and the engine finds their keys in its prefix cache. The user's messages in a conversation
+task are appended likewise if the format leaves the history as it was sampled. In other formats they begin a new branch, whose
+prompt is the conversation rendered anew. An environment without tools or conversation uses the same code with one turn.
 """
 
 from __future__ import annotations
@@ -21,19 +20,21 @@ from nmoe.types import INFRASTRUCTURE, Exchange, Failure, Given, Problem, Sample
 
 
 def request_seed(*key: str | int) -> int:
-    """A 64-bit seed that is a pure function of its key: (run seed, "train", position in the pool), with sample and turn behind it
-    from the second turn on, since the first turns of a group are samples of one request. Nothing that depends on timing is
-    in it: not the step, nor a refill, nor a place in the batch."""
+    """Returns a 64-bit seed that is a pure function of its key: (run seed, "train", position in the pool).
+
+    From the second turn on, the key also has sample and turn; the first turns of a group are samples of one request. Nothing
+    that depends on timing may be in the key, such as the step, a refill or an index in the batch.
+    """
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
 
 
 class ConversationError(Exception):
-    """A task that converses raised an exception. The run stops, with the trajectory as far as it came saved."""
+    """A conversation task raised an exception. The run stops and saves the trajectory so far."""
 
 
 @dataclass
 class Episode:
-    """What one sample of a problem has come to. `key` names its group; `sampling` is that of the first turn."""
+    """The state of one sample of a problem. `key` identifies its group; `sampling` belongs to the first turn."""
 
     problem: Problem
     index: int
@@ -53,7 +54,7 @@ class Episode:
         return sum(len(turn.sample.token_ids) for turn in self.turns)
 
     def ids(self) -> tuple[int, ...]:
-        """The prompt of the last branch and everything after it."""
+        """Returns the prompt of the last branch and all tokens after it."""
         start = max((place for place, turn in enumerate(self.turns) if turn.given == "prompt"), default=0)
         after = (token_id for turn in self.turns[start:] for token_id in (*turn.given_ids, *turn.sample.token_ids))
         return (*(() if start else self.prompt_ids), *after)
@@ -69,8 +70,10 @@ class Player:
         self._executor = AsyncToolExecutor(environment.tools, environment.budget)
 
     async def play(self, episode: Episode, session: ToolSession) -> Failure | None:
-        """Goes on from the first turn to the last. Returns what ended the episode before the policy did, if
-        anything. Raises ConversationError where the task does."""
+        """Plays an episode from its first sampled turn to its end. Raises ConversationError if the task raises.
+
+        Returns what ended the episode before the policy did, if anything did.
+        """
         if not self._environment.tools and not self._environment.converses:
             return None
         try:
@@ -85,8 +88,10 @@ class Player:
             return "timeout"
 
     async def _next_turn(self, episode: Episode, session: ToolSession) -> Failure | None:
-        """Answers the last turn, its calls or what it says, and samples one more; or says how the episode ended, "ok" where the
-        policy or the task ended it."""
+        """Answers the last turn's calls or message and samples another turn; or returns how the episode ended.
+
+        "ok" means that the policy or the task ended it.
+        """
         environment, budget = self._environment, self._environment.budget
         last = episode.turns[-1].sample
         calls = (
@@ -107,7 +112,7 @@ class Player:
         return await self._sample_on(episode, "tool", given)
 
     async def _next_answer(self, episode: Episode) -> Failure | None:
-        """Has the task answer the last turn, as `_next_turn` says."""
+        """Has the task respond to the last turn; returns as `_next_turn` does."""
         problem, turns, exchanges = episode.problem, episode.turns, episode.exchanges
         try:
             exchange = self._environment.respond(problem, episode.sampling.seed, episode.index, turns, exchanges)

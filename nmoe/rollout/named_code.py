@@ -1,6 +1,7 @@
-"""What a replay bundle names that replaying it would run outside any sandbox, with the user's rights.
+"""The code that replaying a bundle would run outside any sandbox, with the user's rights.
 
-A bundle is data that may come from anyone, and its digests are no signature: names in it are not trusted before the user says so.
+A bundle is data that may come from anyone, and its digests are not a signature. Names in it are not trusted until the user
+says so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from nmoe.rollout.bundle import Bundle
 
 
 def named_code(bundle: Bundle) -> list[str]:
-    """One line for each thing that would be imported or started. Nothing is, to find out:
+    """Returns one line for each thing that a replay would import or start; imports and starts nothing itself.
 
     ["tool words:lookup from /home/me/words.py", "pip, for [workspace] bootstrap of files"]
     """
@@ -31,7 +32,7 @@ def named_code(bundle: Bundle) -> list[str]:
 
 
 def refuse_named_code(bundle: Bundle) -> None:
-    """Raises UserError that says what would be run, where there is anything."""
+    """Raises UserError if the bundle names code, and says what would be run."""
     found = named_code(bundle)
     if found:
         raise UserError(

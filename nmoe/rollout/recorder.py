@@ -1,4 +1,4 @@
-"""Which trajectories become replay bundles: a sampled share of all, and of every failure class the first few of each step."""
+"""Selects the trajectories that become replay bundles: a random share, and the first few of each failure class per step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SAMPLED = "sampled"
 class ReplayRecorder:
     """Writes the bundles of one run into its `replay/`.
 
-    A trajectory that failed is kept as its failure, at most `per_failure` of each class and step; any other where a hash of
-    seed, step, problem and sample falls below `sample_rate`, so that a resumed run picks the same ones.
+    Failed trajectories are kept up to `per_failure` of each class and step. Any other trajectory is kept if a hash of seed,
+    step, problem and sample falls below `sample_rate`, so that a resumed run picks the same ones.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ReplayRecorder:
         per_failure: int,
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
-        """`sandbox` says where tools ran: {"settings": those of [sandbox], "in_force": what `Sandboxes.describe()` says}."""
+        """`sandbox` says where tools ran: {"settings": the table [sandbox], "in_force": the output of `Sandboxes.describe()`}."""
         self._directory = directory
         self._environment = environment
         self._tokenizer = tokenizer
@@ -48,15 +48,15 @@ class ReplayRecorder:
         self._sandbox = sandbox
 
     def write(self, step: int, trajectories: Iterable[Trajectory]) -> list[Path]:
-        """Writes the bundles of a step's trajectories and returns where they are. Raises StorageError."""
+        """Writes the bundles of a step's trajectories and returns their paths. Raises StorageError."""
         return [self._write(step, trajectory, reason) for trajectory, reason in self._picked(step, trajectories)]
 
     def keep(self, step: int, trajectory: Trajectory, reason: str) -> Path:
-        """Writes the bundle of a trajectory that is kept for a reason of the caller's. Raises StorageError."""
+        """Writes the bundle of one trajectory for a reason that the caller gives. Raises StorageError."""
         return self._write(step, trajectory, reason)
 
     def sampled(self, step: int, trajectory: Trajectory) -> bool:
-        """Whether a trajectory falls into the sampled share."""
+        """Whether a trajectory belongs to the random share."""
         key = ("replay", self._seed, step, trajectory.problem.id, trajectory.index)
         return stable_hash(*key) < self._sample_rate * 2**64
 
@@ -72,7 +72,7 @@ class ReplayRecorder:
 
     def _write(self, step: int, trajectory: Trajectory, reason: str) -> Path:
         path = self._directory / f"{step_name(step)}-{reason}-{_safe(trajectory.problem.id)}-{trajectory.index}"
-        # A small pool can bring a problem twice in one step; the seeds of its groups differ.
+        # A small pool may yield a problem twice in one step; its groups differ in their seeds.
         path = path.with_name(f"{path.name}-{trajectory.seed & 0xFFFF:04x}")
         record = trajectory.record(step, self._tokenizer.decode(trajectory.token_ids))
         content = {

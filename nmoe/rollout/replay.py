@@ -1,7 +1,7 @@
-"""Going through a recorded trajectory again: the same prompt, the same reading of every turn, the same tool returns, the same
-grade. Each check says what it compared, and names the first difference by its place.
+"""Replays a recorded trajectory: prompt, parsing of every turn, tool results and grade must all come out the same.
 
-`nmoe.rl.replay` adds the log-probabilities, which need the model.
+Each check says what it compared and locates the first difference. `nmoe.rl.replay` adds the log-probabilities, which need the
+model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Exchange, Failure, Given, Grade, ToolEvent, Turn
 
-# What a grade says by itself of how a trajectory ended; every other failure was the trajectory's own end.
+# Failures that grading itself determines; every other failure ended the trajectory before it was graded.
 _OF_THE_GRADE: frozenset[Failure] = frozenset({"ok", "parse_error", "truncated", "engine_error", "grader_error"})
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `Check("prompt", "57 tokens", None)`, or with what differs, first of all, and where."""
+    """One comparison: `Check("prompt", "57 tokens", None)`. A `difference` says what differs first, and where."""
 
     name: str
     compared: str
@@ -61,12 +61,13 @@ async def replay(
     *,
     allow_user_code: bool = False,
 ) -> AsyncIterator[Check]:
-    """Every check that needs no model, in the order in which a trajectory came about. `sandboxes` are for tools that want one,
-    `workspaces` for an environment that gives them files.
+    """Yields every check that needs no model, in the order in which the trajectory came about.
 
-    A record that does not fit together ends the replay with its first check. Raises UserError for a tokenizer or a task that the
-    trajectory was not made with, for tools that are not there and, before anything of it runs, for code that the bundle names
-    unless `allow_user_code`.
+    `sandboxes` are for tools that need one, `workspaces` for an environment that provides files. An inconsistent record ends
+    the replay with its first check.
+
+    Raises UserError if the tokenizer or task differs from the recorded one, if tools are missing, or if the bundle names user
+    code and `allow_user_code` is not set; none of that code has run then.
     """
     if not allow_user_code:
         refuse_named_code(bundle)
@@ -97,7 +98,7 @@ async def replay(
         yield await _grade(environment, trajectory, session)
     if bundle.settings.rewards:
         yield await _rewards(bundle.settings, environment, trajectory)
-    # Last, because what any other check finds has a place: of the rest, such as a log-probability, only the part is known.
+    # Last, because the other checks locate a difference, and a digest only names the part, such as the log-probabilities.
     yield Check("digests", "every part as it was written", _altered(bundle))
 
 
@@ -108,12 +109,12 @@ def _environment(bundle: Bundle) -> Check:
 
 
 def _as_it_was(settings: EnvironmentSettings, trajectory: Trajectory, tokenizer: Tokenizer) -> Environment:
-    """The environment without its problems, whose data may be elsewhere, under the weights that were in force."""
+    """Rebuilds the environment under the recorded weights, without its problems, whose data may be elsewhere."""
     update = {
         "task_pool": GeneratedPool(type="generated", task_type="sort"),
         "rubric": Rubric(**_without_rewards(trajectory.grade).weights),
         "curriculum": None,
-        # What no replay may ask again need not be there either: no token, no service.
+        # Rewards that a replay does not ask again are dropped, so that no token or service is needed.
         "rewards": tuple(one for one in settings.rewards if isinstance(one, FunctionRewardConfig) and one.replay),
     }
     return Environment.from_settings(settings.model_copy(update=update), tokenizer)
@@ -133,7 +134,7 @@ def _text(bundle: Bundle, tokenizer: Tokenizer) -> Check:
     decoded = tokenizer.decode(ids)
     difference = None
     if decoded != text:
-        # A character can take several tokens, so that a prefix's last one may be half of it.
+        # A character can take several tokens, so a prefix may end within one.
         agree = next((n for n, (a, b) in enumerate(zip_longest(text, decoded)) if a != b), 0)
         place = next((n for n in range(len(ids)) if len(tokenizer.decode(ids[: n + 1])) > agree), len(ids) - 1)
         difference = (
@@ -153,12 +154,12 @@ def _turns(bundle: Bundle, environment: Environment, trajectory: Trajectory) -> 
 
 
 async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
-    """Has the workspace made again: the same files, or no files for the same reason."""
+    """Has the workspace made again: it must have the same files, or fail for the same reason."""
     recorded = dict(trajectory.workspace or {})
     try:
         await session.prepare()
     except WorkspaceError as error:
-        # Its words may name files of the moment; what counts is that there are no files now either.
+        # The message may name temporary files; only the fact that it fails again counts.
         now: dict[str, Any] = {"failed": recorded.get("failed", str(error))}
     else:
         assert session.prepared is not None, "an environment with workspaces prepares one"
@@ -169,14 +170,14 @@ async def _workspace(trajectory: Trajectory, session: ToolSession) -> Check:
 
 
 async def _tools(environment: Environment, trajectory: Trajectory, session: ToolSession) -> Check:
-    """Runs every call that was run again, in its order, and renders what was answered. Times may differ."""
+    """Runs every recorded call again, in order, and renders the answers. Times may differ."""
     executor = AsyncToolExecutor(environment.tools, environment.budget)
     recorded, rounds, differences = list(trajectory.tool_events), list[list[ToolEvent]](), list[str]()
     for place, turn in enumerate(trajectory.turns):
         events = [event for event in recorded if event.call.call_id.startswith(f"{place}/")]
         following = trajectory.turns[place + 1] if place + 1 < len(trajectory.turns) else None
         if not events and following is None:
-            break  # the policy was done, or its budget was
+            break  # the policy was done, or its budget used up
         calls = environment.renderer.calls(place, turn.sample.token_ids)
         said = _first_in([event.call for event in events], calls, f"turn {place}, call", "read")
         if said is not None:
@@ -197,7 +198,7 @@ async def _tools(environment: Environment, trajectory: Trajectory, session: Tool
 
 
 def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
-    """Has the task answer every turn again, given what the policy said, and renders what the user says."""
+    """Has the task respond to every turn again and renders the user's messages."""
     problem, recorded = trajectory.problem, {exchange.turn: exchange for exchange in trajectory.exchanges}
     done: list[Exchange] = []
     ended = len(trajectory.turns)
@@ -207,7 +208,7 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
         try:
             now = None if calls else environment.respond(problem, trajectory.seed, trajectory.index, turns, done)
         except Exception as error:
-            # As it may have when the trajectory was recorded, which stopped that run.
+            # It may also have raised when the trajectory was recorded, which stopped that run.
             return Check("exchanges", "", f"turn {place}: the task raises {type(error).__name__}: {error}")
         old, new = ({} if one is None else asdict(one) for one in (recorded.get(place), now))
         if (said := _first_of(old, new, f"turn {place}, exchange")) is not None:
@@ -230,7 +231,7 @@ def _exchanges(environment: Environment, trajectory: Trajectory) -> Check:
 
 
 def _kind(turn: Turn, now: Given) -> str | None:
-    """Where what was given before a turn came otherwise into the conversation."""
+    """Describes the difference if a turn's given tokens are of another kind than recorded."""
     return None if turn.given == now else f"given as: {_short(turn.given)} in the bundle, {_short(now)} now"
 
 
@@ -242,9 +243,9 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
     recorded, last = _without_rewards(trajectory.grade), trajectory.turns[-1].sample
     ended = None if recorded.failure in _OF_THE_GRADE else recorded.failure
     if recorded.failure == "truncated" and environment.renderer.calls(len(trajectory.turns) - 1, last.token_ids):
-        ended = "truncated"  # there was no room for the turn that the call asks for
+        ended = "truncated"  # no tokens were left for the turn after the call
     if recorded.failure == "truncated" and trajectory.exchanges and trajectory.exchanges[-1].user is not None:
-        ended = "truncated"  # nor for the one that the user's words ask for
+        ended = "truncated"  # nor for the turn after the user's message
     try:
         now = await environment.grade(
             trajectory.problem,
@@ -256,16 +257,16 @@ async def _grade(environment: Environment, trajectory: Trajectory, session: Tool
             exchanges=trajectory.exchanges,
         )
     except Exception as error:
-        # As it may have when the trajectory was recorded, which stopped that run.
+        # It may also have raised when the trajectory was recorded, which stopped that run.
         return Check("grade", "", f"the grader raises {type(error).__name__}: {error}")
     if recorded.reason:
-        # It is a reward that was not available; how the trajectory itself ended was not kept.
+        # A reward was not available; its failure replaced the trajectory's own, which was not recorded.
         now = replace(now, failure=recorded.failure, reason=recorded.reason)
     return Check("grade", _said(now), _first_of(_graded(recorded), _graded(now), "grade"))
 
 
 def _without_rewards(grade: Grade) -> Grade:
-    """The grade by its rubric alone."""
+    """Returns the grade by its rubric alone."""
     if grade.weights.keys() <= set(COMPONENTS):
         return grade
     components = {name: value for name, value in grade.components.items() if name in COMPONENTS}
@@ -275,7 +276,7 @@ def _without_rewards(grade: Grade) -> Grade:
 
 
 async def _rewards(settings: EnvironmentSettings, environment: Environment, trajectory: Trajectory) -> Check:
-    """Asks the functions of `[[rewards]]` again, about this one sample, and takes the other rewards as they are recorded."""
+    """Calls the functions of `[[rewards]]` again, with this one sample; takes the other rewards as recorded."""
     recorded, state = trajectory.grade, trajectory.trainer_state
     if state is None:
         return Check("rewards", "none were asked")
@@ -299,9 +300,9 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
 
 
 def _graded(grade: Grade) -> dict[str, Any]:
-    """What of a grade has to come out the same. The reason of a verdict is for people and may be worded anew."""
+    """Returns the parts of a grade that must be reproduced. The reason of a verdict is for people and its wording may change."""
     values = asdict(grade)
-    del values["cached"], values["step_rewards"]  # a verifier's, which no replay asks
+    del values["cached"], values["step_rewards"]  # of a verifier, which a replay does not ask
     if values["verdict"] is not None:
         del values["verdict"]["reason"]
     return values
@@ -319,7 +320,7 @@ def _altered(bundle: Bundle) -> str | None:
 
 
 def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str) -> str | None:
-    """The first place in which two sequences differ, in words."""
+    """Describes the first index at which two sequences differ."""
     for place, (old, new) in enumerate(zip(recorded, now, strict=False)):
         if old != new:
             return f"{where} {place}: {_short(old)} in the bundle, {_short(new)} {done}"
@@ -329,7 +330,7 @@ def _first_in(recorded: Sequence[Any], now: Sequence[Any], where: str, done: str
 
 
 def _first_of(recorded: dict[str, Any], now: dict[str, Any], path: str) -> str | None:
-    """The first key under which two tables differ, in words."""
+    """Describes the first key whose values differ between two tables."""
     for key in [*recorded, *(key for key in now if key not in recorded)]:
         old, new = recorded.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -1,4 +1,4 @@
-"""Questions that wait at the same time, answered in one pass of a model."""
+"""Concurrent questions to a model, answered in one forward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
-# Answers that are remembered; an entry is a few hundred bytes.
+# The number of cached answers; an entry is a few hundred bytes.
 REMEMBERED = 2**16
 
 K = TypeVar("K", bound=Hashable)
@@ -16,8 +16,10 @@ V = TypeVar("V")
 
 
 class Together(Generic[K, V]):
-    """Asks a function about many keys at once, in a thread of its own, and remembers what it said of those asked lately: an answer
-    has to depend on its key alone."""
+    """Batches concurrent calls of a function of many keys, which runs in a thread of its own, and caches recent answers.
+
+    An answer must depend on its key alone.
+    """
 
     def __init__(self, answer: Callable[[Sequence[K]], Sequence[V]]) -> None:
         self._answer_all = answer
@@ -28,23 +30,23 @@ class Together(Generic[K, V]):
         self._next: list[K] = []
 
     async def ask(self, key: K) -> V:
-        """The answer. Raises what the function does, in all whose keys were in that pass."""
+        """Returns the answer. An exception of the function is raised for all keys of that pass."""
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # whoever waited in another loop is gone with it
+        if self._loop is not loop:  # callers in another loop ended with it
             self._loop, self._asked, self._next = loop, {}, []
         if key not in self._asked:
             self._asked[key] = loop.create_future()
             self._next.append(key)
             if len(self._next) == 1:
-                # Behind all that is ready to run now: whoever asks at the same time will be waiting then.
+                # Runs after everything that is ready now, so that all concurrent callers are waiting by then.
                 loop.call_soon(lambda: loop.create_task(self._answer()))
         return await asyncio.shield(self._asked[key])
 
     async def _answer(self) -> None:
-        """One pass over everything that waits."""
+        """Answers all waiting keys in one pass."""
         taken, self._next = self._next, []
         waiting = {key: self._asked[key] for key in taken}
         try:

@@ -1,11 +1,11 @@
-"""How a solution is shown to a verifier, and where its word is read: the same tokens in training and in use.
+"""Renders solutions for a verifier and locates its judgements: the same tokens in training and in use.
 
-Discriminative: the solution stands as an answer to its problem, a step a line, and a head reads the last token of every step (or
-of the whole): one forward for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6).
+Discriminative: the solution is rendered as an answer to its problem, one step per line. A head reads the last token of every
+step, or of the whole solution: one forward pass for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6).
 
-Generative: the tasks `prm_step` and `prm_solution` ask for the label of the last step shown, or for the score of the solution,
-and what the model gives the label as its final message is compared with what it gives the others: one sequence for every step and
-label, and the sequences of a solution share the rows where they begin alike.
+Generative: the tasks `prm_step` and `prm_solution` ask for the label of the last step shown, or for the score of the solution.
+The model's probability of a label as its final message is compared with that of the other labels. There is one sequence for
+every step and label; the sequences of one solution share their common prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nmoe.types import Message
 Mode = Literal["step", "score"]
 HeadForm = Literal["generative", "discriminative"]
 
-# From worst to best; the classes of a head and the labels of a prompt have this order.
+# From worst to best: the order of a head's classes and of a prompt's labels.
 STEP_CLASSES = ("-", "+")
 STEP_CLASSES_WITH_NEUTRAL = ("-", "0", "+")
 SCORE_CLASSES = ("0", "0.5", "1")
@@ -35,9 +35,9 @@ SCORE_CLASSES = ("0", "0.5", "1")
 
 @dataclass(frozen=True)
 class Shown:
-    """Inputs, what each of them predicts, and the positions whose word counts; for a head `labels` are the classes there.
+    """Input tokens, their targets, and the positions whose output is the judgement. For a head, `labels` are the classes there.
 
-    `language` are positions that predict the tokens of right steps, which may be learned beside.
+    `language` are positions that predict the tokens of right steps, for an auxiliary language-modelling loss.
 
     Example, three tokens of a prompt, a label and <|return|>: `Shown((5, 6, 7, 18), (6, 7, 18, 2), scored=(2, 3))`.
     """
@@ -54,7 +54,7 @@ Group = Sequence[Shown]
 
 
 class Form(Protocol):
-    """Shows solutions to a verifier. `classes` are its labels, worst first; `mode` says whether it judges steps or solutions."""
+    """Renders solutions for a verifier. `classes` are its labels, worst first; `mode` says whether it judges steps or solutions."""
 
     @property
     def mode(self) -> Mode: ...
@@ -63,14 +63,16 @@ class Form(Protocol):
     def classes(self) -> tuple[str, ...]: ...
 
     def training(self, messages: Sequence[Message], steps: Sequence[str], labels: Sequence[str | None]) -> Group:
-        """What is trained on; `labels` are those of the steps, or one of the whole solution, None where there is none."""
+        """Renders a training example. `labels` are the steps' labels, or one label of the whole solution; None marks a missing
+        label.
+        """
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
-        """What is asked of the steps, or of the whole solution, as far as it fits."""
+        """Renders the question about the steps, or about the whole solution, as far as it fits the context."""
 
 
 class DiscriminativeForm:
-    """One sequence a solution, read by a head: at the last token of every step, or at <|return|>."""
+    """Renders one sequence per solution, which a head reads at the last token of every step, or at <|return|>."""
 
     def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode) -> None:
         self.mode: Mode = mode
@@ -86,7 +88,7 @@ class DiscriminativeForm:
         judged = [
             (end, self.classes.index(label)) for end, label in zip(places, labels, strict=True) if label is not None
         ]
-        # Steps without a label say nothing: they may come after a wrong one.
+        # Steps without a label are not trained on: they may follow a wrong one.
         right = [label == self.classes[-1] for label in (labels if self.mode == "step" else list(labels) * len(spans))]
         language = [
             place - 1
@@ -114,13 +116,13 @@ class DiscriminativeForm:
         return [Shown(tuple(ids), (*ids[1:], 0), tuple(places), (0,) * len(places))]
 
     def _shown(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens, and of every step the first and last, each followed by a line break."""
+        """Returns the tokens, and the first and last token of every step; a line break follows each step."""
         encode = self._harmony.tokenizer.encode
         line_break = encode("\n")
         ids = self._harmony.render_prompt(messages) + self._opening
         spans = []
         for step in steps:
-            # Each by itself: where a step ends, no token may reach beyond it.
+            # Encode each step by itself, so that no token crosses the end of a step.
             start = len(ids)
             ids += encode(step)
             spans.append((start, len(ids) - 1))
@@ -132,11 +134,14 @@ class DiscriminativeForm:
 
 
 class GenerativeForm:
-    """A prompt for each step, or for the solution, and a final message that is the label."""
+    """Renders a prompt for each step, or for the solution, and a final message that is the label."""
 
     def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, neutral: bool = False) -> None:
-        """Raises UserError for a tokenizer that has no single token for a label of a step. A score of 0.5 is several in most; its
-        probability is that of them all, <|return|> included, which no other score begins with."""
+        """Raises UserError for a tokenizer in which a step's label is not a single token.
+
+        A score of 0.5 is several tokens in most tokenizers. Its probability is that of all of them including <|return|>, which
+        keeps any score from being a prefix of another.
+        """
         self.mode: Mode = mode
         steps = STEP_CLASSES_WITH_NEUTRAL if neutral else STEP_CLASSES
         self.classes = steps if mode == "step" else SCORE_CLASSES
@@ -157,7 +162,7 @@ class GenerativeForm:
                 continue
             language: range | tuple[int, ...] = ()
             if label == self.classes[-1]:
-                # Nothing follows the steps in a prompt but its end and <|start|>assistant.
+                # In a prompt, only its end and <|start|>assistant follow the steps.
                 last = len(prompt) - len(self._after) - 1
                 said = (
                     steps[count - 1]
@@ -170,26 +175,26 @@ class GenerativeForm:
         return group
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
-        """Every label in turn, for each prompt."""
+        """Renders every prompt with each label in turn."""
         room = context_tokens - max(map(len, self.answers.values()))
         prompts = [prompt for prompt in self._prompts(messages, steps) if len(prompt) <= room]
         return [self._answered(prompt, label) for prompt in prompts for label in self.classes]
 
     @cached_property
     def answers(self) -> dict[str, list[int]]:
-        """The completion that each label is."""
+        """The completion of each label."""
         return {
             label: self._harmony.render_completion([Message("assistant", label, "final")]) for label in self.classes
         }
 
     @cached_property
     def _after(self) -> list[int]:
-        """What follows the content of a prompt's last message."""
+        """Returns the tokens after the content of a prompt's last message."""
         (end,) = self._harmony.render([Message("user", "")])[-1:]
         return [end, *self._harmony.render_prompt([])]
 
     def _counts(self, steps: Sequence[str]) -> Sequence[int]:
-        """How many steps each prompt shows."""
+        """Returns the number of steps that each prompt shows."""
         return range(1, len(steps) + 1) if self.mode == "step" else [len(steps)]
 
     def _prompts(self, messages: Sequence[Message], steps: Sequence[str]) -> list[list[int]]:
@@ -207,15 +212,18 @@ class GenerativeForm:
 
 
 def make_form(tokenizer: HarmonyTokenizer, head: HeadForm, mode: Mode, neutral: bool) -> Form:
-    """Raises UserError as the forms do."""
+    """Makes the form for a head and mode; raises UserError as the forms do."""
     if head == "discriminative":
         return DiscriminativeForm(tokenizer, mode)
     return GenerativeForm(tokenizer, mode, neutral)
 
 
 def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
-    """The groups' sequences end to end. The loss is the mean over all positions that count and, `language_weight` times, that
-    over the tokens of right steps, where the column of labels is -1."""
+    """Concatenates the groups' sequences into a batch.
+
+    The loss is the mean over all judged positions, plus `language_weight` times the mean over the tokens of right steps, whose
+    column of labels is -1.
+    """
     sequences = [shown for group in groups for shown in group]
     lengths = tuple(len(shown.inputs) for shown in sequences)
     labels_T = torch.full((sum(lengths),), -1)
@@ -241,6 +249,6 @@ def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
 
 
 def _prefixes(number: int, group: Group) -> list[tuple[int, int]]:
-    """How much of each sequence's beginning is also that of the group's longest."""
+    """Returns for each sequence the length of the prefix it shares with the group's longest sequence."""
     longest = max((shown.inputs for shown in group), key=len)
     return [(number, alike(longest, shown.inputs)) for shown in group]

@@ -1,4 +1,4 @@
-"""What a verifier says: the probabilities of its labels for every step of solutions, or for solutions as a whole."""
+"""Judgements of a verifier: the probabilities of its labels for every step of solutions, or for solutions as a whole."""
 
 # Shapes: M judgements of a solution (its steps, or 1), K classes.
 
@@ -29,7 +29,9 @@ DESCRIPTION = "verifier.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What verifier.json in a checkpoint says: how to ask it. `Description("step", "discriminative", neutral=False)`."""
+    """The content of verifier.json in a checkpoint: how to ask the verifier. `Description("step", "discriminative",
+    neutral=False)`.
+    """
 
     mode: Mode
     head: HeadForm
@@ -40,7 +42,7 @@ class Description:
 
     @classmethod
     def load(cls, directory: Path) -> Description:
-        """Raises UserError where the checkpoint is no verifier's."""
+        """Reads the description from a checkpoint. Raises UserError if the checkpoint is not a verifier."""
         path = directory / DESCRIPTION
         try:
             raw = json.loads(path.read_text())
@@ -56,13 +58,13 @@ class Description:
         return described
 
     def form(self, tokenizer: HarmonyTokenizer) -> Form:
-        """Raises UserError for a tokenizer that the form does not go with."""
+        """Makes the form. Raises UserError for a tokenizer that does not suit it."""
         return make_form(tokenizer, self.head, self.mode, self.neutral)
 
 
 @dataclass
 class Judge:
-    """A model, with its head where it has one, and the form in which it is asked."""
+    """A model, with its head if it has one, and the form in which it is asked."""
 
     model: Transformer
     head: Head | None
@@ -71,7 +73,7 @@ class Judge:
 
     @classmethod
     def load(cls, path: Path) -> tuple[Judge, Description]:
-        """The verifier of a run or a checkpoint. Raises UserError where it is none, or torn."""
+        """Loads the verifier of a run or a checkpoint. Raises UserError if it is not a verifier, or incomplete."""
         directory = resolve_checkpoint(path)
         described = Description.load(directory)
         form = described.form(Tokenizer.load(directory))
@@ -82,9 +84,10 @@ class Judge:
         return cls(model, head, form), described
 
     def probabilities(self, solutions: Sequence[tuple[Sequence[Message], Sequence[str]]]) -> list[Tensor]:
-        """For each solution, its problem as messages and its steps, the probabilities `[M, K]` of the form's classes, worst first.
+        """Returns for each solution the probabilities `[M, K]` of the form's classes, worst first.
 
-        What does not fit the model's context was not read to its end: it is given to the worst class.
+        A solution is its problem as messages and its steps. The part that does not fit the model's context was not read and is
+        given the worst class.
         """
         context, classes = self.model.config.context_tokens, len(self.form.classes)
         groups = [self.form.question(messages, steps, context) for messages, steps in solutions]
@@ -100,7 +103,7 @@ class Judge:
         return found
 
     def _logits(self, groups: Sequence[Group]) -> Tensor:
-        """Unnormalised log-probabilities of all groups' judgements, one after the other, `[all, K]`."""
+        """Returns the unnormalised log-probabilities of all groups' judgements, concatenated, `[all, K]`."""
         classes = len(self.form.classes)
         if not groups:
             return torch.zeros(0, classes)

@@ -1,4 +1,6 @@
-"""How good a verifier's word is: where it finds the first wrong step, how often it is right, and whether its probabilities are."""
+"""Metrics of a verifier: whether it finds the first wrong step, how often it is right, and whether its probabilities are
+calibrated.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from nmoe.eval.statistics import Interval, clustered_mean, wilson
 
-# A step is called wrong where the probability that it is right is below this.
+# A step is judged wrong if the probability that it is right is below this.
 THRESHOLD = 0.5
 BINS = 10
 _DRAWS = 20_000
@@ -17,7 +19,10 @@ _DRAWS = 20_000
 
 @dataclass(frozen=True)
 class ProcessBench:
-    """Example: `ProcessBench(located=0.93, all_correct=0.97, f1=0.95, interval=Interval(0.93, 0.96), wrong=150, right=150)`."""
+    """The result of `processbench`.
+
+    Example: `ProcessBench(located=0.93, all_correct=0.97, f1=0.95, interval=Interval(0.93, 0.96), wrong=150, right=150)`.
+    """
 
     located: float
     all_correct: float
@@ -36,11 +41,11 @@ class ProcessBench:
 
 
 def processbench(step_probabilities: Sequence[Sequence[float]], first_wrong: Sequence[int | None]) -> ProcessBench:
-    """F1 as ProcessBench has it (Zheng et al. 2024, arXiv:2412.06559, section 3): the harmonic mean of two accuracies, that of
-    finding the first wrong step of solutions that have one, and that of finding none in the others.
+    """Computes F1 as in ProcessBench (Zheng et al. 2024, arXiv:2412.06559, section 3).
 
-    `step_probabilities` are those of every step being right. The 95% interval comes from draws of both rates given their counts,
-    each from its Jeffreys posterior. Raises ValueError where one of the two kinds is missing.
+    F1 is the harmonic mean of two accuracies: finding the first wrong step of solutions that have one, and finding none in the
+    others. `step_probabilities` are the probabilities that each step is right. For the 95% interval, both rates are drawn from
+    their Jeffreys posteriors given the counts. Raises ValueError if one of the two kinds of solution is missing.
     """
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for probabilities, wrong in zip(step_probabilities, first_wrong, strict=True):
@@ -64,11 +69,14 @@ def _harmonic(a: float, b: float) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Whether what is said with probability p is so in p of all cases.
+    """Whether events predicted with probability p occur in a share p of cases.
 
-    ece: expected calibration error, the mean distance of a bin's rate from its mean probability, by the bins' counts (Guo et al.
-    2017, arXiv:1706.04599, eq. 3). brier: mean squared distance of probability and outcome (Brier 1950). curve: of each bin that
-    holds anything its count, mean probability and rate.
+    ece: expected calibration error, the mean distance between a bin's rate and its mean probability, weighted by the bins'
+    counts (Guo et al. 2017, arXiv:1706.04599, eq. 3).
+
+    brier: mean squared distance between probability and outcome (Brier 1950).
+
+    curve: for each non-empty bin its count, mean probability and rate.
     """
 
     ece: float
@@ -77,7 +85,7 @@ class Calibration:
 
 
 def calibration(probabilities: Sequence[float], outcomes: Sequence[bool], bins: int = BINS) -> Calibration:
-    """Over bins of equal width. Raises ValueError for no or other numbers of outcomes."""
+    """Computes the calibration over bins of equal width. Raises ValueError if the lists are empty or differ in length."""
     if len(probabilities) != len(outcomes) or not probabilities:
         raise ValueError(f"{len(probabilities)} probabilities and {len(outcomes)} outcomes")
     p_N, y_N = np.asarray(probabilities, dtype=np.float64), np.asarray(outcomes, dtype=np.float64)
@@ -92,7 +100,7 @@ def calibration(probabilities: Sequence[float], outcomes: Sequence[bool], bins: 
 
 
 def rate(hits: Sequence[bool], clusters: Sequence[int] | None = None) -> tuple[float, Interval]:
-    """A share with its 95% interval: Wilson's, or clustered where several hits belong to one solution."""
+    """Returns a share with its 95% interval: Wilson's, or clustered if several hits belong to one solution."""
     value = sum(hits) / len(hits)
     if clusters is None or len(set(clusters)) < 2:
         return value, wilson(sum(hits), len(hits))

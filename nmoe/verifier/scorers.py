@@ -1,5 +1,6 @@
-"""Scorers that are models: a reward model's or a verifier's checkpoint behind the protocol that rewards and best-of-n ask
-(`nmoe.envs.scorer`)."""
+"""Models as scorers: the checkpoint of a reward model or a verifier behind the protocols that rewards and best-of-n use
+(`nmoe.envs.scorer`).
+"""
 
 from __future__ import annotations
 
@@ -25,19 +26,21 @@ from nmoe.verifier.batching import Together
 from nmoe.verifier.form import Mode
 from nmoe.verifier.judge import DESCRIPTION, Judge
 
-# Of one pass. With exact numerics what is scored together changes no score.
+# Per pass. With exact numerics, the batch does not change a score.
 TOKENS_PER_PASS = 16384
 
 Ids = tuple[int, ...]
 
 
 def load_scorer(path: Path) -> Scorer:
-    """What the run or checkpoint at `path` scores answers with. Raises UserError where it is no scorer."""
+    """Loads the run or checkpoint at `path` as a scorer of answers. Raises UserError if it is neither a reward model nor a
+    verifier.
+    """
     return Verifier.load(path) if (resolve_checkpoint(path) / DESCRIPTION).exists() else RewardModel.load(path)
 
 
 def load_step_scorer(path: Path) -> StepScorer:
-    """What the run or checkpoint at `path` scores steps with. Raises UserError where it is no verifier of steps."""
+    """Loads the run or checkpoint at `path` as a scorer of steps. Raises UserError if it is not a verifier of steps."""
     verifier = Verifier.load(path)
     if verifier.mode != "step":
         raise UserError(
@@ -47,11 +50,10 @@ def load_step_scorer(path: Path) -> StepScorer:
 
 
 class RewardModel:
-    """A reward model: the number its head gives at the last token of prompt and answer, as `nmoe reward` trained it to.
+    """A reward model trained by `nmoe reward`: its head's output at the last token of prompt and answer.
 
-    Calls that wait at the same time are answered in one pass, in a thread of its own. A score is a pure function of the text: the
-    model runs with exact numerics, so that what else is in the pass does not matter, and a text that was scored lately is not run
-    again.
+    Concurrent calls are answered in one pass, in a thread of its own. A score is a pure function of the text: the model runs
+    with exact numerics, so that the rest of the pass does not matter. Recent scores are cached.
     """
 
     def __init__(self, model: Transformer, head: Head, renderer: Renderer, origin: str) -> None:
@@ -60,7 +62,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, path: Path) -> RewardModel:
-        """Raises UserError where the checkpoint has no head, or one of another kind."""
+        """Loads a checkpoint. Raises UserError if it has no head, or one of another kind."""
         directory = resolve_checkpoint(path)
         model = load_policy(directory)[0].requires_grad_(False)
         head = load_head(directory, model.config.hidden_size, "reward").requires_grad_(False)
@@ -69,7 +71,7 @@ class RewardModel:
         return cls(model, head, make_renderer(Tokenizer.load(directory)), str(path))
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """The reward. Raises UserError for a prompt and answer that do not fit the model's context."""
+        """Returns the reward. Raises UserError if prompt and answer do not fit the model's context."""
         prompt = tuple(ChatMessage(message.role, message.content, name=message.name) for message in messages)
         ids = tuple(render_answer(self._renderer, prompt, answer).ids)
         if len(ids) > self._model.config.context_tokens:
@@ -89,12 +91,11 @@ Question = tuple[tuple[Message, ...], tuple[str, ...]]
 
 
 class Verifier:
-    """A verifier that `nmoe verifier` trained, for whole answers (`Scorer`) and, where it judges steps, for each of them
-    (`StepScorer`). An answer's steps are its lines.
+    """A verifier trained by `nmoe verifier`: scores whole answers (`Scorer`) and, if it judges steps, each step (`StepScorer`).
 
-    Of an answer the score is the probability that every step is right, the product of those of its steps (Lightman et al. 2023,
-    arXiv:2305.20050, section 2.6), or where it scores solutions the mean of the scores it expects. The model runs with exact
-    numerics: what else is in a pass changes nothing.
+    An answer's steps are its lines. The score of an answer is the probability that every step is right, the product of the
+    steps' probabilities (Lightman et al. 2023, arXiv:2305.20050, section 2.6); a verifier of solutions gives the expected
+    score instead. The model runs with exact numerics, so that the rest of a pass does not matter.
     """
 
     def __init__(self, judge: Judge, mode: Mode) -> None:
@@ -104,12 +105,12 @@ class Verifier:
 
     @classmethod
     def load(cls, path: Path) -> Verifier:
-        """Raises UserError where the checkpoint is no verifier's, or torn."""
+        """Loads a checkpoint. Raises UserError if it is not a verifier's, or incomplete."""
         judge, described = Judge.load(path)
         return cls(judge, described.mode)
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
-        """0 for an answer without a step, and for one that does not fit the model's context."""
+        """Returns the answer's score; 0 for an answer without a step, or one that does not fit the model's context."""
         steps = split_steps(answer)
         if not steps:
             return 0.0
@@ -119,7 +120,7 @@ class Verifier:
         return 0 * worst + 0.5 * half + 1 * best
 
     async def step_scores(self, messages: Sequence[Message], steps: Sequence[str]) -> list[float]:
-        """The probability that each step is right, neutral ones included."""
+        """Returns the probability that each step is right; a neutral step counts as right."""
         assert self.mode == "step", "load_step_scorer refuses a verifier of whole solutions"
         return [1 - said[0] for said in await self._ask(messages, steps)]
 
