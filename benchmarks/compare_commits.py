@@ -24,7 +24,7 @@ from side import Side
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from commits import BEFORE, checked_out, environment, subject
+from commits import BEFORE, checked_out, environment, resolved, subject
 
 ROUNDS = 9
 
@@ -45,7 +45,7 @@ def compared(seconds: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    commits = [*sys.argv[1:], *[BEFORE, "HEAD"][len(sys.argv) - 1 :]]
+    commits = list(map(resolved, [*sys.argv[1:], *[BEFORE, "HEAD"][len(sys.argv) - 1 :]]))
     print(f"before: {subject(commits[0])}\nafter:  {subject(commits[1])}", flush=True)
     with ExitStack() as alive:
         checkpoint = Path(alive.enter_context(tempfile.TemporaryDirectory()))

@@ -49,6 +49,14 @@ def environment(tree: Path) -> dict[str, str]:
     }
 
 
+def resolved(name: str) -> str:
+    """The short hash that a name stands for now: HEAD may move on while a script runs. `WORKING_TREE` stays as it is."""
+    if name == WORKING_TREE:
+        return name
+    command = ["git", "rev-parse", "--short", f"{name}^{{commit}}"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def subject(commit: str) -> str:
     """A commit's short hash and subject line, for reports."""
     if commit == WORKING_TREE:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from commits import BEFORE, checked_out, subject
+from commits import BEFORE, checked_out, resolved, subject
 
 LONGEST, SHORTEST = 450, 40
 """Bounds on a file's lines, all of them counted."""
@@ -177,7 +177,7 @@ def report(named: Mapping[str, Code]) -> Iterator[str]:
 
 def main() -> None:
     named = {}
-    for commit in sys.argv[1:] or [BEFORE, "HEAD"]:
+    for commit in map(resolved, sys.argv[1:] or [BEFORE, "HEAD"]):
         with checked_out(commit) as tree:
             named[commit] = count(tree)
     print("\n".join(report(named)))

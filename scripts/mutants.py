@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from commits import BEFORE, ROOT, checked_out, environment, subject
+from commits import BEFORE, ROOT, checked_out, environment, resolved
 from count_code import imports, sources
 from mutation import Mutation, functions, indexed, mutations, place, planted
 
@@ -201,12 +201,12 @@ def _ends(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    commit = sys.argv[1] if sys.argv[1:] else "HEAD"
+    commit = resolved(sys.argv[1] if sys.argv[1:] else "HEAD")
     with checked_out(BEFORE) as tree:
         files = list(sources(tree))
         mutants = drawn({str(path): text for path, _, text in files}, nearest_tests(tree, files))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    records = results.setdefault(subject(commit).split()[0], [])
+    records = results.setdefault(commit, [])
     with checked_out(commit) as tree:
         os.environ.update(environment(tree) | {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"})
         sys.dont_write_bytecode = True

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commits import BEFORE, checked_out, subject
+from commits import BEFORE, checked_out, resolved, subject
 from tiny_run import make_workshop, run
 
 RECIPES = ("grpo", "dpo", "sft")
@@ -50,7 +50,7 @@ def read(run: Path) -> list[Row]:
 
 
 def main() -> int:
-    before, after = [*sys.argv[1:], *[BEFORE, "HEAD"][len(sys.argv) - 1 :]]
+    before, after = map(resolved, [*sys.argv[1:], *[BEFORE, "HEAD"][len(sys.argv) - 1 :]])
     print(f"before: {subject(before)}\nafter:  {subject(after)}", flush=True)
     same = True
     with checked_out(before) as old, checked_out(after) as new, tempfile.TemporaryDirectory() as directory:

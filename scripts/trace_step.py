@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from commits import checked_out, environment, subject
+from commits import checked_out, environment, resolved, subject
 from tiny_run import VERBS, make_workshop
 
 STEPS = (("recipes/grpo.py", "_step"), ("rl/train.py", "_step"), ("rl/train.py", "step"))
@@ -110,7 +110,7 @@ def main() -> None:
         hand_overs = [(*pair, function) for pair, function in tracer.hand_overs.items()]
         result.write_text(json.dumps({"files": list(tracer.files), "hand_overs": hand_overs}))
         return
-    commit = sys.argv[1] if sys.argv[1:] else "HEAD"
+    commit = resolved(sys.argv[1] if sys.argv[1:] else "HEAD")
     with checked_out(commit) as tree, tempfile.TemporaryDirectory() as directory:
         workshop = Path(directory)
         make_workshop(tree, workshop)

@@ -109,7 +109,7 @@ class Environment:
         """The current weights of the score: those of the curriculum's stage or, without a curriculum, those of the rubric."""
         return self._rubric if self.curriculum is None else self.curriculum.weights
 
-    @property
+    @cached_property
     def converses(self) -> bool:
         """Whether one of its tasks answers the policy with turns of the user."""
         return any(isinstance(TASKS[name], ConversationTask) for name in task_types(self.settings.task_pool))

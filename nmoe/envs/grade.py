@@ -80,6 +80,8 @@ def joined_readings(readings: Sequence[Reading]) -> Reading:
     """Joins the readings of consecutive answers: a part of the form is present if all of them have it, and the last answer
     counts.
     """
+    if len(readings) == 1:
+        return readings[0]
     return Reading(
         readings[-1].extraction,
         structure=tuple(all(parts) for parts in zip(*(one.structure for one in readings), strict=True)),
