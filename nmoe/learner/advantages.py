@@ -1,7 +1,8 @@
 """Advantages per sample: pure functions over rewards and group ids. Groups may be ragged; a group of one has advantage 0, except
 where a whole batch is the group.
 
-Those per token are in `nmoe.learner.token_advantages`.
+Advantages per token are in `nmoe.learner.token_advantages`. Penalties for length are added to a sample's score before its advantage
+is estimated.
 """
 
 # Shapes: B samples, each of one of several groups (the samples of one prompt); R rewards of a sample.
@@ -66,7 +67,7 @@ def maxrl(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """`(r - mean_g) / (mean_g + 1e-6)` (Tajwar et al. 2026, arXiv:2602.02710): with rewards of 0 and 1, the gradient of
     `log P(correct)` up to the order that the group's size reaches, instead of that of `P(correct)`; rare successes count more.
 
-    Raises UserError for a negative reward, with which the mean is no success rate and its sign could turn the gradient round.
+    Raises UserError for a negative reward, with which the mean is not a success rate and could flip the sign of the gradient.
     """
     if rewards_B.numel() and float(rewards_B.min()) < 0:
         raise UserError(
@@ -82,8 +83,8 @@ def gdpo(rewards_BR: Tensor, weights_R: Tensor, group_ids_B: Tensor) -> Tensor:
     then `(A - mean) / (std + 1e-6)` over the batch (Liu et al. 2026, arXiv:2601.05242, section 3), unbiased deviations.
 
     Unlike a normalised weighted sum, it keeps apart combinations of rewards that have the same sum, and a reward's scale does not
-    decide how much it counts. A reward of NaN is absent: it is left out of its group's statistics and of the sample's sum. A
-    sample without any has advantage 0 and is not counted in the batch's statistics.
+    decide how much it counts. A reward of NaN is absent: it counts neither in the statistics of its group nor in the sum
+    of the sample. A sample without any reward has advantage 0 and does not count in the statistics of the batch.
     """
     columns = [group_normalised(rewards_B, group_ids_B) for rewards_B in rewards_BR.unbind(-1)]
     normalised_BR = torch.stack(columns, -1) if columns else rewards_BR.double()
@@ -103,7 +104,7 @@ def overlong_penalty(tokens_B: Tensor, max_tokens: int, buffer_tokens: int) -> T
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), `[B]` between 0 and -1: nothing up to
     `max_tokens - buffer_tokens` sampled tokens, then down in a straight line to -1 at `max_tokens`.
 
-    A truncated answer tells little about the ones shortly before it; the slope says that length is the reason.
+    With a single penalty at the limit, nothing tells the policy that length was the reason; the slope does.
     """
     over_B = tokens_B.double() - (max_tokens - buffer_tokens)
     return (-over_B / buffer_tokens).clamp(-1.0, 0.0).float()

@@ -1,11 +1,11 @@
-"""A packed training batch: sequences end to end, every column aligned with the position that does the predicting.
+"""A packed training batch: sequences end to end, every column aligned with the position that predicts; and the weights per token.
 
 A sequence of tokens `x[0..n]` has n predicting positions: position t reads `x[t]` and predicts `x[t + 1]`. The last token is
-never read, so it is never run through the model.
+never read, so that it does not run through the model.
 """
 
-# Shapes: T predicting positions over all sequences, S those that run, B sequences, N scored positions, M largest kept set, Y
-# layers, K experts.
+# Shapes: T predicting positions over all sequences, n those of one sequence, S those that run, B sequences, N scored positions, M
+# largest kept set, Y layers, K experts.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def sequence_of(lengths: Sequence[int]) -> Tensor:
-    """Which sequence each position belongs to, `[T]`."""
+    """The number of the sequence that each position belongs to, `[T]`."""
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
 
 
@@ -33,18 +33,15 @@ class Batch:
     `weights_T` holds mask, reduction and global denominator in one: an objective returns a weighted sum, so that a batch
     splits into micro-batches or ranks without changing its gradient.
 
-    `prefixes` may say which sequences begin alike, as the samples of one prompt do: `((0, 2), (0, 2), (1, 3))` says that the
-    first two share their first two inputs. Such rows go through the model once, and give all their sequences the same
-    values and gradients as if each had run them.
+    `prefixes` may say which sequences begin with the same tokens, as the samples of one prompt do: `((0, 2), (0, 2), (1, 3))` says
+    that the first two share their first two inputs. Shared inputs run through the model once, with the same values and gradients as
+    if each sequence ran them.
 
-    `pairs` says of each sequence which pair it belongs to and whether it is the preferred one of the two: `((0, True), (0,
-    False))`. Sequences of one pair run in one micro-batch, because what is learned from a pair is no sum over its sequences.
+    `pairs` gives for each sequence its pair and whether it is the preferred one: `((0, True), (0, False))`. Both sequences of a
+    pair run in one micro-batch, because the loss of a pair is not a sum over its sequences.
 
-    `samples` says which sample each sequence is of, where one may have several, its branches: `(0, 0, 1)`. A sample counts once in
-    `weights_T`, whatever its branches are.
-
-    `old_logprobs_T` and `old_values_T` are the learner's own before the first of several updates on the same samples,
-    `returns_T` and `labels_T` what a head is to say at that position.
+    `old_logprobs_T` and `old_values_T` are those of the learner before the first of several updates on the same samples.
+    `returns_T` and `labels_T` are the targets of a head.
     """
 
     lengths: tuple[int, ...]
@@ -76,7 +73,7 @@ class Batch:
         return torch.arange(self.tokens) - starts_T
 
     def shared_rows(self) -> tuple[Tensor, Tensor] | None:
-        """The rows that have to run, `[S]`, and for every row of the batch where its values stand among them, `[T]`. None where no
+        """The rows that have to run, `[S]`, and for every row of the batch the place of its values among them, `[T]`. None if no
         two sequences share a prefix."""
         if self.prefixes is None or len({group for group, _ in self.prefixes}) == len(self.prefixes):
             return None
@@ -95,7 +92,7 @@ class Batch:
         return torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(places)).to(device)
 
     def without_routes(self) -> Batch:
-        """The batch for a model that picks its own experts: recorded routes belong to the policy that sampled."""
+        """The batch for another model, which picks its own experts: recorded routes belong to the policy that sampled."""
         return replace(self, routes_TYK=None)
 
     def with_reference(self, logprobs_N: Tensor) -> Batch:
@@ -124,7 +121,7 @@ class Batch:
                 yield f.name, value
 
     def select(self, sequences: Sequence[int]) -> tuple[Batch, Tensor]:
-        """The batch of these sequences, in this order, and where its positions stood in this one (`[T']`)."""
+        """The batch of these sequences, in this order, and the places of its positions in this one, `[T']`."""
         starts = [0]
         for length in self.lengths:
             starts.append(starts[-1] + length)
@@ -139,10 +136,10 @@ class Batch:
 
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int]]:
-    """Sequence indices, longest first, cut where the next would exceed the token budget; a longer one stands alone. Sequences
-    that share a prefix follow the longest of them, and a pair is never cut.
+    """Splits a batch into lists of sequence indices within the token budget, longest first; a sequence above the budget stands
+    alone. Sequences that share a prefix follow the longest of them, and a pair stays together.
 
-    Sorting puts sequences of similar length together, which is what the length buckets of attention want.
+    Sorting puts sequences of similar length together, for the length buckets of attention.
     """
     lengths = batch.lengths
     groups = range(len(lengths)) if batch.prefixes is None else [group for group, _ in batch.prefixes]
@@ -167,13 +164,14 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int
 
 
 def alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike, for `prefixes`."""
+    """How many first tokens two sequences have in common, for `prefixes`."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def common_prefixes(inputs: Sequence[np.ndarray], shortest: int = 32) -> tuple[tuple[int, int], ...]:
-    """The `prefixes` of a batch with these inputs, `[n]` each: sequences whose first `shortest` inputs are the same are a group,
-    and share what all of it begins with. The last input of a sequence is never shared, so that each runs something of its own.
+    """The `prefixes` of a batch with these inputs, `[n]` each. Sequences with the same first `shortest` inputs are a group, and
+    share the longest prefix that all of them have. The last input of a sequence is never shared, so that each runs something of its
+    own.
 
     `common_prefixes([[5, 6, 7, 8], [5, 6, 9], [4, 4]], shortest=2)` is `((0, 2), (0, 2), (2, 0))`.
     """
@@ -199,7 +197,8 @@ def token_weights(
     constant_length: int | None = None,
     samples: Sequence[int] | None = None,
 ) -> Tensor:
-    """Weights `[T]`, zero where a position is not scored.
+    """Weights `[T]` for a reduction, zero at positions that are not scored. The denominators count the whole optimizer batch, never
+    a micro-batch or a rank: an average of averages is the usual mistake of gradient accumulation.
 
     - `token`: 1 / (scored tokens of the batch), DAPO's mean (arXiv:2503.14476, eq. 8);
     - `sequence`: 1 / (sequences x the sequence's own scored tokens), GRPO's mean of means (arXiv:2402.03300, eq. 3);

@@ -1,4 +1,4 @@
-"""Correcting for a sampler whose probabilities are not the learner's: numerical mismatch, or weights a few versions old.
+"""Corrections for a sampler whose probabilities differ from the learner's, by numerical mismatch or older weights.
 
 With `rho_t = pi_old(x_t) / mu(x_t)`, the learner before the first update of a batch against the sampler, each token's policy
 loss is multiplied by
@@ -14,7 +14,7 @@ Weights are fixed once per batch and carry no gradient. Every policy loss here i
 (`max(-r A, -clip(r) A)` times w is the same of w A), so the weights go into the advantages, `advantages * weights`, and leave
 penalties for entropy and divergence alone. The denominator does not change: a masked token counts as a token.
 
-What each leaves of the bias is measured by `benchmarks/unbiasedness.py`.
+`benchmarks/unbiasedness.py` measures how much bias each of them leaves.
 """
 
 # Shapes: N scored tokens of a batch of B sequences.
@@ -43,7 +43,7 @@ def correction_weights(
     cap: float = TIS_CAP,
     window: tuple[float, float] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights per token, `[N]`, and statistics of the batch:
+    """Computes weights per token, `[N]`, and statistics of the batch:
 
     - `correction_ess`: effective sample size of the uncorrected `rho`, `(sum rho)^2 / (N sum rho^2)`, a share of the tokens;
     - `correction_clipped`: share of tokens above the cap (0 where nothing is capped);

@@ -1,4 +1,4 @@
-"""Running a batch through a model, micro-batch by micro-batch."""
+"""Forward passes of a batch, micro-batch by micro-batch."""
 
 # Shapes: T predicting positions, S those that run, N scored positions, D width, K chosen experts, E experts, K outputs
 # of a head.
@@ -23,9 +23,10 @@ from nmoe.parallel.ranks import Ranks
 def split(
     batch: Batch, model: Transformer, tokens_per_microbatch: int, ranks: Ranks
 ) -> Iterator[tuple[Batch, Tensor, bool]]:
-    """This rank's micro-batches on the model's device, each with where its positions stood in the batch, and whether it counts.
+    """Yields this rank's micro-batches on the model's device, each with the places of its positions in the batch, and whether it
+    counts.
 
-    All ranks run as many: a sharded model's weights are gathered by all at once. A rank that has fewer runs the first one
+    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the first one
     again, which must not count.
     """
     share = -(-batch.tokens // ranks.size)
@@ -37,8 +38,8 @@ def split(
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
-    """Final hidden states of the scored tokens, `[N, D]`. The trace is filled for all of the micro-batch's tokens; of rows that
-    sequences share the recorded routes of the first are replayed."""
+    """Final hidden states of the scored tokens, `[N, D]`. Fills the trace for all tokens of the micro-batch. Of rows that several
+    sequences share, the recorded routes of the first sequence are replayed."""
     device = micro.inputs_T.device
     positions_T = micro.positions().to(device)
     if (shared := micro.shared_rows()) is None:
@@ -63,8 +64,8 @@ def score(
     head: Head | None = None,
     head_only: bool = False,
 ) -> Outputs:
-    """Log-probabilities and entropies of the scored tokens, under the support that they were sampled from, and what a head says
-    there; of the vocabulary nothing where the head is all that is asked."""
+    """Log-probabilities and entropies of the scored tokens, over the support that they were sampled from, and the outputs of the
+    head there. With `head_only` the vocabulary is not computed."""
     states_ND = scored_states(model, micro, trace)
     head_NK = None if head is None else head(states_ND, model.exact)
     if head_only:
@@ -80,7 +81,7 @@ def score(
 def batch_logprobs(
     model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float, ranks: Ranks | None = None
 ) -> Tensor:
-    """Log-probabilities of the batch's scored tokens, `[N]`, in its order, over recorded routes where the batch has them."""
+    """Log-probabilities of the batch's scored tokens, `[N]`, in its order, with recorded routes if the batch has them."""
     ranks = ranks or Ranks()
     parts, places = [], []
     for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
@@ -95,7 +96,7 @@ def batch_logprobs(
 def batch_head_outputs(
     model: Transformer, head: Head, batch: Batch, tokens_per_microbatch: int, ranks: Ranks | None = None
 ) -> Tensor:
-    """What a head says at the batch's scored tokens, `[N, K]`, in its order, over recorded routes where the batch has them."""
+    """Outputs of a head at the batch's scored tokens, `[N, K]`, in its order, with recorded routes if the batch has them."""
     ranks = ranks or Ranks()
     parts, places = [], []
     for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
@@ -107,7 +108,7 @@ def batch_head_outputs(
 
 
 def _in_order(ranks: Ranks, parts: list[Tensor], places: list[Tensor]) -> Tensor:
-    """Every rank's parts as one, in the order of their places in the batch."""
+    """Joins every rank's parts in the order of their places in the batch."""
     gathered = ranks.gather((parts, places))
     whole = torch.cat([part for parts, _ in gathered for part in parts])
     return whole[torch.cat([place for _, places in gathered for place in places]).argsort()]

@@ -1,6 +1,6 @@
-"""The learner: holds the weights and the optimizer, and offers the four primitives' training half.
+"""The learner: owns the weights and the optimizer, and offers the primitives of training.
 
-It knows no algorithm. A recipe hands it a batch, whose weights fix mask, reduction and denominator, and an objective.
+It knows no algorithm. A recipe gives it an objective and a batch, whose weights fix mask, reduction and denominator.
 """
 
 # Shapes: T predicting positions, N scored positions, V vocabulary, Y layers, E experts, K chosen experts.
@@ -36,14 +36,14 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Future(Protocol[R_co]):
-    """`result()` waits for the primitive and returns what it gave."""
+    """The result of a primitive, now or later. `result()` waits for it."""
 
     def result(self) -> R_co: ...
 
 
 @dataclass(frozen=True)
 class Done(Generic[R]):
-    """A future whose primitive ran at once, as every primitive of a single process does."""
+    """The future of a primitive that ran at once, as every primitive of a single process does."""
 
     value: R
 
@@ -52,7 +52,7 @@ class Done(Generic[R]):
 
 
 class WeightReceiver(Protocol):
-    """What `publish` hands weights to: any engine."""
+    """Any engine, as `publish` sees it."""
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None: ...
 
@@ -61,10 +61,10 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one `forward_backward` gives.
+    """The result of one `forward_backward`.
 
-    `tokens` holds one value per scored token in the batch's own order: `logprobs`, `entropy` and whatever the
-    objective reports. `routing` is None in a dense model.
+    `tokens` holds one value per scored token in the order of the batch: `logprobs`, `entropy` and the statistics of the objective.
+    `routing` is None in a dense model.
     """
 
     loss: float
@@ -74,14 +74,14 @@ class PassResult:
 
 
 class Learner:
-    """Trains one model: all of it or, where it is given one, its adapter alone; and with it a head, where it is given one.
+    """Trains one model, or only its adapter if there is one, together with its head if there is one.
 
-    It does so in one process or, all of a model, on all ranks of `torch.distributed`'s default group: each is given the same
+    It runs in one process or, without an adapter, on all ranks of the default group of `torch.distributed`: each rank gets the same
     model and makes the same calls, runs a part of every batch, holds a part of the weights, and returns what one process would.
 
-    `tokens_per_microbatch` bounds the memory of a pass; it never changes a gradient. `temperature` is the one that
-    sampling uses: log-probabilities are those of the distribution that was sampled from. With `head_only` the vocabulary is left
-    out of every pass: critics of their own, reward models and classifiers have no use for it. With a `head_learning_rate` the head
+    `tokens_per_microbatch` bounds the memory of a pass and never changes a gradient. `temperature` is that of sampling, so that
+    log-probabilities are those of the distribution that was sampled from. With `head_only` no pass computes the vocabulary, which
+    separate critics, reward models and classifiers do not need. With a `head_learning_rate` the head
     learns at that rate, without weight decay.
     """
 
@@ -105,7 +105,7 @@ class Learner:
         if lora is not None and self.ranks.size > 1:
             raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
         if head_only and model.head is not None:
-            model.head.requires_grad_(False)  # it is never run, and would be a parameter without a gradient
+            model.head.requires_grad_(False)  # it never runs, and would be a parameter without a gradient
         self.ranks.shard(model, model.blocks)
         self.optimizer = Optimizer(model, optimizer, total_steps, head, head_learning_rate)
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -117,10 +117,11 @@ class Learner:
         return torch.zeros(len(self.model.moe_layers()), self.model.config.experts, dtype=torch.int64)
 
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
-        """Adds this batch's gradient to what has gathered since the last `optim_step`."""
+        """Adds the gradient of this batch to the gradient accumulated since the last `optim_step`."""
         config = self.model.config
         balancing = config.routed_experts > 0 and config.router_aux_loss_coef > 0
-        # The auxiliary loss needs the whole batch's shares before the first backward pass; a single part's own forward has them.
+        # The auxiliary loss needs the shares of the whole batch before the first backward pass. If there is only one part, its own
+        # forward pass gives them.
         alone = self.ranks.size == 1 and batch.tokens <= self.tokens_per_microbatch
         share_YE = self._load_shares(batch) if balancing and not alone else None
         experts = config.routed_experts
@@ -136,7 +137,7 @@ class Learner:
                 extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
                 auxiliary = float(extra.detach())
                 total = total + extra
-            # Ranks that shard a model average their gradients; what is wanted is the sum.
+            # Ranks that shard a model average their gradients, and the sum is wanted.
             (total * (self.optimizer.loss_scale * self.ranks.size * counts)).backward()
             if not counts:
                 continue
@@ -153,8 +154,8 @@ class Learner:
 
     @torch.no_grad()
     def _load_shares(self, batch: Batch) -> Tensor:
-        """Share of the batch's router picks per layer and expert, `[Y, E]`, by a forward pass of all parts: with the shares of one
-        part alone the auxiliary loss's gradient would depend on how the batch was split."""
+        """The share of the batch's router picks per layer and expert, `[Y, E]`, from a forward pass of all parts. With the shares
+        of one part alone, the gradient of the auxiliary loss would depend on how the batch is split."""
         load_YE = self._no_load()
         for micro, _, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
@@ -169,18 +170,16 @@ class Learner:
         return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature, self.ranks))
 
     def head_outputs(self, batch: Batch) -> Future[Tensor]:
-        """What the head says at the scored tokens under the present weights, `[N, K]`, in the batch's order."""
+        """Outputs of the head at the scored tokens under the present weights, `[N, K]`, in the batch's order."""
         assert self.head is not None, "a learner without a head has no outputs of one"
         return Done(batch_head_outputs(self.model, self.head, batch, self.tokens_per_microbatch, self.ranks))
 
     def optim_step(self) -> Future[StepResult]:
-        """Clips, steps, moves the router biases (which belong to the base, where that is frozen), advances the schedule and clears
-        the gradient."""
+        """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), advances the schedule and
+        clears the gradient."""
         release(self.model)
         if self.head is not None and self.ranks.size > 1:
-            for (
-                parameter
-            ) in self.head.parameters():  # whole on every rank; those of the model are summed by what shards them
+            for parameter in self.head.parameters():  # replicated on every rank; FSDP sums the gradients of the model
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self.ranks.sum(gradient).div_(self.ranks.size)
         result = self.optimizer.step()
@@ -217,9 +216,9 @@ class Learner:
         return {"version": self.version}
 
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
-        """Writes into an existing, empty directory what others load: "hf" a Hugging Face checkpoint of the family that the model
-        fits, an adapter added to its base; "peft" the adapter alone. The tokenizer is not the learner's:
-        `tokenizer.save(directory)` puts it beside. Raises UserError (`export_model`)."""
+        """Writes the weights for other software into an existing, empty directory: "hf" a Hugging Face checkpoint of the family
+        that the model fits, with an adapter merged into its base; "peft" the adapter alone. The tokenizer is not part of it:
+        `tokenizer.save(directory)` adds it. Raises UserError (`export_model`)."""
         if format == "hf":
             with nullcontext(self._unsharded()) if self.lora is None else self.lora.merged() as model:
                 if self.ranks.rank == 0:
@@ -246,7 +245,7 @@ class Learner:
             self.version = state["version"]
 
     def _unsharded(self) -> Transformer:
-        """The model with its weights whole: itself, or where ranks share it a copy, which every rank has to ask for."""
+        """The model with whole weights: itself, or a copy if ranks shard it. Every rank has to call this."""
         if self.ranks.size == 1:
             return self.model
         copy = Transformer(self.model.config)
@@ -257,7 +256,7 @@ class Learner:
 
 @dataclass
 class _Part:
-    """What one rank's micro-batches gave."""
+    """The results of one rank's micro-batches."""
 
     routing: RoutingStatistics | None
     loss: float = 0.0
@@ -267,7 +266,7 @@ class _Part:
 
 
 def _joined(parts: list[_Part]) -> PassResult:
-    """The ranks' parts as one pass, per-token columns in the batch's order."""
+    """Joins the ranks' parts into one result, with per-token columns in the batch's order."""
     order_N = torch.cat([place for part in parts for place in part.places]).argsort()
     names = next((part.columns for part in parts if part.columns), {})
     tokens = {name: torch.cat([v for part in parts for v in part.columns.get(name, [])])[order_N] for name in names}

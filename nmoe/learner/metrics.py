@@ -12,7 +12,7 @@ from nmoe.learner.optimizer import StepResult
 
 
 def optimizer_metrics(step: StepResult) -> dict[str, float]:
-    """What the optimizer did; a step left out for an overflow has no gradient norm."""
+    """Metrics of an optimizer step. A step that was skipped for an overflow has no gradient norm."""
     metrics = {"learning_rate": step.learning_rate}
     if step.grad_norm is not None:
         metrics["grad_norm"] = step.grad_norm
@@ -22,7 +22,7 @@ def optimizer_metrics(step: StepResult) -> dict[str, float]:
 
 
 def routing_metrics(result: PassResult) -> dict[str, Any]:
-    """What the routers did, per layer; nothing for a dense model."""
+    """Metrics of the routers per layer; none for a dense model."""
     if result.routing is None:
         return {}
     metrics: dict[str, Any] = {

@@ -1,11 +1,11 @@
 """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) with global-norm clipping and a learning-rate schedule, saved without
 pickling. Weight decay touches matrices only, never norms or biases.
 
-Parameters in low precision are shared with the engine and too coarse to train: one bf16 step in 2^-8 of a weight is far above a
-learning rate. So the optimizer holds fp32 masters of them, gathers their gradients in fp32, and writes each step's result back
-(Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients would vanish: the loss is scaled by a power of
-two that halves where a gradient overflows, in which case the step is left out, and doubles after a run of good steps
-(section 3.2).
+Parameters in low precision are shared with the engine and too coarse to train: the spacing of bf16, 2^-8 of a weight, is far above
+a learning rate. The optimizer therefore holds fp32 master copies, accumulates their gradients in fp32, and writes the result of
+each step back (Micikevicius et al. 2017, arXiv:1710.03740, section 3.1). In fp16 small gradients would vanish, so that the loss is
+scaled by a power of two. It halves when a gradient overflows, in which case the step is skipped, and doubles after a number of good
+steps (section 3.2).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GROWTH_STEPS = 2000
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gives. `grad_norm` is measured before clipping. `loss_scale` is there in fp16 alone; `overflow`
-    says that the gradient was too large for it, so that no step was taken and `grad_norm` is None."""
+    """The result of one optimizer step. `grad_norm` is measured before clipping. `loss_scale` is None except in fp16; with
+    `overflow` the gradient was too large for it, no step was taken and `grad_norm` is None."""
 
     grad_norm: float | None
     learning_rate: float
@@ -42,8 +42,9 @@ class StepResult:
 
 
 class Optimizer:
-    """Steps the parameters of a model and its head that are not frozen; `steps` counts the optimizer steps taken. A loss has to be
-    multiplied by `loss_scale` before its backward pass."""
+    """Steps the trainable parameters of a model and of its head; `steps` counts the optimizer steps taken. With a
+    `head_learning_rate` the head learns at that rate, without weight decay. A loss has to be multiplied by `loss_scale` before its
+    backward pass."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Optimizer:
         own = len(list(head.parameters())) if head is not None and head_learning_rate is not None else 0
         body, of_head = self.masters[: len(self.masters) - own], self.masters[len(self.masters) - own :]
         peak = settings.learning_rate
-        # The biases of a layer's experts are stacked: a matrix that is none.
+        # The biases of a layer's experts are stacked into a matrix, which is still a bias.
         decays = [p.dim() >= 2 and not name.endswith("bias") for name, p in zip(self.names, body, strict=False)]
         groups = [
             {
@@ -87,16 +88,18 @@ class Optimizer:
         )
 
     def step(self) -> StepResult:
-        """One step, after which no gradient is left.
+        """Takes one step and clears the gradient.
 
-        Raises DivergenceError, and leaves the weights alone, where the gradient is not finite and scaling is not why.
+        Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than scaling.
         """
         settings = self.settings
         factor = learning_rate_factor(self.steps, self.total_steps, settings.warmup_steps, settings.min_lr_ratio)
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * factor
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter and parameter.grad is not None:  # sharded: its gradient comes without a hook
+            if (
+                master is not parameter and parameter.grad is not None
+            ):  # sharded: FSDP sets its gradient without the hook
                 _move_gradient(master, parameter)
         scale = self.loss_scale
         if scale != 1.0:
@@ -143,7 +146,7 @@ class Optimizer:
         )
 
     def save(self, directory: Path, writes: bool = True) -> None:
-        """Writes the state into `directory`. Where it is sharded every rank calls this, and one `writes`."""
+        """Writes the state into `directory`. If it is sharded, every rank calls this, and one `writes`."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self.adamw.state.get(master, {}).items():
@@ -157,7 +160,7 @@ class Optimizer:
         (directory / "optimizer.json").write_text(json.dumps(state) + "\n")
 
     def load(self, directory: Path) -> None:
-        """Takes back what `save` wrote; raises UserError for a missing or torn file and where a parameter's state is missing."""
+        """Loads what `save` wrote. Raises UserError for a missing or torn file, and if the state of a parameter is missing."""
         try:
             tensors = load_file(directory / "optimizer.safetensors")
             state = json.loads((directory / "optimizer.json").read_text())
@@ -182,7 +185,7 @@ class Optimizer:
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """What is stepped for a parameter: itself, or in low precision an fp32 copy to which its gradients move as they come."""
+    """The tensor that is stepped for a parameter: itself, or in low precision an fp32 copy, which takes over its gradients."""
     if parameter.dtype not in (torch.bfloat16, torch.float16):
         return parameter
     master = parameter.detach().float().requires_grad_()
@@ -200,10 +203,10 @@ def _move_gradient(master: Tensor, parameter: Tensor) -> None:
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """Share of the peak learning rate at optimizer step `step` (from 0).
+    """The share of the peak learning rate at optimizer step `step` (from 0).
 
-    Step s of the warm-up runs at (s + 1) / warmup_steps, so the first step is never a step of size zero. After it a half
-    cosine falls from 1 to `min_lr_ratio`, which the last step reaches (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
+    Step s of the warm-up runs at (s + 1) / warmup_steps, so that no step has a learning rate of 0. Then a half cosine falls from 1
+    to `min_lr_ratio` at the last step (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

@@ -1,4 +1,4 @@
-"""What the routers did over a batch, and the two ways of keeping experts evenly loaded."""
+"""Statistics of the routers over a batch, and the two ways to balance the load of experts."""
 
 # Shapes: T tokens, Y layers, E experts, K chosen experts.
 
@@ -14,7 +14,7 @@ from nmoe.model.transformer import Transformer
 
 
 def count_load(trace: RouterTrace, experts: int) -> Tensor:
-    """Router picks per layer and expert, `[Y, E]` int64, of the routes that were in fact run."""
+    """Router picks per layer and expert, `[Y, E]` int64, of the routes that ran: recorded ones where they are replayed."""
     if trace.replay is not None:
         picks = [trace.replay[:, layer].long() for layer in range(len(trace.chosen_TK))]
     else:
@@ -28,10 +28,10 @@ def load_shares(load_YE: Tensor) -> Tensor:
 
 
 def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coefficient: float) -> Tensor:
-    """`coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq. 4-6), this micro-batch's part of it.
+    """`coef * E * sum_e f_e P_e`, averaged over layers (arXiv:2101.03961, eq. 4-6), of one micro-batch.
 
-    f is the whole batch's share of picks, P the mean normalised score; dividing by the whole batch's tokens makes the parts
-    of any split add up to the same loss.
+    f is the share of picks of the whole batch, P the mean normalised score. Division by the tokens of the whole batch makes the
+    parts of any split add up to the same loss.
     """
     layers, experts = share_YE.shape
     total = torch.zeros((), device=trace.scores_TE[0].device)
@@ -52,7 +52,7 @@ def move_router_bias(model: Transformer, load_YE: Tensor) -> None:
 
 @dataclass
 class RoutingStatistics:
-    """Sums over the tokens of a batch; the properties turn them into figures per layer."""
+    """Sums over the tokens of a batch; the methods turn them into figures per layer."""
 
     load_YE: Tensor
     entropy_sum_Y: Tensor
@@ -67,7 +67,7 @@ class RoutingStatistics:
 
     @torch.no_grad()
     def add(self, trace: RouterTrace) -> Tensor:
-        """Adds one micro-batch and returns its load, `[Y, E]`."""
+        """Adds a micro-batch and returns its load, `[Y, E]`."""
         load_YE = count_load(trace, self.load_YE.shape[1])
         self.load_YE += load_YE
         self.tokens += int(trace.chosen_TK[0].shape[0])
@@ -89,8 +89,8 @@ class RoutingStatistics:
         self.largest_flip_gap = max(self.largest_flip_gap, other.largest_flip_gap)
 
     def _compare(self, trace: RouterTrace, replay_TYK: Tensor) -> None:
-        """Counts picks that differ from the recorded ones. Where one flips, the gap is how far the recorded expert's score
-        lies below the one picked here: rounding makes it tiny, a real disagreement does not."""
+        """Counts picks that differ from the recorded ones. The gap of such a flip is how far the score of the recorded expert lies
+        below the score of the expert picked here: tiny if rounding is the reason, and larger for a real disagreement."""
         own_TYK = torch.stack(trace.chosen_TK, 1)
         same_TYK = (own_TYK.unsqueeze(-1) == replay_TYK.long().unsqueeze(-2)).any(-1)
         if bool(same_TYK.all()):
@@ -109,12 +109,12 @@ class RoutingStatistics:
         return (load_YE.amax(-1) / load_YE.mean(-1) - 1).tolist()
 
     def load_shares(self) -> list[list[float]]:
-        """Per layer, every expert's share of the picks."""
+        """Per layer, the share of the picks of each expert."""
         load_YE = self.load_YE.double()
         return (load_YE / load_YE.sum(-1, keepdim=True)).tolist()
 
     def dead_experts(self) -> list[int]:
-        """Per layer, how many experts no token of the batch went to."""
+        """Per layer, the number of experts without a token of the batch."""
         return (self.load_YE == 0).sum(-1).tolist()
 
     def router_entropy(self) -> list[float]:

@@ -1,10 +1,10 @@
 """Advantages per token, over packed sequences: discounted returns, GAE, REINFORCE++, process supervision, a teacher's; divergence
 as a reward.
 
-The steps of the decision process are the scored positions: position t reads x[t] and decides on x[t + 1]. What lies between them
-(a tool's answer) takes no time and earns nothing: discounts count scored positions only. All results are `[T]`, zero where a
-position is not scored. The end of a sequence is terminal, also where the token budget cut it off: the score was given for the
-sequence as it stands, and the state after its last token is never read, so that there is no value to bootstrap from.
+The steps of the decision process are the scored positions: position t reads x[t] and chooses x[t + 1]. Tokens between them, such as
+a tool's answer, take no time and earn nothing: discounts count scored positions only. All results are `[T]`, zero at positions that
+are not scored. The end of a sequence is terminal, even if the token budget cut it off: the score is that of the sequence as it
+stands, and the state after its last token is never computed, so that there is no value to bootstrap from.
 """
 
 # Shapes: T predicting positions of B packed sequences, N scored ones, L scored positions of the longest sequence.
@@ -28,7 +28,7 @@ def scored_sums(values_T: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> T
 
 
 def terminal_rewards(rewards_B: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Each sequence's reward at its last scored position, `[T]`; lost where a sequence has none."""
+    """Each sequence's reward at its last scored position, `[T]`; dropped if a sequence has none."""
     rewards_T = torch.zeros(len(scored_T), dtype=rewards_B.dtype)
     sequence_T = sequence_of(lengths)
     places_N = scored_T.nonzero().squeeze(-1)
@@ -44,8 +44,8 @@ def divergence_rewards(
     """The divergence from a reference as a reward, `-coef * KL_t` at every scored position (Ziegler et al. 2019, arXiv:1909.08593,
     eq. 2, which is k1). `logprobs_T` are those of the policy that sampled.
 
-    With k1 the expected gradient of the returns is that of `E[r] - coef * KL(pi || ref)`; as a loss k1 has none. Estimators per
-    sample add the sequence's sum to its reward: `rewards_B + scored_sums(divergence_rewards(...))`.
+    With k1 the expected gradient of the returns is that of `E[r] - coef * KL(pi || ref)`; as a loss, k1 has no such gradient.
+    Estimators per sample add the sequence's sum to its reward: `rewards_B + scored_sums(divergence_rewards(...))`.
     """
     difference_T = (logprobs_T - reference_logprobs_T).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return torch.where(scored_T, -coef * kl_estimate(difference_T, estimator), 0.0)
@@ -57,7 +57,7 @@ def teacher_advantages(logprobs_T: Tensor, teacher_logprobs_T: Tensor, scored_T:
     the policy that sampled.
 
     In expectation over the sampled token its policy gradient is that of `-coef * KL(pi || teacher)` at each state that the policy
-    reached, which is how it differs from imitation: the teacher judges what the student does, and not the other way round.
+    reached. In imitation, by contrast, the student learns from the states of the teacher.
     """
     return divergence_rewards(logprobs_T, teacher_logprobs_T, scored_T, coef)
 
@@ -78,7 +78,7 @@ def gae(
     """
     rewards_BL, values_BL = _by_step(token_rewards_T, scored_T, lengths), _by_step(values_T, scored_T, lengths)
     advantages_BL = torch.zeros_like(rewards_BL)
-    # Beyond a shorter sequence's end rewards and values are 0, and so is what is carried back from there.
+    # After the end of a shorter sequence rewards and values are 0, and so is what they contribute to earlier steps.
     next_value_B = next_advantage_B = torch.zeros(len(lengths), dtype=torch.float64)
     for step in range(rewards_BL.shape[1] - 1, -1, -1):
         delta_B = rewards_BL[:, step] + gamma * next_value_B - values_BL[:, step]
@@ -127,7 +127,7 @@ def whiten(values_T: Tensor, scored_T: Tensor) -> Tensor:
 
 
 def _places(scored_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Sequence and step within it of every scored position, `[N]` each."""
+    """The sequence of every scored position and its step in that sequence, `[N]` each."""
     sequence_N = sequence_of(lengths)[scored_T]
     counts_B = torch.bincount(sequence_N, minlength=len(lengths))
     starts_B = counts_B.cumsum(0) - counts_B
@@ -135,7 +135,7 @@ def _places(scored_T: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _by_step(values_T: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Scored positions side by side, `[B, L]` in fp64, filled up with 0."""
+    """Values by sequence and step, `[B, L]` in fp64, padded with 0."""
     sequence_N, step_N = _places(scored_T, lengths)
     longest = int(step_N.max()) + 1 if step_N.numel() else 0
     values_BL = torch.zeros(len(lengths), longest, dtype=torch.float64)
@@ -144,7 +144,7 @@ def _by_step(values_T: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tens
 
 
 def _from_steps(values_BL: Tensor, scored_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The way back, `[T]` in fp32."""
+    """Inverts `_by_step`, `[T]` in fp32."""
     values_T = torch.zeros(len(scored_T))
     values_T[scored_T] = values_BL[_places(scored_T, lengths)].float()
     return values_T

@@ -1,6 +1,6 @@
-"""The processes that train one model together: its weights sharded over them (FSDP2), what each computes put together again.
+"""Ranks: the processes that train one model together. Its weights are sharded over them (FSDP2), and their results are joined.
 
-Every rank calls the same functions in the same order; a lone process is one rank, for which they do nothing.
+Every rank calls the same functions in the same order. A single process is one rank, for which they do nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """All processes of the default group of `torch.distributed`, or this one alone where there is none."""
+    """All processes of the default group of `torch.distributed`, or only this one if there is no group."""
 
     def __init__(self) -> None:
         together = dist.is_available() and dist.is_initialized()
@@ -27,21 +27,21 @@ class Ranks:
         self.rank = dist.get_rank() if together else 0
 
     def shard(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Shards the parameters over the ranks, block by block, what lies outside of blocks together (Zhao et al. 2023,
-        arXiv:2304.11277). A block's weights are gathered while it runs."""
+        """Shards the parameters over the ranks, block by block, and the parameters outside of blocks together (Zhao et al. 2023,
+        arXiv:2304.11277). The weights of a block are gathered while it runs."""
         if self.size > 1:
             for block in blocks:
                 fully_shard(block)
             fully_shard(model)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sums a tensor over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: R) -> list[R]:
-        """Every rank's value, on every rank."""
+        """Returns every rank's value, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -49,39 +49,40 @@ class Ranks:
         return values
 
     def wait(self) -> None:
-        """Returns once every rank is here."""
+        """Waits until every rank has called this."""
         if self.size > 1:
             dist.barrier()
 
 
 def release(model: nn.Module) -> None:
-    """Drops gathered weights that a forward pass without a backward one left behind: the next pass gathers what is then true."""
+    """Frees gathered weights that a forward pass without a backward pass left behind, so that the next pass gathers the new
+    ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's full value, on every rank."""
+    """The full value of a sharded tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A full tensor sharded as the parameter is; what has another shape, a step count say, is left as it is."""
+    """Shards a full tensor as the parameter is. A tensor of another shape, such as a step count, is returned as it is."""
     if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
     return tensor
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state with every tensor whole, on every rank."""
+    """The model's state dict with every tensor whole, on every rank."""
     release(model)
     state = get_model_state_dict(model)
     return {name: whole(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 def set_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Takes a state of whole tensors, each rank its part. Every rank gives the same."""
+    """Loads a state dict of whole tensors, of which each rank keeps its part. Every rank passes the same."""
     release(model)
     set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind and goes on from: its directory, records, checkpoints, provenance and report."""
+"""The files of a run: its directory, records, checkpoints, provenance and report."""

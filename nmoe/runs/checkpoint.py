@@ -1,4 +1,4 @@
-"""Checkpoints: a directory that appears under its name only when it is whole, and can prove later that it still is."""
+"""Checkpoints: directories that appear under their name only when they are whole, with a manifest to verify them later."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ def save_checkpoint(directory: Path, step: int, write: Callable[[Path], None], k
 
     `write` fills an empty hidden directory; its files are flushed to disk and listed with size and SHA-256 in
     manifest.json before one rename gives it its name. Then the link `latest` moves to it, and all but the last `keep`
-    checkpoints are removed, except those that `latest` and `best` name. Killed at any moment, whatever has a
-    checkpoint's name is whole.
+    checkpoints are removed, except those that `latest` and `best` name. A directory with the name of a checkpoint is whole
+    even if the process is killed at any moment.
 
-    Raises StorageError when the disk is full or can not be written, whatever error `write` met it as; the unfinished
-    directory is removed then, and for any other error of `write` too, which passes unchanged.
+    Raises StorageError if the disk is full or cannot be written, whatever error `write` raised for it. Any other error of
+    `write` passes unchanged. The unfinished directory is removed in both cases.
     """
     if keep < 1:
         raise ValueError(f"keep has to be at least 1, got {keep}")
@@ -35,7 +35,7 @@ def save_checkpoint(directory: Path, step: int, write: Callable[[Path], None], k
         remove_leftovers(directory)
         partial.mkdir()
         try:
-            with storage_errors(final):  # inside, so that the bytes free are those the failed write met
+            with storage_errors(final):  # inside, so that the free bytes are measured before the leftovers are removed
                 write(partial)
                 _seal(partial, step)
             _give_name(partial, final)
@@ -47,17 +47,17 @@ def save_checkpoint(directory: Path, step: int, write: Callable[[Path], None], k
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint of the highest step, None when there is none.
+    """The checkpoint of the highest step; None if there is none.
 
-    The names decide, not the link `latest`: a kill may come between the two, and a run is rolled back by removing
-    its later checkpoints.
+    The names decide, not the link `latest`: the process may be killed between the two, and a run is rolled back by
+    removing its later checkpoints.
     """
     checkpoints = _checkpoints(directory)
     return checkpoints[-1] if checkpoints else None
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step of a checkpoint, also when `path` is the link `latest` or `best`. Raises UserError for other names."""
+    """The step of a checkpoint; `path` may be the link `latest` or `best`. Raises UserError for other names."""
     step = step_of(path.resolve().name)
     if step is None:
         raise UserError(f"{path}: not a checkpoint; name a directory such as checkpoints/step_000010")
@@ -65,9 +65,9 @@ def checkpoint_step(path: Path) -> int:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compares every file with the manifest. Raises UserError naming the first that is missing, cut or altered.
+    """Compares every file with the manifest. Raises UserError, naming the first that is missing, cut or altered.
 
-    Files that the manifest does not list are not looked at.
+    Files that the manifest does not list are ignored.
     """
     manifest = path / MANIFEST
     remedy = "remove this checkpoint to go on from the one before"
@@ -89,14 +89,14 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Moves the link `best` beside a checkpoint to it, which keeps it from being removed. Raises StorageError."""
+    """Points the link `best` to a checkpoint, which is then never removed. Raises StorageError."""
     best = checkpoint.parent / "best"
     with storage_errors(best):
         _point(best, checkpoint)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Clears what a save that was killed left behind, and puts back a checkpoint it had moved aside."""
+    """Removes the leftovers of a killed save, and restores a checkpoint that it had moved aside."""
     for path in directory.glob(".step_*"):
         final = directory / path.stem.removeprefix(".")
         if path.suffix == _REPLACED and not final.exists():
@@ -108,7 +108,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _seal(partial: Path, step: int) -> None:
-    """Writes the manifest and makes all of the directory durable, so that its rename can not outrun its content."""
+    """Writes the manifest and makes all of the directory durable, so that the rename does not reach the disk before the content."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     entries = {
         file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files
@@ -122,7 +122,7 @@ def _seal(partial: Path, step: int) -> None:
 
 def _give_name(partial: Path, final: Path) -> None:
     replaced = _hidden(final, _REPLACED)
-    if final.exists():  # a directory can not be renamed onto a full one
+    if final.exists():  # a directory cannot be renamed onto one that has files
         final.rename(replaced)
     partial.rename(final)
     _sync(final.parent)
@@ -131,7 +131,7 @@ def _give_name(partial: Path, final: Path) -> None:
 
 
 def _point(link: Path, checkpoint: Path) -> None:
-    """Moves a relative link in one step, so that it always names a checkpoint and a run can be moved as a whole."""
+    """Points a link to a checkpoint in one step, so that it always names one. It is relative, so that a run can be moved."""
     fresh = _hidden(link, ".link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(checkpoint.name)
@@ -143,12 +143,12 @@ def _prune(directory: Path, keep: int) -> None:
     linked = {(directory / name).resolve() for name in ("latest", "best")}
     for checkpoint in _checkpoints(directory)[:-keep]:
         if checkpoint.resolve() not in linked:
-            # Out of sight first: a removal that is killed must not leave a part under a checkpoint's name.
+            # Hidden first: a removal that is killed must not leave a part under the name of a checkpoint.
             shutil.rmtree(checkpoint.rename(_hidden(checkpoint, _REMOVED)))
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints by step."""
+    """The checkpoints in order of their step."""
     if not directory.is_dir():
         return []
     steps = {step: path for path in directory.iterdir() if path.is_dir() and (step := step_of(path.name)) is not None}

@@ -1,4 +1,4 @@
-"""The directory of a run: made once, written by one process, and opened again to go on after a kill."""
+"""The directory of a run: created once, written by one process, and opened again to resume."""
 
 import json
 import shutil
@@ -16,15 +16,15 @@ from nmoe.runs.lock import RunLock
 from nmoe.runs.storage import remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
-# What may change between a run and its resumption: how long it goes on and how it is kept. Another number of steps is
-# another schedule: what follows is then no repetition of the shorter run.
-# The thread count is here because 0 stands for whatever is free; `recorded_threads` gives the count to use again.
+# What may change when a run is resumed: how long it goes on and what is kept. Another number of steps is another schedule, so that
+# the resumed run does not repeat the shorter one. The thread count is here because 0 stands for the free cores;
+# `recorded_threads` gives the count to use again.
 _KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads")
 _SECTION_THAT_MAY_DIFFER = "checkpoint."
 
 
 class RunDirectory:
-    """A run's files, locked for this process until `close`, the end of a `with` block, or the process's end.
+    """The files of a run, locked for this process until `close`, the end of a `with` block, or the end of the process.
 
     `path/` holds config.toml (resolved), provenance.json, metrics.jsonl, alerts.jsonl, spikes.jsonl, failures.jsonl,
     log.txt, samples/, replay/, eval/ and checkpoints/.
@@ -33,7 +33,7 @@ class RunDirectory:
     checkpoints: the directory to save checkpoints in.
     replays: the directory to write replay bundles in.
     log: path of log.txt.
-    resumed_from: the checkpoint to load, None for a run that begins at step 0.
+    resumed_from: the checkpoint to load; None for a run that starts at step 0.
     """
 
     def __init__(self, path: Path, lock: RunLock, resumed_from: Path | None) -> None:
@@ -49,25 +49,26 @@ class RunDirectory:
     def create(
         cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: bool, defaults: Collection[str] = ()
     ) -> "RunDirectory":
-        """Makes the directory of a new run or, with `resume`, opens one where its last checkpoint left it.
+        """Creates the directory of a new run or, with `resume`, opens one at its last checkpoint.
 
-        Resuming takes back every record after the checkpoint's step. A run that was killed before its first
-        checkpoint starts over with nothing kept but log.txt; one that does not exist yet starts. So a command with
-        `--run.resume=true` can be repeated until it is done.
+        Resuming removes every record after the checkpoint's step. A run that was killed before its first checkpoint starts
+        over and keeps only log.txt; a run that does not exist yet starts. A command with `--run.resume=true` can therefore
+        be repeated until it is done.
 
         `defaults` names dotted keys of `config_toml` that hold their defaults. A run from before such a key existed lacks it, and
         can be resumed.
 
-        Raises UserError when the run exists and `resume` is false, when `path` holds something else, when another
-        process is writing the run, when `config_toml` differs from the run's own in what it computes (every key that
-        differs is named), or when the checkpoint is not whole; StorageError when the disk is full.
+        Raises UserError if the run exists and `resume` is false, if `path` holds something else, if another process is
+        writing the run, if `config_toml` differs from the run's own in a key that changes what is computed (every such key
+        is named), or if the checkpoint is not whole; StorageError if the disk is full.
         """
         _refuse_unless_free(path, resume)
         with storage_errors(path), ExitStack() as undo:
             path.mkdir(parents=True, exist_ok=True)
             lock = RunLock(path / ".lock")
             undo.callback(lock.release)
-            _refuse_unless_free(path, resume)  # again: another process may have made the run before the lock was ours
+            # Again: another process may have created the run before the lock was taken.
+            _refuse_unless_free(path, resume)
             resumed_from = _prepare(path, config_toml, defaults)
             _record_start(path, config_toml, provenance, resumed_from)
             undo.pop_all()
@@ -75,11 +76,11 @@ class RunDirectory:
 
     @property
     def start_step(self) -> int:
-        """The step whose result the run goes on from: that of the checkpoint, or 0. The next step is one more."""
+        """The last step that is done: that of the checkpoint, or 0."""
         return checkpoint_step(self.resumed_from) if self.resumed_from else 0
 
     def close(self) -> None:
-        """Lets another process write the run."""
+        """Releases the run, so that another process can write it."""
         self._lock.release()
 
     def __enter__(self) -> "RunDirectory":
@@ -92,9 +93,9 @@ class RunDirectory:
 
 
 def recorded_threads(path: Path) -> int | None:
-    """The thread count a run last went on with, None when there is no such run.
+    """The thread count that a run last used; None if there is no such run.
 
-    Sums are split by threads, so only the same count repeats a run number for number.
+    Sums are split over threads, so that only the same count gives exactly the same numbers.
     """
     if not (path / "provenance.json").exists():
         return None
@@ -105,7 +106,7 @@ def recorded_threads(path: Path) -> int | None:
 def read_provenance(path: Path) -> dict[str, Any]:
     """The provenance of a run's first start, with that of each resumption in `resumed`.
 
-    Raises UserError when the run has none or it is no such record.
+    Raises UserError if the run has none, or its file is not such a record.
     """
     file = path / "provenance.json"
     try:
@@ -133,7 +134,7 @@ def _refuse_unless_free(path: Path, resume: bool) -> None:
 
 
 def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | None:
-    """Brings the directory to the state of its last checkpoint, which is returned, or to that of a fresh run."""
+    """Resets the directory to its last checkpoint, which is returned, or to the state of a new run."""
     remove_partials(path)
     stored = path / "config.toml"
     if stored.exists():
@@ -144,7 +145,8 @@ def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | 
     remove_leftovers(checkpoints)
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is not None:
-        verify_checkpoint(checkpoint)  # before anything is cut: a broken checkpoint may be removed for an earlier one
+        # Before anything is cut, so that the user can still remove a broken checkpoint and resume from the one before.
+        verify_checkpoint(checkpoint)
         Ledger(path).cut_back(checkpoint_step(checkpoint))
         _cut_replays(path / "replay", checkpoint_step(checkpoint))
     else:
@@ -159,7 +161,7 @@ def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | 
 
 
 def _cut_replays(directory: Path, step: int) -> None:
-    """Forgets the replay bundles of every step after `step`, and what a kill left of one."""
+    """Removes the replay bundles of every step after `step`, and the leftovers of a killed write."""
     for bundle in directory.iterdir():
         of = step_of(bundle.name.partition("-")[0])
         if bundle.name.startswith(".") or (of is not None and of > step):
@@ -167,7 +169,7 @@ def _cut_replays(directory: Path, step: int) -> None:
 
 
 def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resumed_from: Path | None) -> None:
-    """Writes config.toml and provenance.json; a resumption is added to the provenance of the first start."""
+    """Writes config.toml and provenance.json; each resumption is added to the provenance of the first start."""
     write_atomically(path / "config.toml", config_toml.encode())
     file = path / "provenance.json"
     record: dict[str, Any] = provenance | {"resumed": []}

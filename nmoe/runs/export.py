@@ -1,4 +1,4 @@
-"""A run's checkpoint, or any that nmoe loads, as a Hugging Face checkpoint or an adapter of PEFT's.
+"""Export of a run's checkpoint, or of any that nmoe loads, as a Hugging Face checkpoint or a PEFT adapter.
 `nmoe export CHECKPOINT DIRECTORY`"""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
-# What tokenizers of the families come in; the chat template is a file of its own or lies in tokenizer_config.json.
+# Files of the families' tokenizers. The chat template is a file of its own or part of tokenizer_config.json.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,9 +39,9 @@ _TOKENIZER_FILES = (
 def export_checkpoint(
     checkpoint: Path, directory: Path, dtype: DTypeName | None = None, format: Literal["hf", "peft"] = "hf"
 ) -> None:
-    """Writes what transformers loads: weights in `dtype` (None: as the model, or an adapter's base, is stored), configuration,
-    generation settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the
-    format "peft", written by itself.
+    """Writes a checkpoint for transformers: weights in `dtype` (None: that of the stored model or base), configuration, generation
+    settings and the tokenizer's files with the chat template. An adapter is merged into its base or, with the format "peft",
+    written by itself.
 
     `directory` appears under its name only when it is whole. Raises UserError for a directory that is not empty, and as
     `load_policy` and `export_model` do; StorageError for a full disk.
@@ -76,7 +76,8 @@ def export_checkpoint(
 
 
 def _harmony_generation(source: Path) -> dict[str, object]:
-    """For a model that nmoe trained from nothing: it ends its turn as Harmony does, if its tokenizer is one for that."""
+    """Generation settings of a model that nmoe trained from scratch: it ends its turn as in Harmony, if its tokenizer has the
+    tokens."""
     if not (source / "tokenizer.json").exists():
         return {}
     tokenizer = Tokenizer.load(source)

@@ -1,4 +1,4 @@
-"""The ledger of a run: what it measured, sampled and met, one JSON object per line, each line whole or absent."""
+"""The ledger of a run: its metrics, samples, alerts and failures, one JSON object per line, each line whole or absent."""
 
 import json
 import math
@@ -15,7 +15,7 @@ _RESULT_KEYS = {"mode", "dataset", "value", "low", "high", "problems"}
 
 
 class Ledger:
-    """Writes the records of the run in `directory`, which has to exist with its `samples/` and `eval/`.
+    """Writes the records of a run into `directory`, which has to exist with its `samples/` and `eval/`.
 
     Every method raises ValueError naming the entry when a number is NaN or infinite (JSON has no such number, and null
     would hide it), TypeError when a value is no JSON value (a tensor, say), and StorageError when the disk is full.
@@ -52,8 +52,8 @@ class Ledger:
         write_atomically(self._directory / "eval" / f"{step_name(step)}.json", content)
 
     def is_best(self, step: int) -> bool:
-        """Whether this step was evaluated and its first result is no worse than that of any step before; step 0 is only the
-        baseline."""
+        """Whether this step was evaluated and its first result is at least as good as that of every step before. Step 0 is only
+        the baseline."""
         values = {}
         for path in (self._directory / "eval").glob("step_*.json"):
             record = json.loads(path.read_text())
@@ -71,13 +71,13 @@ class Ledger:
         self._append("alerts.jsonl", record, required=("step", "message"))
 
     def spike(self, record: Mapping[str, Any]) -> None:
-        """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with what the batch held."""
+        """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with the problems of the batch."""
         self._append("spikes.jsonl", record, required=("step",))
 
     def cut_back(self, step: int | None) -> None:
-        """Forgets every record of a step after `step`, and a last line torn by a kill; None forgets all.
+        """Removes every record of a step after `step`, and a last line torn by a kill; None removes all.
 
-        Each file is rewritten whole. Raises UserError, naming file and line, for a line that is not a record.
+        Each file is rewritten as a whole. Raises UserError, naming file and line, for a line that is not a record.
         """
         for name in LINE_FILES:
             path = self._directory / name
@@ -98,7 +98,7 @@ class Ledger:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a line file, oldest first; none when the file is absent. A torn last line is left out.
+    """The records of a line file, oldest first; none if the file is absent. A torn last line is left out.
 
     Raises UserError, naming file and line, for any other line that is not a JSON object with a `step`.
     """
@@ -125,7 +125,7 @@ def _cut_lines(path: Path, step: int | None) -> None:
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each ended line with its record. A last line without its newline was torn by a kill and is dropped."""
+    """Yields each complete line with its record. A last line without a newline was torn by a kill and is left out."""
     *lines, _torn = path.read_bytes().split(b"\n")
     pairs = []
     for number, line in enumerate(lines, start=1):
@@ -149,7 +149,7 @@ def _line(record: Mapping[str, Any], where: str) -> bytes:
 
 
 def _refuse_non_finite(value: Any, where: str) -> None:
-    """Names the entry that JSON can not hold, where `json.dumps` would only say that there is one."""
+    """Raises ValueError naming the entry that JSON cannot hold; `json.dumps` would only say that there is one."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             _refuse_non_finite(entry, f"{where}: {key}")

@@ -1,4 +1,4 @@
-"""The lock that keeps a run to one process. The kernel frees it when the holder ends, even by `kill -9`."""
+"""A lock, so that only one process writes a run. The kernel releases it when the holder ends, even by `kill -9`."""
 
 import os
 from pathlib import Path
@@ -29,5 +29,5 @@ class RunLock:
         path.write_text(f"{os.getpid()}\n")
 
     def release(self) -> None:
-        """Gives the run up; a second call does nothing."""
+        """Releases the lock. A second call does nothing."""
         self._lock.release()

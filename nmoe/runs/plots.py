@@ -11,7 +11,7 @@ from nmoe.runs.storage import storage_errors
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# A curve of more steps than this is drawn faintly, under its running mean over a twentieth of the steps.
+# A curve with more steps than this is drawn faintly, below its running mean over a twentieth of the steps.
 _SMOOTH_ABOVE_STEPS = 60
 
 
@@ -21,10 +21,10 @@ def plot_curves(
     """Draws the named metrics over the steps to `path` (PNG), which is returned.
 
     metrics: rows such as `{"step": 10, "reward_mean": 0.41}`. A row without a name adds no point to that curve, and a
-    name no row has adds no curve; where there is no curve at all, nothing is drawn and None returned.
+    name that no row has adds no curve. Without any curve nothing is drawn, and None is returned.
     log: a logarithmic scale, unless no value is positive.
 
-    Raises UserError when matplotlib is not installed, StorageError when the disk is full.
+    Raises UserError if matplotlib is not installed, StorageError if the disk is full.
     """
     curves = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
     curves = {name: points for name, points in curves.items() if points}
@@ -65,7 +65,7 @@ def plot_curves(
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and the `window - 1` before it, or of as many as there are."""
+    """The mean of each value and the `window - 1` values before it, or of as many as there are."""
     sums = np.cumsum(values)
     sums[window:] -= sums[:-window].copy()
     return sums / np.minimum(np.arange(1, len(values) + 1), window)

@@ -1,5 +1,4 @@
-"""What a run shows while it works: one live line on a terminal, plain lines elsewhere, and those lines in log.txt. A command that
-is no run shows how far it is."""
+"""Progress of a run: one live line on a terminal, plain lines elsewhere and in log.txt; and of commands that are no runs."""
 
 import sys
 import time
@@ -39,8 +38,7 @@ class Progress:
     The lines read `grpo 1/200  reward 0.310  correctness 12.0%  tokens/s 5,200  left 0:53:20`. A plain line is printed
     for the first step, the last, and at most every 10 s between them; on a terminal those lines go to the log alone.
 
-    total: the step the run ends at. done: the step it goes on from. Raises StorageError when the log can not be
-    written.
+    total: the last step of the run. done: the step it starts from. Raises StorageError if the log cannot be written.
     """
 
     def __init__(
@@ -100,14 +98,14 @@ class Progress:
         self._append(text)
 
     def _print(self, line: str) -> None:
-        # Soft wrapping leaves long lines whole in a pipe; brackets in a text are not markup.
+        # Soft wrapping keeps long lines whole in a pipe. Brackets in a text are not markup.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _append(self, line: str) -> None:
         append_whole(self._log, f"{line}\n".encode(errors="backslashreplace"))
 
     def _left(self, step: int) -> str:
-        """Time to the last step at the present pace, as h:mm:ss."""
+        """The time to the last step at the present pace, as h:mm:ss."""
         (earlier, first), (now, _) = self._paces[0], self._paces[-1]
         seconds = round((self._total - step) * (now - earlier) / max(1, step - first))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

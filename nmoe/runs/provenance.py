@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: code, packages, machine and command, and nothing that names a person or a host."""
+"""The provenance of a run: code, packages, machine and command, without the name of a person or a host."""
 
 import os
 import platform
@@ -56,7 +56,7 @@ def _version(package: str) -> str | None:
 def _git() -> tuple[str | None, bool | None]:
     """Commit and dirty flag of the checkout that holds this package.
 
-    The package has to be tracked there: installed in an environment inside someone else's repository, it is not.
+    The package has to be tracked there, which it is not if it is installed in an environment inside another repository.
     """
     package = Path(nmoe.__file__).parent
     if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
@@ -90,7 +90,7 @@ def _device(device: str) -> str:
 
 
 def _argv() -> list[str]:
-    """The command line; the command itself without its directory, and no user's name in a path below the home."""
+    """The command line, with the command without its directory and the home directory as `~`."""
     command, *arguments = sys.argv
     home = str(Path.home())
     return [Path(command).name, *(argument.replace(f"{home}/", "~/") for argument in arguments)]

@@ -1,4 +1,4 @@
-"""The report of a run: what it reached, how it got there and how long that took, as report.md with plots beside it."""
+"""The report of a run: results, curves and times, as report.md with plots beside it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,8 +57,8 @@ def write_report(run: Path) -> Path:
     """Writes `run/report.md` and the PNG files of `run/plots/` from what the run recorded, and returns the report. Of a speedrun's
     directory it is that of its `rl` run.
 
-    A part with nothing recorded is left out. Raises UserError when `run` is not the directory of a run, a record in it
-    can not be read, or matplotlib is not installed; StorageError when the disk is full.
+    A part without records is left out. Raises UserError if `run` is not the directory of a run, if a record in it cannot be
+    read, or if matplotlib is not installed; StorageError if the disk is full.
     """
     if not (run / "config.toml").exists() and (run / "rl" / "config.toml").exists():
         run = run / "rl"  # of a speedrun's directory, as everywhere
@@ -84,9 +84,9 @@ def write_report(run: Path) -> Path:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; a column of numbers alone is set to the right. Floats are shown with four digits.
+    """A Markdown table, with columns of numbers aligned to the right. Floats are shown with four digits.
 
-    Raises ValueError for a row that has not as many cells as the header.
+    Raises ValueError for a row that does not have as many cells as the header.
     """
     for row in rows:
         if len(row) != len(header):
@@ -148,7 +148,7 @@ def _evaluations_table(directory: Path) -> str:
 
 
 def _calibration_table(directory: Path) -> str:
-    """Of the last evaluation that has one: how often what was said with some probability was so."""
+    """The calibration table of the last evaluation that has one: how often a prediction of some probability was right."""
     records = [json.loads(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
     measured = [record for record in records if "calibration" in record]
     if not measured:
@@ -176,7 +176,7 @@ def _time_table(metrics: Sequence[Mapping[str, Any]]) -> str:
                 sums[name] = sums.get(name, 0.0) + value
     if not sums:
         return ""
-    # Grading runs while the engine samples on, several trajectories at a time: its sum is no part of the whole.
+    # Grading runs beside sampling, several trajectories at a time, so that its sum is not a part of the step's time.
     stages = {name: seconds for name, seconds in sums.items() if name not in ("time_step_s", "time_grade_s")}
     whole = sums.get("time_step_s", sum(stages.values()))
     rows = [[name, f"{seconds:.1f}", f"{seconds / whole:.1%}" if whole else ""] for name, seconds in stages.items()]

@@ -1,5 +1,5 @@
-"""What a path to a model means: a checkpoint itself, a run's latest, or that of the `rl/` run in a speedrun's directory; and what
-that run was trained on."""
+"""Resolve a path to a model: to a checkpoint itself, a run's latest, or that of the `rl/` run in a speedrun's directory; and to the
+environment that the run was trained on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names. Raises UserError where
+    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names. Raises UserError if
     there is none."""
     for candidate in (path, path / "rl"):
         if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
@@ -33,14 +33,14 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def resolve_tokenizer(path: Path) -> Path:
-    """The directory of a tokenizer: `path` itself where it holds one, or the checkpoint that it stands for. Raises UserError."""
+    """The directory of a tokenizer: `path` itself if it holds one, or the checkpoint that it stands for. Raises UserError."""
     return path if (path / "tokenizer.json").exists() else resolve_checkpoint(path)
 
 
 def trained_on(path: Path) -> EnvironmentSettings | None:
     """The environment of the run that `path` names, its directory or one of its checkpoints; None without one.
 
-    Raises UserError for a run's configuration that can not be read."""
+    Raises UserError for a run's configuration that cannot be read."""
     of_checkpoint = [path.parent.parent] if path.parent.name == "checkpoints" else []
     for run in (path, path / "rl", *of_checkpoint):
         file = run / "config.toml"

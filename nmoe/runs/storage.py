@@ -1,4 +1,4 @@
-"""Writes that happen whole or not at all, and the one place that tells a full disk from other errors."""
+"""Writes that happen as a whole or not at all, the names of steps, and the one place that tells a full disk from other errors."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ _STORAGE_TEXTS = (*(os.strerror(number) for number in sorted(_STORAGE_ERRNOS)), 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns what a full or unwritable disk raises while `path` is written into a StorageError with the bytes free.
+    """Turns the errors of a full or unwritable disk, while `path` is written, into a StorageError with the free bytes.
 
     Any other error passes unchanged.
     """
@@ -48,7 +48,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a whole file or leaves the earlier one as it was; a reader never sees a part.
 
-    Raises StorageError when the disk is full or can not be written.
+    Raises StorageError if the disk is full or cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with storage_errors(path):
@@ -63,9 +63,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Appends all of `content` or, when the disk refuses a part of it, none.
+    """Appends all of `content` or, if the disk refuses a part of it, nothing.
 
-    Nothing is held back in this process, so what was appended outlives a `kill -9`. Raises StorageError.
+    Nothing is buffered in this process, so that the content survives a `kill -9`. Raises StorageError.
     """
     with storage_errors(path), path.open("ab", buffering=0) as file:
         start = os.fstat(file.fileno()).st_size
@@ -79,13 +79,13 @@ def append_whole(path: Path, content: bytes) -> None:
 
 
 def remove_partials(directory: Path) -> None:
-    """Removes what a killed `write_atomically` left in a directory."""
+    """Removes the leftovers of a killed `write_atomically` from a directory."""
     for partial in directory.glob(".*.partial"):
         partial.unlink()
 
 
 def _storage_reason(error: BaseException) -> str | None:
-    """Why the storage refused, looked for in the error and in the errors it was raised from; None: it did not."""
+    """The reason why the storage refused, from the error or those that it was raised from; None for other errors."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError):
@@ -98,8 +98,8 @@ def _storage_reason(error: BaseException) -> str | None:
 
 
 def _bytes_free(path: Path) -> int:
-    """Bytes free where `path` would lie; the path itself need not exist."""
-    while not os.path.exists(path):  # False, not an error, where a parent may not be searched
+    """The free bytes at `path`, which need not exist."""
+    while not os.path.exists(path):  # False, not an error, if a parent may not be searched
         path = path.parent
     return shutil.disk_usage(path).free
 

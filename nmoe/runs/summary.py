@@ -1,4 +1,4 @@
-"""What to say when a run has ended: what changed, what it took, where it lies, and what to do next."""
+"""The closing summary of a run: what changed, how long it took, where it lies, and what to do next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from nmoe.runs.ledger import read_lines
 
-# Of metrics that say how well it goes, those that a run without evaluations is summed up by.
+# Metrics of progress, for the summary of a run without evaluations.
 _PROGRESS = ("reward_mean", "correctness", "held_out_loss", "held_out_accuracy", "loss")
 _ENDS_STEPS = 10
 
@@ -26,7 +26,7 @@ NEXT = {
 
 
 def run_summary(run: Path, verb: str) -> Iterator[str]:
-    """Lines about the run in the directory. Raises UserError for records of it that can not be read."""
+    """Lines about the run in the directory. Raises UserError for records that cannot be read."""
     metrics = read_lines(run / "metrics.jsonl")
     changes = list(_evaluated(run / "eval")) or list(_measured(metrics))
     yield from changes
@@ -59,7 +59,7 @@ def _value(result: Mapping[str, Any]) -> str:
 
 
 def _measured(metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The first of the metrics of progress that there is, at both ends."""
+    """The first metric of progress that the run has, at its first and last steps."""
     for name in _PROGRESS:
         if values := [row[name] for row in metrics if name in row]:
             first, last = values[:_ENDS_STEPS], values[-_ENDS_STEPS:]

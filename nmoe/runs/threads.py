@@ -1,4 +1,4 @@
-"""How many threads to compute with: as many as there are cores nobody else is using.
+"""The number of threads to compute with: as many as there are free cores.
 
 With one thread more than there are free cores, every small operation waits for the scheduler: up to 60 times slower.
 """
@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 _MEASURE_S = 0.2
-# A core counts as free when others use less than this much of it; an idle machine's background is about 0.02.
+# A core counts as free if others use less than this share of it; the background of an idle machine is about 0.02.
 _NEGLIGIBLE_CORES = 0.25
 
 
 def choose_threads(requested: int) -> int:
     """The thread count to use: `requested`, or for 0 the number of cores that are free now, at least 1.
 
-    Free are the cores this process may run on, less what others use of them over 0.2 s, and no more than the control
-    group's CPU quota. Where /proc does not say, that is all cores. Raises ValueError for a negative number.
+    The free cores are those this process may run on, minus what other processes use of them over 0.2 s, and at most the CPU
+    quota of the control group. Without /proc all cores count as free. Raises ValueError for a negative number.
     """
     if requested < 0:
         raise ValueError(f"a thread count is positive, or 0 to choose one, got {requested}")
@@ -52,8 +52,8 @@ def busy_seconds(stat: str, cores: set[int], ticks_per_second: int) -> float:
 def cpu_quota(root: Path = Path("/")) -> float:
     """Cores that the control groups of this process allow it, infinite without a limit.
 
-    The tightest limit on the way up counts, in version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`) alike. `root`
-    is where proc/ and sys/ lie.
+    The tightest limit of all parent groups counts, in version 2 (`cpu.max`) and in version 1 (`cpu.cfs_quota_us`). `root` is
+    the directory of proc/ and sys/.
     """
     quota = math.inf
     membership = root / "proc/self/cgroup"
@@ -73,7 +73,7 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
 
 def _limit(directory: Path) -> float:
-    """Cores that one control group allows; infinite where it says nothing."""
+    """The cores that one control group allows; infinite if it sets no limit."""
     unified, quota_file = directory / "cpu.max", directory / "cpu.cfs_quota_us"
     if unified.exists():
         quota, period = unified.read_text().split()

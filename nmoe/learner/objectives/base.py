@@ -1,6 +1,10 @@
-"""What an objective takes and gives."""
+"""The interface of objectives, and the functions that several of them share.
 
-# Shapes: N scored tokens of a micro-batch, B its sequences, K outputs of a head.
+A pair's weight is the sum of `weights` over the tokens of both its sides. With the aggregation "sequence" that is 1 / (pairs of the
+whole optimizer batch), so that a sum of weighted losses is their mean, however the batch is split.
+"""
+
+# Shapes: N scored tokens of a micro-batch, B its sequences, P its pairs, K outputs of a head.
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says of the scored tokens, all with gradient: log-probabilities, entropies in nats, and the raw outputs of the
-    learner's head where it has one. A learner that trains a head alone computes no vocabulary, and both of the first are NaN."""
+    """Outputs of the model at the scored tokens, all with gradient: log-probabilities, entropies in nats, and the raw outputs of
+    the learner's head if it has one. A learner that trains only a head computes no vocabulary; the first two are then NaN."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
@@ -26,8 +30,8 @@ class Outputs:
 class Scored:
     """The batch's columns at the scored tokens; a column that the batch lacks is None.
 
-    `sequence_N` numbers the sequences of the micro-batch, 0 to B - 1, in int64. `pairs` says of each of them, in the same order,
-    which pair it belongs to and whether it is the preferred one.
+    `sequence_N` numbers the sequences of the micro-batch, 0 to B - 1, in int64. `pairs` gives for each of them, in the same order,
+    its pair and whether it is the preferred one.
     """
 
     weights_N: Tensor
@@ -43,21 +47,22 @@ class Scored:
 
 
 class Objective(Protocol):
-    """Returns the weighted loss sum and statistics per token, `[N]` each and detached, which the learner joins over
-    micro-batches so that a mean or a quantile is that of the whole batch."""
+    """A loss: returns the weighted sum and statistics per token, `[N]` each and detached. The learner joins the statistics of all
+    micro-batches, so that a mean or a quantile is that of the whole batch."""
 
     def __call__(self, outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def need(column_N: Tensor | None, name: str) -> Tensor:
-    """The column, or an error that names it."""
+    """Returns the column. Raises ValueError, naming it, if it is missing."""
     if column_N is None:
         raise ValueError(f"this objective needs the batch column {name!r}, which is missing")
     return column_N
 
 
 def total(*objectives: Objective) -> Objective:
-    """Losses add up; statistics go side by side, under names that differ."""
+    """Adds up several objectives, such as a policy loss, its penalties, a bonus and a critic. Their statistics have different
+    names."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         losses: list[Tensor] = []
@@ -75,8 +80,8 @@ Pairs = Sequence[tuple[int, bool]]
 
 
 def pair_sides(pairs: Pairs) -> tuple[list[int], list[int]]:
-    """The numbers of the preferred sequences, and of those that they were preferred to, in one order of pairs. Raises ValueError
-    for a pair that has not one of each."""
+    """The indices of the preferred sequences and of the other ones, in the same order of pairs. Raises ValueError for a pair that
+    does not have one of each."""
     preferred = {pair: place for place, (pair, is_preferred) in enumerate(pairs) if is_preferred}
     other = {pair: place for place, (pair, is_preferred) in enumerate(pairs) if not is_preferred}
     if preferred.keys() != other.keys() or len(preferred) + len(other) != len(pairs):
@@ -89,15 +94,15 @@ def sequence_sums(values_N: Tensor, sequence_N: Tensor, sequences: int) -> Tenso
     return torch.zeros(sequences, dtype=values_N.dtype, device=values_N.device).index_add(0, sequence_N, values_N)
 
 
-# exp(20) is 4.9e8: beyond it a ratio says only that something broke, and fp32 gradients overflow soon after.
+# exp(20) is 4.9e8. A larger ratio only means that something broke, and fp32 gradients would soon overflow.
 LOG_RATIO_CLAMP = 20.0
 
 
 def log_ratio(outputs: Outputs, scored: Scored) -> Tensor:
     """`log pi(x_t) - log pi_old(x_t)`, `[N]`, with gradient and not yet clamped.
 
-    pi_old is `old_logprobs`, the learner before the first of several updates, where the batch has that column, and else
-    `behaviour_logprobs`, the sampler. With the column, what separates the two is left to `nmoe.learner.correction`.
+    pi_old is `old_logprobs`, the learner before the first of several updates, if the batch has that column, and otherwise
+    `behaviour_logprobs`, the sampler. With the column, `nmoe.learner.correction` accounts for the difference between the two.
     """
     if scored.old_logprobs_N is not None:
         return outputs.logprobs_N - scored.old_logprobs_N
@@ -105,7 +110,7 @@ def log_ratio(outputs: Outputs, scored: Scored) -> Tensor:
 
 
 def ratio(log_ratio_N: Tensor) -> Tensor:
-    """`exp` of the log ratio clamped to +-20; beyond the clamp there is no gradient."""
+    """`exp` of the log ratio clamped to +-20; there is no gradient outside of the clamp."""
     return log_ratio_N.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 

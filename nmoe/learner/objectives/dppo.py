@@ -5,13 +5,13 @@ With mu the policy that sampled, r = pi(x) / mu(x):
     M_t = 0 where A > 0 and pi(x_t) - mu(x_t) > clip_high, or A <= 0 and pi(x_t) - mu(x_t) < -clip_low; else 1
     loss = sum_t w_t (-M_t r_t A_t + drift_coef (log r_t)^2)
 
-A ratio says little of a rare token: from 1e-5 to 1e-4 it is 10, and nothing has happened. |pi - mu| at the sampled token bounds the
-total variation from below. mu is the sampler and not the learner before the update, because the region is about what was
-sampled; so `behaviour_logprobs` it is, also where the batch has `old_logprobs`, and no correction for the mismatch comes on top:
-r holds it already.
+For a rare token a ratio says little: from 1e-5 to 1e-4 it is 10, and the policy has hardly changed. |pi - mu| at the sampled token
+bounds the total variation from below. mu is the sampler and not the learner before the update, because the trust region is around
+the sampled distribution. The loss therefore uses `behaviour_logprobs` even if the batch has `old_logprobs`, and needs no further
+correction for the mismatch, which is part of r.
 
-The second term is not the paper's. It pulls pi back to mu where the mask has taken the gradient away (prime-rl's default loss has
-it, with 1e-3).
+The second term is not from the paper. It pulls pi back to mu where the mask removes the gradient (as in prime-rl's default loss,
+with 1e-3).
 """
 
 # Shapes: N scored tokens of a micro-batch.
