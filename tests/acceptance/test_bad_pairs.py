@@ -83,7 +83,7 @@ def test_overlong_pairs_are_left_out_and_said(config: Callable[..., str], nmoe: 
     ("text", "message"),
     [
         ('kind = "messages"\n', 'must be "preference" or left out'),
-        ("held_out = 0.5\n", "records are held out, and never evaluated on"),
+        ("held_out = 0.5\n", "records are held out but never evaluated on"),
         ('[preference]\nloss = "hinge"\nlabel_smoothing = 0.1\n', 'loss = "hinge" has none; sigmoid, sigmoid_norm and'),
         ("[preference]\nbeta = 0\n", "x.toml:10: [preference] beta = 0: must be more than 0"),
         ("[reward_model]\nmargin = 1\n", "[reward_model]: unknown key"),

@@ -84,8 +84,8 @@ def test_fine_tuning_by_the_command(train: Callable[..., Result], tmp_path: Path
         (GOOD, ["--records.format=chat"], 'format = "chat": the tokenizer has no chat template'),
         (GOOD, ["--records.path=absent.jsonl"], "absent.jsonl: can not be read: No such file"),
         (GOOD, ["--records.path=train.jsonl@[5:]"], "train.jsonl@[5:]: no records"),
-        (GOOD, ["--run.steps=3"], "--run.steps=3: and records.epochs = 2: give one or the other"),
-        (GOOD, ["--records.held_out=0.5"], "records are held out, and never evaluated on"),
+        (GOOD, ["--run.steps=3"], "--run.steps=3: excludes records.epochs = 2; give one of the two"),
+        (GOOD, ["--records.held_out=0.5"], "records are held out but never evaluated on"),
     ],
 )
 def test_bad_input_trains_nothing(
@@ -158,7 +158,7 @@ def test_data_show_of_pairs_steps_and_other_columns(nmoe: Nmoe, tmp_path: Path) 
         ),
         (GOOD, ["--kind", "pairs"], 'kind = "pairs": must be one of "text", "messages"'),
         (GOOD, ["--column", "prompt"], "--column prompt: write COLUMN=NAME"),
-        (GOOD, ["--column", "promt=prompt"], "'promt' is no column of a format"),
+        (GOOD, ["--column", "promt=prompt"], "'promt' is not a column of a format"),
         (GOOD, ["--tokenizer", "nowhere"], "nowhere: neither a checkpoint"),
     ],
 )
