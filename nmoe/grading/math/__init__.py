@@ -1,1 +1,1 @@
-"""Whether two mathematical answers are the same: text, number, form, symbolic value, and the policy between them."""
+"""Equivalence of mathematical answers: text, number, form, symbolic value, and the policy between them."""

@@ -1,10 +1,10 @@
-"""Grading an answer against its gold: the layers one after the other, the symbolic one in worker processes.
+"""Grades an answer against its gold: runs the layers in order, the symbolic one in worker processes.
 
     verdict = await grade_answer(gold, answer)      # in a rollout
     for verdict in grade_answers(pairs): ...        # in a command
 
-Both share one pool of workers in this process, which starts with the first answer that needs it. Documented, row by row and each
-row tested, in docs/guides/grading.md.
+Both share one pool of workers in this process, which starts with the first answer that needs it. docs/guides/grading.md states
+the rules, row by row, and each row is tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nmoe.grading.math.policy import DEFAULT, AnswerOrder, Policy, Units
 from nmoe.grading.workers.pool import Reply, WorkerPool
 from nmoe.types import Verdict
 
-# Enough for every worker to have its next batch ready.
+# Enough that every worker has its next batch ready.
 _IN_FLIGHT = 256
 
 _REMEMBERED = 4096
@@ -32,7 +32,7 @@ _replies: OrderedDict[_Key, Future[Reply]] = OrderedDict()
 
 
 def symbolic_workers() -> WorkerPool:
-    """The pool of this process."""
+    """The worker pool of this process."""
     global _pool
     with _lock:
         if _pool is None:
@@ -41,7 +41,7 @@ def symbolic_workers() -> WorkerPool:
 
 
 async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict:
-    """Whether `answer` is `gold`, both raw texts; never raises, for any answer."""
+    """Grades the raw text `answer` against the raw text `gold`. No answer makes it raise."""
     verdict = settle(gold, answer, policy)
     if verdict is not None:
         return verdict
@@ -49,7 +49,7 @@ async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verd
 
 
 def grade_answers(pairs: Iterable[tuple[str, str]], policy: Policy = DEFAULT) -> Iterator[Verdict]:
-    """The verdicts on pairs of gold and answer, in their order; blocks, and keeps a few hundred of them going at once."""
+    """Grades pairs of gold and answer, in order. Blocks; keeps a few hundred pairs in flight."""
     waiting: deque[Verdict | Future[Reply]] = deque()
     for gold, answer in pairs:
         waiting.append(settle(gold, answer, policy) or _submit(gold, answer, policy))
@@ -60,7 +60,7 @@ def grade_answers(pairs: Iterable[tuple[str, str]], policy: Policy = DEFAULT) ->
 
 
 def _submit(gold: str, answer: str, policy: Policy) -> Future[Reply]:
-    """The reply on a pair; the samples of a group often give the same answer, which is compared once."""
+    """Submits a pair to the workers. Equal pairs share one comparison, because samples of a group often give the same answer."""
     key = gold, answer, *policy.arguments
     pool = symbolic_workers()
     with _lock:
@@ -71,7 +71,7 @@ def _submit(gold: str, answer: str, policy: Policy) -> Future[Reply]:
                 _replies.popitem(last=False)
         else:
             _replies.move_to_end(key)
-    mine: Future[Reply] = Future()  # of one's own: whoever is cancelled cancels nobody else
+    mine: Future[Reply] = Future()  # one per caller, so that cancelling it cancels no other caller
     shared.add_done_callback(lambda done: _pass_on(key, done, mine))
     return mine
 
@@ -96,7 +96,7 @@ def _verdict(one: Verdict | Future[Reply]) -> Verdict:
 
 
 def symbolic_verdict(reply: Reply) -> Verdict:
-    """What a worker's reply means."""
+    """The verdict that a worker's reply stands for."""
     if reply.status == "value":
         return _EQUAL if reply.value else _DIFFERENT
     if reply.status == "lost":

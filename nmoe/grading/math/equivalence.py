@@ -1,9 +1,10 @@
-r"""Whether two answers are the same, in layers: the same text, the same number, the same form part by part, and for
-expressions whatever a `Leaves` says, which is math-verify in a worker process.
+"""Compares two answers in layers: the same text, the same number, the same form part by part.
 
-Decided in favour of "incorrect" wherever the text leaves a doubt: the policy, row by row, is docs/guides/grading.md. One rule is
-behind most of it: **what the gold says may be left out by the answer, what it does not say may not be added**. "5" is right for
-"5 cm" and for "x = 5"; "5 cm" is wrong for "5". Exceptions are named where they are.
+Expressions are compared by a `Leaves`, which is math-verify in a worker process.
+
+If the text is ambiguous, the answer is incorrect. docs/guides/grading.md states the policy, row by row. Most of it follows one
+rule: **an answer may leave out what the gold says, but not add what the gold does not say**. "5" is right for "5 cm" and for
+"x = 5"; "5 cm" is wrong for "5". Exceptions are named in the code where they apply.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nmoe.grading.math.screen import differ, equations_differ
 from nmoe.grading.math.units import asked_unit, asks_percent, changes_number
 from nmoe.types import Verdict
 
-# Matching two sets takes the product of their sizes.
+# Matching two sets takes time proportional to the product of their sizes.
 _MAX_SET = 30
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
@@ -36,17 +37,17 @@ _INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+
 
 
 class Leaves(Protocol):
-    """What decides about expressions: True or False, or None where it leaves that to another."""
+    """Compares expressions. Each method returns True or False, or None to leave the decision to another layer."""
 
     def expressions(self, gold: str, answer: str) -> bool | None:
-        """Whether two expressions have the same value, for all values of their variables."""
+        """Whether two expressions are equal for all values of their variables."""
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
-        """Whether two equations, each by its sides, are the same up to a constant factor."""
+        """Whether two equations, each given by its sides, are equal up to a constant factor."""
 
 
 class _Undecided:
-    """Leaves every expression that can be read, and has not another value for certain, to the symbolic layer."""
+    """Leaves expressions to the symbolic layer, except unreadable ones and those whose values certainly differ."""
 
     def expressions(self, gold: str, answer: str) -> bool | None:
         readable = expressions.both_latex(gold, answer) is not None
@@ -62,9 +63,9 @@ UNDECIDED = _Undecided()
 
 
 def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
-    """The verdict of the exact, numeric and structural layers on raw answers; None where expressions have to be compared.
+    """The verdict of the exact, numeric and structural layers on raw answers; None if expressions must be compared.
 
-    Total, and quick: an answer beyond `MAX_ANSWER_CHARS` characters is incorrect unread.
+    Total and fast. An answer of more than `MAX_ANSWER_CHARS` characters is incorrect without being read.
     """
     gold, answer = gold.strip(), answer.strip()
     if _PLAIN_INTEGER.fullmatch(gold) and _PLAIN_INTEGER.fullmatch(answer):
@@ -77,7 +78,7 @@ def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
     gold_text, answer_text = normalize(gold), normalize(answer)
     if not answer_text:
         return Verdict.of(False, "exact", "empty without its typesetting")
-    if "$" not in answer or dollars(answer) is None:  # a sign is a unit where the question asks for another
+    if "$" not in answer or dollars(answer) is None:  # a dollar sign is a unit if the question asks for another unit
         if gold_text == answer_text:
             return _EXACT
         gold_number, answer_number = read_number(gold_text), read_number(answer_text)
@@ -95,19 +96,19 @@ _OTHER_NUMBER = Verdict.of(False, "numeric", "another number")
 
 
 def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) -> bool | None:
-    """Whether two raw answers are the same, part by part; None where `leaves` leaves open what it depends on."""
+    """Whether two raw answers are the same, part by part; None if that depends on an expression that `leaves` does not decide."""
     gold, answer = _unboxed(gold, answer)
     comparison = _Comparison(leaves, policy)
     found = comparison.answers(read_answer(gold), read_answer(answer))
     if found or (with_points := decimal_commas(gold)) is None:
         return found
-    # "3,5" is three and a half in much of the world; both readings of such a gold count.
+    # In much of the world "3,5" is three and a half. Both readings of such a gold are accepted.
     other = comparison.answers(read_answer(with_points), read_answer(decimal_commas(answer) or answer))
     return _any([found, other])
 
 
 def _unboxed(gold: str, answer: str) -> tuple[str, str]:
-    """Both without boxes. Of several that are one answer, only the last counts where the gold has a single part."""
+    """Both texts without boxes. Of joined boxes, only the last one counts if the gold has a single part."""
     if "box" not in gold and "box" not in answer:
         return gold, answer
     boxes = [[box.content for box in joined_boxes(text)] or [text] for text in (gold, answer)]
@@ -118,7 +119,7 @@ def _unboxed(gold: str, answer: str) -> tuple[str, str]:
 
 
 class _Comparison:
-    """Three-valued: None is "that depends on the leaves"."""
+    """A three-valued comparison: None means that the result depends on the leaves."""
 
     def __init__(self, leaves: Leaves, policy: Policy) -> None:
         self._leaves = leaves
@@ -142,14 +143,14 @@ class _Comparison:
             return _any([equation, self.forms(gold.form, answer.form)]) if _may_lose_label(gold) else equation
         if answer.label:
             equation = self.forms(gold.form, answer.relation or answer.form)
-            labelled = answer.label not in _text_of(answer.form)  # "x = x + 1" names nothing
+            labelled = answer.label not in _text_of(answer.form)  # "x = x + 1" does not name a value
             return _any([equation, self.forms(gold.form, answer.form)]) if labelled else equation
         found = self.forms(gold.form, answer.form)
         value = _value_of(gold.form)
         return found if value is None else _any([found, self.forms(value, answer.form)])
 
     def _is_unsolved(self, gold: Answer, answer: Answer) -> bool:
-        """Whether the answer is an equation that the question has, or any where it asks for a number."""
+        """Whether the answer is an equation from the question, or any equation if the question asks for a number."""
         question = self._policy.question
         relation = answer.relation or answer.form
         if question is None or not isinstance(relation, Compound) or relation.kind != "relation":
@@ -184,12 +185,12 @@ class _Comparison:
         return self.ordered(gold.parts, answer.parts)
 
     def _has_no_order(self, gold: Compound) -> bool:
-        """A list of several solutions, each of several values, has none under any policy."""
+        """Whether a list is unordered: by the policy, or because it lists solutions that have several values each."""
         solutions = all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
         return solutions or self._policy.answer_order == "any"
 
     def records(self, gold: Compound, answer: Compound) -> bool | None:
-        """Values with names of their own: by name where both have them, else in the gold's order."""
+        """Compares values with names: by name if both answers have names, else in the gold's order."""
         if gold.kind == answer.kind:
             names, others = gold.detail.split("\n"), answer.detail.split("\n")
             if sorted(names) != sorted(others):
@@ -208,7 +209,7 @@ class _Comparison:
         return _all(self.forms(one, other) for one, other in zip(gold, answer, strict=True))
 
     def unordered(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
-        """Whether the parts can be paired. Greedy: parts that are equal are equal to the same others."""
+        """Whether the parts can be paired up. Greedy pairing suffices: equal parts are equal to the same others."""
         if len(gold) != len(answer) or len(gold) > _MAX_SET:
             return False
         left, open_ = list(answer), False
@@ -268,9 +269,9 @@ class _Comparison:
         return self._leaves.expressions(gold.text, answer.text)
 
     def _may_add(self, unit: str) -> bool:
-        """Whether an answer may have a unit where the gold has none."""
+        """Whether an answer may have this unit if the gold has none."""
         asked = asked_unit(self._policy.question or "")
-        # TeX leaves dollar signs around numbers, and amounts are asked for without the word: "How much does she make every day?"
+        # TeX puts dollar signs around numbers, and questions ask for amounts without naming dollars: "How much does she make every day?"
         if unit in ("$", "dollar"):
             return asked != "cent" and (unit == "$" or self._policy.units != "as_gold")
         if self._policy.units == "as_gold" or changes_number(unit):
@@ -279,7 +280,7 @@ class _Comparison:
 
 
 def _may_have_condition(gold: Answer, answer: Answer) -> bool:
-    """Whether the answer's condition on an index is the gold's, is left out, or says that it is an integer, as indices are."""
+    """Whether the answer's condition on an index is the gold's, is absent, or only says that the index is an integer."""
     if answer.condition in ("", gold.condition):
         return True
     index = _INDEX.fullmatch(answer.condition)
@@ -287,8 +288,11 @@ def _may_have_condition(gold: Answer, answer: Answer) -> bool:
 
 
 def _may_lose_label(gold: Answer) -> bool:
-    r"""The name of a function or a sequence, what lies in a set, a constant's name, and any name of a value without x, y and z;
-    "y = 2x" without "y =" is no equation."""
+    """Whether the answer may leave out the gold's label.
+
+    It may for the name of a function, a sequence or a constant, for what lies in a set, and for any name of a value without x,
+    y and z. "y = 2x" without "y =" is no equation.
+    """
     in_set = isinstance(gold.relation, Compound) and gold.relation.detail == r"\in"
     letters = expressions.letters(_text_of(gold.form)) - {"e", "i"}
     named = gold.label != "y" and not letters & {"x", "y", "z"}
@@ -296,7 +300,10 @@ def _may_lose_label(gold: Answer) -> bool:
 
 
 def _value_of(gold: Form) -> Form | None:
-    """The value that a gold gives to an expression other than a name: 11 of "a + b = 11". Equations in x, y and z are curves."""
+    """The value that a gold gives to an expression other than a name: 11 of "a + b = 11".
+
+    None for equations in x, y and z, which are curves.
+    """
     if not isinstance(gold, Compound) or gold.kind != "relation" or gold.detail != "=" or len(gold.parts) != 2:
         return None
     left, right = (expressions.letters(_text_of(part)) for part in gold.parts)
@@ -304,7 +311,7 @@ def _value_of(gold: Form) -> Form | None:
 
 
 def _renamed(form: Form, letters: dict[str, str]) -> Form | None:
-    """The form with its variables renamed; None where a new name is taken."""
+    """The form with its variables renamed; None if a new name is already in use."""
     if isinstance(form, Scalar):
         text = rename(form.text, letters)
         return None if text is None else replace(form, text=text)
@@ -314,12 +321,12 @@ def _renamed(form: Form, letters: dict[str, str]) -> Form | None:
 
 
 def _real_line(form: Form, other: Form) -> Form:
-    """The real numbers as an interval, where they stand beside one."""
+    """The set of real numbers as an interval, if it is compared with a compound form."""
     return REAL_LINE if isinstance(other, Compound) and form == Scalar(REALS, None) else form
 
 
 def _same_set(gold: str, answer: str) -> bool:
-    r"""Sets of numbers, whose letter may be a plain one, and the empty set, which many write as \phi."""
+    r"""Whether two texts are the same number set, whose letter may be a plain one, or the empty set, often written as \phi."""
     if gold == r"\emptyset":
         return answer in (r"\phi", r"\Phi")
     return r"\mathbb" in gold + answer and _NUMBER_SET.sub(r"\1", gold) == _NUMBER_SET.sub(r"\1", answer)
@@ -330,7 +337,7 @@ def _text_of(form: Form) -> str:
 
 
 def _sentence_case(text: str) -> str:
-    """Words of three letters or more, and "No", with a small first letter: "East" is "east", but a point A is not a."""
+    """Lowers the first letter of words of three letters or more, and of "No": "East" is "east", but a point A is not a."""
     return _WORD.sub(lambda word: word[0][0].lower() + word[0][1:], text) if "\\" not in text else text
 
 

@@ -1,8 +1,8 @@
-r"""Scalar texts made ready for math-verify's parser, or found not to be an expression at all.
+r"""Converts scalar texts to LaTeX for math-verify's parser, or finds that they are not expressions.
 
-That parser reads generously: it takes "3 4" for 3 + 4, "5 east" for a product of letters, x' for x, `\sin 30^\circ`
-for the sine of 30 radians and 1/2x for 1/(2x). So it gets only what has one reading: numbers, letters, known functions,
-brackets and operators. Everything else is a text, which only the same text equals.
+The parser reads generously: it takes "3 4" for 3 + 4, "5 east" for a product of letters, x' for x, `\sin 30^\circ` for the
+sine of 30 radians and 1/2x for 1/(2x). So it is given only texts with a single reading: numbers, letters, known functions,
+brackets and operators. Any other text equals only the same text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OTHER = ["sqrt", "frac", "pi", "cdot", "times", "div", "infty", "binom", "lfloo
 _COMMANDS = frozenset([*FUNCTIONS, *GREEK, *_OTHER])
 
 _CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
-# The parser recurses, and so does sympy.
+# Bounded because the parser and sympy recurse.
 _MAX_DEPTH = 30
 
 _TOKEN = re.compile(
@@ -66,8 +66,10 @@ _PRODUCT = re.compile(r"[A-Za-z](?: ?(?:\\cdot|\\times|\*) ?[A-Za-z])+|[a-z](?: 
 
 
 def both_latex(gold: str, answer: str) -> tuple[str, str] | None:
-    """The LaTeX of two texts for the parser; None where either is no expression. Letters alone, "xy", are a product only beside
-    one that has its signs: "x\\cdot y"."""
+    r"""The LaTeX of two texts for the parser; None if either is not an expression.
+
+    Letters alone, "xy", count as a product only if the other text shows one: "x\cdot y".
+    """
     sources = latex(gold), latex(answer)
     if sources[0] is None or sources[1] is None:
         product = any(_PRODUCT.fullmatch(text) for text in (gold, answer))
@@ -77,8 +79,10 @@ def both_latex(gold: str, answer: str) -> tuple[str, str] | None:
 
 @lru_cache(4096)
 def latex(text: str, product: bool = False) -> str | None:
-    """The LaTeX of a normalised scalar text for the parser, decimals as exact fractions; None for what is no expression. `product`:
-    up to four letters alone are one of variables."""
+    """The LaTeX of a normalised scalar text for the parser, decimals as exact fractions; None if it is not an expression.
+
+    With `product`, up to four letters alone are a product of variables.
+    """
     source = _WORDS.sub(r"\\\1 ", _with_roots(_REPEATING.sub(_as_ratio, text.replace("**", "^"))))
     source = _SUBSCRIPT.sub(r"_{\1}", source)
     tokens = list(_TOKEN.finditer(source))
@@ -98,11 +102,11 @@ def latex(text: str, product: bool = False) -> str | None:
 
 
 def _with_roots(text: str) -> str:
-    r""" "sqrt(x)" as "\sqrt{x}", by the bracket that closes it. One pass."""
+    r"""Rewrites "sqrt(x)" as "\sqrt{x}", matching brackets in one pass."""
     if "sqrt" not in text:
         return text
     parts: list[str] = []
-    open_: list[int | None] = []  # of each bracket where its root's stands in `parts`
+    open_: list[int | None] = []  # for each open bracket the index of its root in `parts`
     for token in _ROOT_OR_BRACKET.finditer(text):
         sign = token.group()
         if sign == ")":
@@ -128,7 +132,7 @@ def _is_balanced(source: str) -> bool:
 
 
 def _are_variables(letters: str, tokens: list[re.Match[str]]) -> bool:
-    """Letters side by side are variables multiplied; three or more alone, or more than four, are a word."""
+    """Whether adjacent letters are a product of variables: one is; two to four are beside a number, a sign or a command."""
     if len(letters) == 1:
         return True
     return len(letters) <= 4 and any(token.lastgroup in ("number", "sign", "command") for token in tokens)
@@ -140,7 +144,7 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 
 
 def letters(text: str) -> set[str]:
-    """The letters outside of commands."""
+    """The letters outside LaTeX commands."""
     return set("".join(re.findall(r"(?<!\\)(?<![\\A-Za-z])[A-Za-z]+|(?<=_)[A-Za-z]", _without_commands(text))))
 
 
@@ -149,7 +153,7 @@ def _without_commands(text: str) -> str:
 
 
 def comparable(gold: str, answer: str) -> bool:
-    """Whether i means the same in both: the parser takes I for the imaginary unit, which elsewhere is a current or an integral."""
+    """Whether i cannot be confused with I: the parser reads I as the imaginary unit; elsewhere it is a current or an integral."""
     both = letters(gold) | letters(answer)
     return not {"i", "I"} <= both
 

@@ -2,16 +2,16 @@ r"""The form of an answer: a scalar, or scalars in a list, brackets, a set, a un
 
     "x = 5"                      label "x", scalar "5"
     "5\text{ cm}"                scalar "5" with the unit "cm"
-    "(1, 2)", "[0, 1)"           brackets "()" and "[)", whether they are a point or an interval
-    "1, 2", "1 and 2"            a list, which has an order
-    "\{1, 2\}", "1 or 2", "\pm 2"  a set, which has none
-    "x = 3, y = 4"               a record: values with names of their own, whatever their order
+    "(1, 2)", "[0, 1)"           brackets "()" and "[)", for a point or an interval
+    "1, 2", "1 and 2"            a list, which is ordered
+    "\{1, 2\}", "1 or 2", "\pm 2"     a set, which is unordered
+    "x = 3, y = 4"               a record: named values in any order
     "(x, y) = (3, 4)"            the same record
     "(0, 1) \cup [3, \infty)"    a union of brackets
     "1 < x \le 2", "y = 2x + 1"  relations
-    "\begin{pmatrix} ...  "      a matrix, by rows
+    "\begin{pmatrix} ... "       a matrix, by rows
 
-`read_answer` never fails: what it cannot take apart is a scalar, which only the same text equals.
+`read_answer` never fails: a text that it cannot take apart is a scalar, which equals only the same text.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matr
 
 @dataclass(frozen=True)
 class Compound:
-    """Several forms. `detail` is the brackets ("(]"), the relations ("<,\\le"), the shape of a matrix ("2x3"), a record's names,
-    one a line, or "pm" for the set of a value with both signs."""
+    r"""A form made of several forms.
+
+    `detail` is the brackets ("(]"), the relations ("<,\le"), the shape of a matrix ("2x3"), a record's names (one per line),
+    or "pm" for the set of a value with both signs.
+    """
 
     kind: Kind
     parts: tuple[Form, ...]
@@ -45,9 +48,11 @@ Form = Scalar | Compound
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. `label` is the name it gives its value ("x", "f(x)"), "" without one, and `relation` then the form with
-    the name still in it. `condition` is what it says of an index at its end, "k\\in\\mathbb{Z}". `text` is the whole
-    normalised text."""
+    r"""A whole answer, read.
+
+    `label` is the name that it gives its value ("x", "f(x)"), or "". `relation` is then the form that still has the name.
+    `condition` is a condition on an index at its end, "k\in\mathbb{Z}". `text` is the whole normalised text.
+    """
 
     text: str
     form: Form
@@ -60,9 +65,9 @@ _WORDED = re.compile(r"(?<=[0-9}\])\s%])\\(?:text|textrm|textnormal|textbf|mathr
 _GROUPED_COUNT = re.compile(r"\s*([0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?(?:\s|\\?%|[\ue000A-Za-z]).*)", re.DOTALL)
 _SEPARATING_WORD = re.compile(r"\s*(?:,\s*)?(?:or|and)\s*")
 
-# The index that a general solution runs over.
+# The condition on the index of a general solution.
 _CONDITION = re.compile(
-    # Of two indices the first stands after a comma or a bracket: in "k\pi, k\in Z" the i belongs to the expression.
+    # The index comes after a comma or a bracket: the i of \pi in "k\pi, k\in Z" belongs to the expression.
     r"(.+?)(?:, ?| )?\(?((?:(?<=[,(])[a-z], ?|(?<=, )[a-z], ?)?[a-z]\\in ?"
     r"(?:\\mathbb\{[NQRZ]\}|[NQRZ])(?:[_^](?:[*+]|\{[*+]\}))?)\)?",
     re.DOTALL,
@@ -77,7 +82,7 @@ _MATRIX = re.compile(r"\\begin\{([pbBv]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end
 
 
 def read_answer(text: str) -> Answer:
-    """The form of an answer in raw text."""
+    """Reads the form of an answer from its raw text."""
     if (amount := dollars(text)) is not None:
         return Answer(f"${normalize(text)}", Scalar(normalize(text), amount, "$"))
     marked = _WORDED.sub(_mark, MARKS.sub("?", text))
@@ -116,7 +121,7 @@ def _mark(worded: re.Match[str]) -> str:
 
 
 def _hoist_label(text: str, form: Form) -> Answer:
-    """ "x = 1 or x = 2" labels the set of 1 and 2."""
+    """Turns "x = 1 or x = 2" into the set of 1 and 2 with the label "x"."""
     if isinstance(form, Compound) and form.kind in ("list", "set") and (items := _assignments(form.parts)):
         names = {name for name, _ in items}
         if len(names) == 1:
@@ -130,7 +135,7 @@ def _hoist_label(text: str, form: Form) -> Answer:
 
 
 def _record(names: Sequence[str], form: Form) -> Form | None:
-    """The values in brackets with their names, or each of several; None where they do not fit."""
+    """The record of names and the values in brackets, or each of several such; None if they do not fit."""
     if isinstance(form, Scalar):
         return None
     if form.kind in ("list", "set"):
@@ -143,7 +148,7 @@ def _record(names: Sequence[str], form: Form) -> Form | None:
 
 
 def _assignments(forms: Sequence[Form]) -> list[tuple[str, Form]] | None:
-    """The names and values of equations that all give a name its value."""
+    """The names and values of equations, if each of them gives a name its value."""
     items = [_assignment(form) for form in forms]
     found = [item for item in items if item is not None]
     return found if found and len(found) == len(items) else None
@@ -152,7 +157,7 @@ def _assignments(forms: Sequence[Form]) -> list[tuple[str, Form]] | None:
 def _assignment(form: Form) -> tuple[str, Form] | None:
     if isinstance(form, Compound) and form.kind == "relation" and form.detail == "=" and len(form.parts) == 2:
         name, value = form.parts
-        # A tuple on the left was read as brackets; its text is still a name's.
+        # A tuple on the left was read as brackets, but its text is still a name.
         text = name.text if isinstance(name, Scalar) else _tuple_text(name)
         if (known := name_of(text)) is not None:
             return known, value
@@ -166,7 +171,7 @@ def _tuple_text(form: Compound) -> str:
 
 
 def _tokens(text: str) -> list[tuple[str, int]] | None:
-    """Tokens with the depth of brackets that they stand at; None where the brackets do not match in number, or nest too deep."""
+    """The tokens, each with its bracket depth; None if brackets are unbalanced or nested too deep."""
     tokens, depth = [], 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -181,7 +186,7 @@ def _tokens(text: str) -> list[tuple[str, int]] | None:
 
 
 def _split(tokens: Sequence[tuple[str, int]], separators: set[str]) -> list[tuple[str, str]]:
-    """The texts between separators that stand outside of all brackets, each with the separator before it ("" for the first)."""
+    """The texts between separators outside all brackets, each with the separator before it ("" for the first)."""
     parts: list[tuple[str, str]] = []
     text, before = "", ""
     for token, depth in tokens:
@@ -197,12 +202,12 @@ _WORD_SEPARATORS = re.compile(r"(?<![A-Za-z\\])(?:,\s*)?(or|and)(?![A-Za-z])")
 
 
 def _read(text: str, level: int) -> Form:
-    """The form of a normalised text, marks of units in it."""
+    """The form of a normalised text that still has unit marks."""
     tokens = _tokens(text)
     if tokens is None or level > _MAX_DEPTH or not text:
         return read_scalar(text)
     if _WORD_SEPARATORS.search(text):
-        # As signs of their own, so that they are separators outside of brackets only.
+        # Replaced by single signs, so that they separate only outside brackets.
         words = {"or": "\ue002", "and": ","}
         text = _WORD_SEPARATORS.sub(lambda match: words[match[1]], text)
         tokens = _tokens(text) or []
@@ -222,7 +227,7 @@ def _many(kind: Kind) -> Callable[[list[tuple[str, str]], int], Form]:
 
 
 def _alternatives(parts: list[tuple[str, str]], level: int) -> Form:
-    """A set by the word "or", which in "1, 2 or 3" is one of three with the items before it."""
+    """The set of alternatives joined by "or". In "1, 2 or 3" the items of the list before it belong to the set."""
     first, *rest = (_read(normalize(part), level) for part, _ in parts)
     several = [isinstance(one, Compound) and one.kind in ("list", "record", "set") for one in rest]
     if isinstance(first, Compound) and first.kind == "list" and several == [False]:
@@ -231,7 +236,7 @@ def _alternatives(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def _list(parts: list[tuple[str, str]], level: int) -> Form:
-    """A list, which is a record where each item has a name of its own; "0, \\pm 1" has three items, and no order."""
+    r"""The form of a list: a record if each item has its own name; "0, \pm 1" has three items and is unordered."""
     forms: list[Form] = []
     kind: Kind = "list"
     for part, _ in parts:
@@ -248,7 +253,7 @@ def _list(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def _difference(parts: list[tuple[str, str]], level: int) -> Form:
-    """All real numbers but some, as a union of intervals."""
+    """The real numbers without some points, as a union of intervals."""
     forms = tuple(_read(normalize(part), level) for part, _ in parts)
     whole, *less = forms
     without = less[0] if len(less) == 1 and isinstance(less[0], Compound) and less[0].kind == "set" else None
@@ -265,7 +270,7 @@ def _difference(parts: list[tuple[str, str]], level: int) -> Form:
 
 
 def _relation(parts: list[tuple[str, str]], level: int) -> Form:
-    """Relations read from the smaller side to the greater: "3 > x" is "x < 3"."""
+    """A relation, turned from the smaller side to the greater: "3 > x" becomes "x < 3"."""
     sides = tuple(_read(normalize(part), level) for part, _ in parts)
     signs = [_PLAIN_RELATION.get(sign, sign) for _, sign in parts[1:]]
     if all(sign in (">", r"\ge") for sign in signs):
@@ -284,7 +289,7 @@ _SPLITS: list[tuple[set[str], Callable[[list[tuple[str, str]], int], Form]]] = [
 
 
 def _plus_and_minus(tokens: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
-    """The two readings of a text with one sign "plus or minus" in it."""
+    """The two readings of a text with one plus-minus sign."""
     signs = [token for token, _ in tokens if token in (r"\pm", r"\mp")]
     if len(signs) != 1:
         return None
@@ -294,7 +299,7 @@ def _plus_and_minus(tokens: Sequence[tuple[str, int]]) -> tuple[str, str] | None
 
 
 def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form | None:
-    """What a pair of brackets around the whole text makes of what is in it."""
+    """The form of a text that one pair of brackets encloses."""
     if len(tokens) < 2 or any(depth == 0 for _, depth in tokens[1:-1]):
         return None
     opening, closing = tokens[0][0], tokens[-1][0]
@@ -308,7 +313,7 @@ def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form
         return None
     if (opening, closing) == (r"\{", r"\}"):
         if any(token in ("|", ":", r"\mid", r"\vert") for token, _ in inner):
-            return None  # a set by its property
+            return None  # a set defined by a property
         return Compound("set", tuple(_read(normalize(part), level + 1) for part, _ in parts))
     if len(parts) == 1:
         return _read(normalize(parts[0][0]), level + 1) if (opening, closing) in (("(", ")"), ("{", "}")) else None

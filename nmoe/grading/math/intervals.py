@@ -1,4 +1,4 @@
-r"""Intervals written with brackets or as inequalities: "(5, \infty)", "x > 5", and the real line."""
+r"""Intervals, written with brackets or as inequalities: "(5, \infty)", "x > 5", and the real line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ REAL_LINE = Compound("brackets", _ENDS, "()")
 
 
 def as_intervals(gold: Compound, answer: Compound) -> tuple[Compound, Compound] | None:
-    r"""Both as intervals, where one is written with brackets and the other as inequalities. The gold must be an interval beyond
-    doubt: "(1, 2)" may be a point."""
+    """Both forms as intervals, if one is written with brackets and the other as inequalities; else None.
+
+    The gold must certainly be an interval: "(1, 2)" may be a point.
+    """
     if "relation" in (answer.kind, gold.kind) or "set" in (answer.kind, gold.kind):
         gold_interval, answer_interval = _as_interval(gold), _as_interval(answer)
         if gold_interval is None or answer_interval is None or gold.kind == answer.kind:
@@ -49,7 +51,7 @@ def _as_interval(form: Compound) -> Compound | None:
 
 
 def _variables(form: Form) -> set[str]:
-    """What the inequalities of an interval or a union say something of: the side in the middle, or the one that is a letter."""
+    """The variables that the inequalities bound: the middle side, or the side that is a letter."""
     if not isinstance(form, Compound):
         return set()
     if form.kind != "relation":

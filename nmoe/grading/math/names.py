@@ -1,7 +1,8 @@
 r"""The names that answers give their values: "x", "f(x)", "a_{n}", "PQ", "\angle BAC", "V_{A}:V", "(a, b)".
 
-A name is a text of one shape: letters, capital letters in a row, a word, or a Greek letter, with a subscript, primes and
-arguments, under bars or an angle's sign; ratios of names; and names in brackets. Never a product or a sum: "2x = 4" is an equation.
+A name is a letter, a row of capital letters, a word or a Greek letter, with optional subscript, primes and arguments, under
+optional bars or an angle sign. Ratios of names and names in brackets are names too. A product or sum never is: "2x = 4" is an
+equation.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ _LETTER = re.compile(
 
 
 def name_of(text: str) -> str | None:
-    """The name that a normalised text is, in one spelling; None for any other text. A tuple of names is one too."""
+    """The name that a normalised text is, in one spelling, or a tuple of names; None for any other text."""
     if _NAME.fullmatch(text) or _TUPLE.fullmatch(text):
         return _ONE_IN_BRACES.sub(r"\1", text)
     return None
 
 
 def names_in(name: str) -> tuple[str, ...]:
-    """The names in a tuple of names; empty for a single one."""
+    """The names in a tuple of names; empty for a single name."""
     inner = _TUPLE.fullmatch(name)
     return tuple(one.strip() for one in inner[1].split(",")) if inner and "(" not in inner[1] else ()
 
 
 def names_a_term(name: str) -> bool:
-    """Whether it names the general term of a sequence: a_n."""
+    """Whether a name is the general term of a sequence: a_n."""
     return _TERM.fullmatch(name) is not None
 
 
 def renamed_arguments(gold: str, answer: str) -> dict[str, str] | None:
-    """Which letters to write for which in the answer so that its f(t) is the gold's f(x); None where the functions differ."""
+    """The letters to replace in the answer so that its f(t) becomes the gold's f(x); None if the functions differ."""
     functions = _FUNCTION.fullmatch(gold), _FUNCTION.fullmatch(answer)
     if functions[0] is None or functions[1] is None or functions[0][1] != functions[1][1]:
         return None
@@ -55,7 +56,7 @@ def renamed_arguments(gold: str, answer: str) -> dict[str, str] | None:
 
 
 def rename(text: str, letters: dict[str, str]) -> str | None:
-    """The text with letters replaced, all at once; None where one of the new letters stands in it already."""
+    """Replaces letters in a text, all at once; None if a new letter is already in use."""
     found = {match[0] for match in _LETTER.finditer(text)}
     if (set(letters.values()) - letters.keys()) & found:
         return None

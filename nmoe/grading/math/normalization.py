@@ -1,25 +1,29 @@
-r"""Normalisation of answers: takes away what is typesetting and keeps what is meaning.
+r"""Normalisation of answers: removes typesetting and keeps meaning.
 
-- `$...$`, `$$...$$`, `\(...\)`, `\[...\]` and `**...**` around the whole answer; trailing periods; a dollar sign before a
-  number; U+2212 becomes "-", and other signs of mathematics (π × · ≤ ∞ √ ² ...) the LaTeX that they stand for;
-- spaces of every kind (thin, non-breaking, of no width), fractions that are one character (½, 2½), ∅ and ℝ, `\lvert`, `\lbrace` and
-  other second names of signs; a dot over repeating decimals, or three dots after them, become `\overline`; a plus sign before a
-  whole item goes;
-- `\text \textbf \mathrm \mathbf` and their kin (the braces' content stays); `\left`, `\right`, `\displaystyle`, and the
-  spacing commands `\! \, \; \: \quad`, and `~`;
-- `\dfrac`, `\tfrac` and `\cfrac` become `\frac`; `<=` becomes `\le`, and `\leq` and the like their shortest name;
-- white space collapses to one space, and to none beside punctuation and between a command and what is no letter, save one
-  after a comma;
-- a whole answer that is a number loses its thousands separators, its plus sign and its leading zeros. In "(1,234)" and
-  "1, 234" the comma stays: those are two numbers. Spaces separate thousands, too: "12 500".
+- Removed: `$...$`, `$$...$$`, `\(...\)`, `\[...\]` and `**...**` around the whole answer; trailing periods; a dollar sign
+before
+  a number. U+2212 becomes "-", and other mathematical signs (π × · ≤ ∞ √ ² ...) become their LaTeX.
+- Unified: spaces of every kind (thin, non-breaking, zero-width), one-character fractions (½, 2½), ∅ and ℝ, `\lvert`,
+`\lbrace`
+  and other second names of signs. A dot over repeating decimals, or three dots after them, becomes `\overline`. A plus sign
+  before a whole item is removed.
+- Removed: `\text \textbf \mathrm \mathbf` and similar (the braces' content stays); `\left`, `\right`, `\displaystyle`, and
+the
+  spacing commands `\! \, \; \: \quad`, and `~`.
+- `\dfrac`, `\tfrac` and `\cfrac` become `\frac`; `<=` becomes `\le`; `\leq` and the like get their shortest name.
+- White space collapses to one space, and to none beside punctuation and between a command and a non-letter, except for one
+  space after a comma.
+- An answer that is one number loses thousands separators, its plus sign and leading zeros. In "(1,234)" and "1, 234" the
+comma
+  stays: those are two numbers. Spaces separate thousands, too: "12 500".
 """
 
 from __future__ import annotations
 
 import re
 
-# Longer than any gold of the known sets (a gold beyond it is refused when its pool loads), so that no answer, however
-# hostile, costs more than this many characters of work.
+# Longer than any gold of the known datasets; a longer gold is refused when its pool loads. It bounds the work that a hostile
+# answer can cause.
 MAX_ANSWER_CHARS = 1000
 
 _SIGNS = str.maketrans(
@@ -47,7 +51,7 @@ _SIGNS = str.maketrans(
         **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
     }
 )
-# By numerator and denominator.
+# Characters for fractions, with numerator and denominator.
 _VULGAR = {
     "½": (1, 2),
     "⅓": (1, 3),
@@ -88,8 +92,8 @@ _SPELLING = re.compile(
 _NUMBER_SET = re.compile(r"\\(?:mathbb|mathbf|Bbb)\s*(?:\{\s*([CNQRZ])\s*\}|([CNQRZ])(?![A-Za-z]))")
 _EMPTY_BRACES = re.compile(r"\\\{\s*\\\}")
 _REPEATING_DOTS = re.compile(r"(?<=[0-9]\.)([0-9]*)\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
-# Three dots after a repetition: of digits three times, or of two and more that are twice all of the decimals. Of 2.718281828...
-# nobody knows that it repeats. The lengths are bounded for time's sake.
+# Three dots after a repetition: the same digits three times, or two or more digits twice if they are all of the decimals.
+# 2.718281828... does not show that it repeats. The lengths are bounded to bound the time.
 _ENDLESS = re.compile(
     r"(?<=[0-9]\.)(?:([0-9]{0,12}?)([0-9]{1,12}?)\2{2,}|([0-9]{2,12}?)\3)(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"
 )
@@ -106,15 +110,15 @@ _CURRENCY = re.compile(r"^([+-]?)\\?\$(?=[0-9.,]+$)")
 _IDLE_SPACE = re.compile(r" (?!\w)|(?<![\w,]) ")
 _COMMAND_SPACE = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
 _LIST_COMMA = re.compile(r",(?=\S)")
-# "0,125" is no thousand.
+# "0,125" has no thousands separator.
 _GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]+)?")
 _PLAIN = re.compile(r"\+?(-?)(?:0+(?=[0-9]))?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def normalize(text: str) -> str:
-    """The answer without its typesetting; idempotent. For nested typesetting the time grows with the length squared."""
+    """Removes an answer's typesetting. Idempotent. For nested typesetting the time is quadratic in the length."""
     previous = None
-    while text != previous:  # no rule adds what another takes away, so this ends
+    while text != previous:  # ends, because no rule adds what another removes
         previous = text
         text = _normalize_once(text)
     return text
@@ -141,18 +145,18 @@ def _normalize_once(text: str) -> str:
         return "".join(plain.groups())
     text = _COMMAND_SPACE.sub(r"\1", _IDLE_SPACE.sub("", re.sub(r"\s+", " ", text)))
     text = _ITEM_PLUS.sub(r"\1", _REPEATING_DOTS.sub(r"\1\\overline{\2\3\4}", text))
-    # A comma that is left separates items. With its space it cannot turn into a thousands separator: "1, 234" is two.
+    # A remaining comma separates items. Its space keeps it from becoming a thousands separator: "1, 234" is two numbers.
     return _LIST_COMMA.sub(", ", text)
 
 
 def _as_fraction(vulgar: re.Match[str]) -> str:
-    """2½ is five halves."""
+    """Writes a mixed number as a fraction: 2½ is five halves."""
     numerator, denominator = _VULGAR[vulgar[2]]
     return rf"\frac{{{int(vulgar[1] or 0) * denominator + numerator}}}{{{denominator}}}"
 
 
 def _unwrap(text: str) -> str:
-    """Drops the text commands, each with the brace that closes it."""
+    """Removes the text commands, each with its closing brace."""
     is_wrapper: list[bool] = []
 
     def replacement(token: re.Match[str]) -> str:

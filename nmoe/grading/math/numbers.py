@@ -1,12 +1,12 @@
-r"""Numbers as people write them, read as exact rationals, and when two of them are the same.
+r"""Numbers as people write them, read as exact rationals, and the tolerance for comparing them.
 
-Read are, in ASCII digits: integers and decimals, `a/b` and `\frac{a}{b}` (also `\frac12`), mixed numbers (`1\frac{1}{2}`,
-`1 1/2`; the fraction must be a proper one), scientific notation (`1.5\times10^{3}`, `1.5*10^3`, `1.5e3`, with exponents up
-to 1000) and repeating decimals (`0.1\overline{6}`, `0.1(6)`). "inf", "nan" and "9**9**9" are texts.
+In ASCII digits it reads: integers and decimals, `a/b` and `\frac{a}{b}` (also `\frac12`), mixed numbers (`1\frac{1}{2}`, `1
+1/2`; the fraction must be proper), scientific notation (`1.5\times10^{3}`, `1.5*10^3`, `1.5e3`, with exponents up to 1000)
+and repeating decimals (`0.1\overline{6}`, `0.1(6)`). "inf", "nan" and "9**9**9" are texts.
 
-Where neither side is a decimal, numbers are the same when they are equal. Where either is, they may differ by
-1e-6 * min(1, |gold|): absolute for large golds, so that a long integer cannot be missed by a digit, and relative for small
-ones, so that 0 is not 0.0000001.
+If neither side is a decimal, two numbers must be equal. If either is, they may differ by 1e-6 * min(1, |gold|). The tolerance
+is absolute for large golds, so that every digit of a long integer counts, and relative for small ones, so that 0 is not
+0.0000001.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{?([0-9
 
 @dataclass(frozen=True)
 class Number:
-    """A value and whether it was written as a decimal, which allows for rounding."""
+    """A value, and whether it was written as a decimal, which may be rounded."""
 
     value: Fraction
     decimal: bool
 
 
 def read_number(text: str) -> Number | None:
-    """The number that a normalised text wholly is; None for any other text."""
+    """Reads a normalised text that is a number as a whole; None for any other text."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     if _PLAIN.fullmatch(text):
@@ -69,7 +69,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _parts(match: re.Match[str]) -> list[str]:
-    """The sign, which may be empty, then the groups that took part."""
+    """The sign, which may be empty, and then the groups that matched."""
     sign, *rest = match.groups()
     return [sign or "", *(part for part in rest if part is not None)]
 
@@ -82,7 +82,7 @@ def _ratio(sign: str, numerator: int | str, denominator: str) -> Number | None:
 
 
 def same(gold: Number, answer: Number) -> bool:
-    """Whether the answer's value is the gold's, within the tolerance where either is a decimal."""
+    """Whether the answer's value equals the gold's, within the tolerance if either is a decimal."""
     if not (gold.decimal or answer.decimal):
         return gold.value == answer.value
     return abs(gold.value - answer.value) <= TOLERANCE * min(Fraction(1), abs(gold.value))
@@ -94,8 +94,11 @@ _RUN_OF_COMMAS = re.compile(r"[0-9],[0-9]+,[0-9]")
 
 
 def decimal_commas(text: str) -> str | None:
-    """The text with points for its decimal commas; None where it has none. "3,5" has one, and "1,234", "1, 2", "1,2,3" and "(1,2)"
-    have none; in brackets, as in "(1,5; 2,5)", only beside semicolons."""
+    """Replaces decimal commas by points; None if the text has none.
+
+    "3,5" has one. "1,234", "1, 2", "1,2,3" and "(1,2)" have none; in brackets a comma is decimal only beside semicolons, as in
+    "(1,5; 2,5)".
+    """
     if "," not in text:
         return None
     plain = text.replace("{,}", ",")

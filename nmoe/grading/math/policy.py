@@ -1,8 +1,8 @@
-"""What decides where answers of the same value may differ in form: settings of a task, and what its question asks for.
+r"""The policy for answers that have the gold's value in another form: settings of a task, and what its question asks for.
 
-Policy()                                       pairs without a question, as `nmoe grade` has them
-Policy(answer_order="as_gold")                 "2, 1" is wrong for "1, 2"
-Policy(question="Simplify $\\sqrt{180}$.")      what the question contains is no answer to it
+Policy()                                        pairs without a question, as in `nmoe grade`
+Policy(answer_order="as_gold")                  "2, 1" is wrong for "1, 2"
+Policy(question="Simplify $\sqrt{180}$.")       an expression from the question does not answer it
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ Units = Literal["asked", "as_gold", "any"]
 
 @dataclass(frozen=True)
 class Policy:
-    """`answer_order`: whether a list without brackets, "1, 2", has an order. A list of tuples has none, and values with names
-    of their own always have.
+    """Which differences in form are allowed.
 
-    `units`: which unit an answer may add to a gold without one: one that the question names as its only one ("asked"), none
-    ("as_gold"), or all but those that make another number of it, like % and "dozen" ("any").
+    `answer_order`: whether a list without brackets, "1, 2", is ordered. A list of tuples is never ordered, and named values
+    are always compared by name.
 
-    `question`: None where it is not known. With it an answer that repeats an expression of the question is none, nor is one
-    that is still to be worked out where the gold is a number.
+    `units`: which unit an answer may add to a gold without one. "asked": the one that the question names, if it names only
+    one. "as_gold": none. "any": all but those that change the number, like % and "dozen".
+
+    `question`: None if unknown. If known, an answer that repeats an expression of the question is wrong. So is an unevaluated
+    expression if the gold is a number.
     """
 
     answer_order: AnswerOrder = "any"
@@ -35,7 +37,7 @@ class Policy:
 
     @property
     def arguments(self) -> tuple[AnswerOrder, Units, str | None]:
-        """For a worker: `Policy(*arguments)` is this one."""
+        """The arguments for a worker: `Policy(*arguments)` equals this policy."""
         return self.answer_order, self.units, self.question
 
 

@@ -1,7 +1,7 @@
-r"""What the question says about an answer: an expression that it contains is no answer to it, nor is one left to work out.
+r"""What the question says about an answer: its own expressions do not answer it, nor do unevaluated ones.
 
-"Simplify $\sqrt{180}$" has the gold `6\sqrt{5}`, and `\sqrt{180}` has its value. So have `\sqrt{180}+0` and `{\sqrt{180}}`,
-which is why shapes are compared (`nmoe.grading.math.shape`).
+"Simplify $\sqrt{180}$" has the gold `6\sqrt{5}`, and `\sqrt{180}` has the same value. So have `\sqrt{180}+0` and
+`{\sqrt{180}}`. That is why shapes are compared (`nmoe.grading.math.shape`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from nmoe.grading.math.expressions import FUNCTIONS
 from nmoe.grading.math.numbers import read_number
 from nmoe.grading.math.shape import Shape, add, is_atom, multiply, parts, shape
 
-# What is left to compute. A fraction is a number, and so is a decimal that repeats.
+# Signs of an unevaluated expression. A fraction is a number, and so is a repeating decimal.
 _UNEVALUATED = re.compile(
     r"[+*^!]|[\d})]\s*-|[\d})]\s*\(|\\(?!(?:[dt]?frac|overline|text|mathrm|left|right)(?![A-Za-z]))[A-Za-z]+"
 )
 _EQUATION_WORDS = re.compile(
     r"equation|\bline|asymptote|\baxis|directrix|tangent|locus|curve|circle|graph|plane", re.IGNORECASE
 )
-# Between words, where a question has its formulas without dollar signs.
+# Splits at words too, because a question may have formulas without dollar signs.
 _WORDS = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sqrt|pi|" + "|".join(FUNCTIONS) + r")(?![A-Za-z]))"
     r"[A-Za-z]{2,}(?![A-Za-z])|\$+|\\[()\[\]]|[.?!;:,](?=\s|$|\$|\\)|\\(?:text|begin|end|left|right)\b|&|\\\\"
@@ -31,17 +31,17 @@ _MAX_QUESTION_CHARS = 20_000
 
 
 def is_unevaluated(text: str) -> bool:
-    """Whether a normalised text that is no number is one still to be worked out."""
+    """Whether a normalised text other than a number is still to be evaluated."""
     return _UNEVALUATED.search(text) is not None
 
 
 def wants_equation(question: str) -> bool:
-    """Whether the answer may be an equation, or the number be meant as one: the line x = 4."""
+    """Whether the answer may be an equation, or a number stand for one: the line x = 4."""
     return _EQUATION_WORDS.search(question) is not None
 
 
 def repeats(question: str, answer: str, gold: str) -> bool:
-    """Whether an answer, a scalar in normalised text, is an expression of the question, and the gold is another."""
+    """Whether an answer, a scalar in normalised text, is an expression of the question that differs from the gold."""
     if read_number(answer) is not None:
         return False
     written = shape(answer)
@@ -53,7 +53,7 @@ def repeats(question: str, answer: str, gold: str) -> bool:
 
 
 def repeats_equation(question: str, sides: Sequence[str], gold: Sequence[str]) -> bool:
-    """Whether an equation, by its two sides, is one of the question, and the gold is another."""
+    """Whether an equation, given by its sides, is one of the question's that differs from the gold."""
     written = _difference(*sides)
     if written is None or (len(gold) == 2 and written == _difference(*gold)):
         return False
@@ -61,7 +61,7 @@ def repeats_equation(question: str, sides: Sequence[str], gold: Sequence[str]) -
 
 
 def _difference(left: str, right: str) -> frozenset[Shape] | None:
-    """Left less right and right less left."""
+    """The differences of two sides: left minus right and right minus left."""
     shapes = shape(left), shape(right)
     if shapes[0] is None or shapes[1] is None:
         return None
@@ -84,7 +84,7 @@ def _equations(question: str) -> frozenset[frozenset[Shape]]:
 
 
 def _formulas(question: str) -> list[str]:
-    """What stands between the words of a question, as far as it may be mathematics."""
+    """The texts between the words of a question that may be formulas."""
     pieces = _WORDS.split(question[:_MAX_QUESTION_CHARS])
     return [piece.strip(" .,;:?") for piece in pieces if 2 < len(piece) <= 1000]
 

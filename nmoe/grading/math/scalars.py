@@ -1,10 +1,12 @@
-r"""One value of an answer: its number, and the unit, the currency, the percent sign or the base that it is written with.
+r"""A scalar of an answer: its number, and the unit, currency, percent sign or base that it is written with.
 
-    "5\text{ cm}"  the number 5 with the unit "cm"        "50\%"   50 with "%"
-    "$5"           5 with "$"                            "101_2"  the digits 101 with the base "2"
+    "5\text{ cm}"    the number 5 with the unit "cm"
+    "50\%"           50 with "%"
+    "$5"             5 with "$"
+    "101_2"          the digits 101 with the base "2"
 
-Before `normalize` takes the braces away, `forms` marks letters in braces whose command says that they are words (`UNIT_OPEN`,
-`UNIT_CLOSE`): the unit of what stands before.
+Before `normalize` removes the braces, `forms` marks letters in braces whose command declares them to be words (`UNIT_OPEN`,
+`UNIT_CLOSE`): they are the unit of the value before them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
 _PERCENT = re.compile(r"(.+?)\\?%")
 _BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
 _DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
-# An angle may be in degrees, and so may the argument of a function, which is no unit of its value.
+# Degrees are a unit of an angle, but in a function's argument they are not the unit of its value.
 _ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
 _FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
 _BASE = re.compile(r"([0-9A-Fa-f]+)_(?:\{([0-9]{1,2}|[a-z]+)\}|([0-9]))")
@@ -44,11 +46,10 @@ REALS = r"\mathbb{R}"
 
 @dataclass(frozen=True)
 class Scalar:
-    """One value: its text without the unit, and the number that this is, if it is one.
+    """One value: its text without the unit, and its number if it is one.
 
     `unit` is "" without one, "%" for percent, whose number is the one before the sign, and "$" for a dollar sign, which may be
-    TeX's; the word is "dollar". `base` is that of digits with a base as
-    subscript, "" without one.
+    TeX's; the word is "dollar". `base` is a subscript base, "" without one.
     """
 
     text: str
@@ -58,12 +59,12 @@ class Scalar:
 
 
 def dollars(text: str) -> Number | None:
-    """The number after a dollar sign that has no other to close it; None for any other raw text."""
+    """The number after a dollar sign that no other closes; None for any other raw text."""
     return read_number(normalize(text)) if _DOLLARS.fullmatch(text) else None
 
 
 def read_scalar(text: str) -> Scalar:
-    """A scalar with its unit or base taken off."""
+    """Reads a scalar and takes off its unit or base."""
     if match := _MARKED_UNIT.fullmatch(text):
         return _with_unit(match[1], spell_unit(match[2], match[3] or ""))
     text = normalize(MARKS.sub(" ", text))
@@ -83,7 +84,7 @@ def read_scalar(text: str) -> Scalar:
         return _with_unit(match[2], match[1])
     if match := _BARE_UNIT.fullmatch(text):
         words, unit = match[2], spell_unit(match[2], match[3] or "")
-        # A single letter may be a variable: 5m. Words that are no known unit are one only after a number: 18 apples.
+        # A single letter may be a variable: 5m. Unknown words are a unit only after a number: 18 apples.
         counted = is_unit(words) and read_number(normalize(match[1])) is not None
         if (len(words) > 1 and known_unit(unit)) or counted:
             return _with_unit(match[1], unit)
@@ -98,5 +99,5 @@ def _with_unit(text: str, unit: str) -> Scalar:
 
 
 def percent_value(number: Number) -> Number:
-    """What a number of percent comes to: 50% is 0.5."""
+    """The value of a percentage: 50% is 0.5."""
     return Number(number.value / Fraction(100), number.decimal)

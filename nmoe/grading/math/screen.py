@@ -1,7 +1,7 @@
-"""Expressions that cannot be equal, told apart in microseconds: their values at a point differ by far more than rounding could.
+"""Finds in microseconds that two expressions cannot be equal: their values at a point differ by far more than rounding could.
 
-Most wrong answers end here rather than in a worker process. Only what has one reading everywhere is looked at (sums, products,
-powers and absolute values of numbers and letters, by `nmoe.grading.math.shape`); of all else nothing is said.
+Most wrong answers end here and never reach a worker process. It reads only expressions with a single reading (sums, products,
+powers and absolute values of numbers and letters, by `nmoe.grading.math.shape`) and decides nothing about others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from nmoe.grading.math.shape import Shape, shape
 
-# Beyond the tolerance of decimals, and far beyond the rounding of a few hundred operations.
+# More than the tolerance of decimals, and far more than the rounding of a few hundred operations.
 _FAR = 1e-5
 # "1\frac{1}{2}" may be a mixed number.
 _MIXED = re.compile(r"[0-9] ?\\frac")
@@ -23,13 +23,13 @@ class _NoValueError(Exception):
 
 
 def differ(gold: str, answer: str) -> bool:
-    """Whether two normalised texts have other values for certain."""
+    """Whether the values of two normalised texts certainly differ."""
     values = _value(gold, 0), _value(answer, 0)
     return values[0] is not None and values[1] is not None and _far(*values)  # type: ignore[arg-type]
 
 
 def equations_differ(gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """Whether two equations, by their sides, are no multiples of one another for certain."""
+    """Whether two equations, given by their sides, are certainly not multiples of one another."""
     found = []
     for point in (0, 1):
         for left, right in (gold, answer):
@@ -37,7 +37,7 @@ def equations_differ(gold: tuple[str, str], answer: tuple[str, str]) -> bool:
             if sides[0] is None or sides[1] is None:
                 return False
             found.append(sides[0] - sides[1])
-            # What is left of a difference of large numbers is rounding.
+            # The difference of large numbers may be all rounding.
             if abs(found[-1]) < 1e-6 * max(abs(sides[0]), abs(sides[1])):
                 return False
     return _far(found[0] * found[3], found[1] * found[2])
@@ -63,7 +63,7 @@ def _evaluate(one: Shape, point: int) -> float:
     if isinstance(one, str):
         if one in ("i", "I", r"\infty"):
             raise _NoValueError
-        # Positive, so that roots and powers have the one value that they have for all numbers.
+        # Positive, so that roots and powers have a single real value.
         known = {"e": math.e, r"\pi": math.pi}
         found = known.get(one) or 0.3 + math.modf(sum(map(ord, one)) * (0.6180339887 + 0.1 * point))[0]
     elif not isinstance(one, tuple):
@@ -72,7 +72,7 @@ def _evaluate(one: Shape, point: int) -> float:
         terms = [_evaluate(part, point) for part in one[1:]]
         found = math.fsum(terms)
         if abs(found) < 1e-6 * max(map(abs, terms)):
-            raise _NoValueError  # cancelled, and rounding may be all that is left
+            raise _NoValueError  # the terms cancelled, so the rest may be all rounding
     elif one[0] == "*":
         found = math.prod(_evaluate(part, point) for part in one[1:])
     elif one[0] == "^":

@@ -1,11 +1,12 @@
-r"""The shape of an expression: what it says, without what changes nothing, and without working anything out.
+r"""The shape of an expression: its structure, without parts that change nothing, and without evaluating anything.
 
-    \sqrt{180}, {\sqrt{180}}, 1\sqrt{180}+0, 180^{1/2}     one shape
-    9y^2-30y+25, 25+9y^{2}-30 y                            one shape
-    6\sqrt{5}, \sqrt{180}                                  two, although the value is the same
+    \sqrt{180}, {\sqrt{180}}, 1\sqrt{180}+0, 180^{1/2}      one shape
+    9y^2-30y+25, 25+9y^{2}-30 y                             one shape
+    6\sqrt{5}, \sqrt{180}                                   two shapes, although the value is the same
 
-A shape is a number, a letter, or a tuple of an operation and shapes; sums and products are sorted, sums of numbers added up. For
-texts that `nmoe.grading.math.normalization` has been over; a recursive descent of bounded depth.
+A shape is a number, a letter, or a tuple of an operation and shapes. Sums and products are sorted, and numbers in a sum are
+added up. The input is text normalised by `nmoe.grading.math.normalization`; the parser is a recursive descent of bounded
+depth.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TIMES = ("cdot", "times")
 
 @lru_cache(4096)
 def shape(text: str) -> Shape | None:
-    """The shape of a text; None for what is no expression."""
+    """The shape of a text; None if it is not an expression."""
     source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
     tokens = list(_TOKEN.finditer(source))
     if not tokens or sum(len(token.group()) for token in tokens) != len(source):
@@ -47,12 +48,12 @@ def shape(text: str) -> Shape | None:
 
 
 def is_atom(one: Shape) -> bool:
-    """Whether it is a number or a letter."""
+    """Whether a shape is a number or a letter."""
     return not isinstance(one, tuple)
 
 
 def parts(one: Shape) -> Iterator[Shape]:
-    """The shape and all in it that are no atoms."""
+    """The shape and all shapes inside it, except atoms."""
     if isinstance(one, tuple):
         yield one
         for part in one[1:]:
@@ -165,7 +166,7 @@ class _Parser:
         return found
 
     def _argument(self, depth: int) -> Shape:
-        """What a command, "^" or "_" takes: something in braces, or one sign; of digits only the first, as TeX does it."""
+        """The argument of a command, "^" or "_": a group in braces or one token; of several digits only the first, as in TeX."""
         if self.token in ("{", "("):
             return self._bracketed(depth)
         if self.token == "-":
@@ -221,7 +222,7 @@ class _Parser:
                 base = self._argument(depth)
             else:
                 exponent = self._argument(depth)
-        # Its argument is one factor, "\sin 2x" two: read as a product of what follows without a sign.
+        # The argument is the product of the factors that follow without a sign: two in "\sin 2x".
         if self.token in ("(", "{"):
             argument = self._bracketed(depth)
         else:

@@ -1,13 +1,13 @@
-"""The symbolic layer: two answers whose expressions math-verify reads and compares. Runs in a worker process.
+"""The symbolic layer: compares two answers whose expressions math-verify parses. Runs in a worker process.
 
-Source: math-verify (github.com/huggingface/Math-Verify), whose parser and comparison this calls with the extraction left out, for
-answers are extracted before, and with its own timeouts off. They raise SIGALRM, which fails off the main thread; here
+It calls the parser and comparison of math-verify (github.com/huggingface/Math-Verify). math-verify's extraction is not used,
+because the answers are already extracted. Its timeouts are off: they raise SIGALRM, which fails outside the main thread; here
 the whole process is killed instead (`nmoe.grading.workers.pool`).
 
-Its comparison is generous, so that both sides also have to agree in value: expressions without variables exactly where they are
-rational, else to 50 digits beyond the size of everything in them, and others so at points before math-verify is asked for a
-proof. Wrong things are then caught that it lets pass: numbers that differ after the fifteenth digit, 2^{2017} for
-2^{2017}-1, and decimals that only look like 0.
+math-verify's comparison is generous, so both sides must also agree in value before it is asked for a proof. Expressions
+without variables are compared exactly if they are rational, else to 50 digits beyond the size of everything in them; others
+are compared so at points. This catches errors that math-verify accepts: numbers that differ after the fifteenth digit,
+2^{2017} for 2^{2017}-1, and decimals that only look like 0.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True,
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _DIGITS = 50
 _PRECISION, _ROUNDING = mpmath.mpf(10) ** -40, mpmath.mpf(float(TOLERANCE))
-# What is larger is compared exactly or not at all.
+# Larger numbers are compared exactly or not at all.
 _MAX_DIGITS = 10_000
 _DIGITS_PER_BIT = 0.302
-# Rational, of both signs and with no small relation between them; the variables of an expression get them in turn.
+# Values for variables, taken in turn: rational, of both signs, with no simple relation between them.
 _POINTS = [
     sympy.Rational(p, q) for p, q in ((97, 89), (-61, 83), (151, 71), (-37, 101), (59, 43), (-173, 107), (19, 67))
 ]
@@ -45,24 +45,28 @@ _POINTS = [
 def equal(
     gold: str, answer: str, answer_order: AnswerOrder = "any", units: Units = "asked", question: str | None = None
 ) -> bool:
-    """Whether two raw answers are the same under a policy. May take for ever, or all memory."""
+    """Whether two raw answers are equal under a policy. May take any amount of time or memory."""
     return compare(gold, answer, MathVerify(), Policy(answer_order, units, question)) is True
 
 
 class _Parser(_Latex2Sympy):
-    """math-verify's, with integers made at once: it hands each to sympy as a text, which compiles it as Python for 0.4 ms, a
-    third of the time that a short expression takes."""
+    """math-verify's parser, but creating integers directly.
+
+    The original passes each one to sympy as text, which sympy compiles as Python in 0.4 ms, a third of the time for a short
+    expression.
+    """
 
     def parse_number(self, text: str) -> Any:
         return sympy.Integer(int(text)) if text.isdecimal() else super().parse_number(text)
 
 
 def warm_up() -> None:
-    """Reads and compares forms of every kind once: parser and sympy keep what they found out about their own tables, and the first
-    expression of a kind takes ten times as long as those after it.
+    """Parses and compares one form of every kind. The first expression of a kind takes ten times as long as later ones, because
+    the parser and sympy cache their tables.
 
-    Raises RuntimeError where no pair is found equal: a parser that fails on everything, as with packages that do not fit one
-    another, would else make every answer wrong without a word."""
+    Raises RuntimeError if no pair is found equal. A parser that fails on everything, for example with incompatible packages,
+    would otherwise silently make every answer wrong.
+    """
     found = [equal(gold, answer) for gold, answer in WARM_UP]
     if not any(found):
         raise RuntimeError("math-verify finds nothing equal: are its packages those of constraints.txt?")
@@ -82,7 +86,7 @@ WARM_UP = [
 
 
 class MathVerify:
-    """Decides about expressions; see `nmoe.grading.math.equivalence.Leaves`."""
+    """Compares expressions with math-verify; see `nmoe.grading.math.equivalence.Leaves`."""
 
     def expressions(self, gold: str, answer: str) -> bool:
         if not expressions.comparable(gold, answer):
@@ -92,7 +96,7 @@ class MathVerify:
         return parsed is not None and _holds(lambda: _equal(parsed[0], parsed[1], "." in gold + answer))
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-        """Whether left less right of one is a constant times that of the other, and neither is 0 for all values."""
+        """Whether left minus right of one equation is a constant times that of the other, and neither is 0 everywhere."""
         if not expressions.comparable("=".join(gold), "=".join(answer)):
             return False
         sources = [expressions.latex(side) for side in (*gold, *answer)]
@@ -103,8 +107,10 @@ class MathVerify:
 
 
 def _holds(question: Callable[[], bool]) -> bool:
-    """The answer to a question about what a policy wrote; no, where sympy fails on it in one of its many ways. Memory and stack
-    that run out are the worker's to report."""
+    """The result of a comparison of policy output, or False if sympy fails on it in one of its many ways.
+
+    Running out of memory or stack is left to the worker to report.
+    """
     try:
         return question()
     except (MemoryError, RecursionError):
@@ -123,8 +129,7 @@ def _proportional(gold: Any, answer: Any) -> bool:
 
 
 def _parse_all(*sources: str) -> list[Any] | None:
-    """Every text for the parser as a sympy expression; None where one is none. Variables are real unless the imaginary unit is
-    there."""
+    """Parses every text to a sympy expression; None if any is not one. Variables are real unless the imaginary unit occurs."""
     is_real = not any("i" in expressions.letters(source) for source in sources)
     parsed = [_parse(source, is_real) for source in sources]
     return None if any(expression is None for expression in parsed) else parsed
@@ -132,10 +137,10 @@ def _parse_all(*sources: str) -> list[Any] | None:
 
 @lru_cache(256)
 def _parse(source: str, is_real: bool) -> Any:
-    """A sympy expression; None for a text that is none, or that parses to something else (a set, a relation)."""
+    """A sympy expression; None for a text that is not one or that parses to something else (a set, a relation)."""
     try:
         parsed = _Parser(is_real=is_real, config=_CONVERSION).parse(normalize_latex(source, _NORMALIZATION))
-    except Exception:  # the parser raises a bare Exception for what it does not understand
+    except Exception:  # the parser raises a bare Exception for unknown input
         return None
     if not isinstance(parsed, sympy.Expr):
         return None
@@ -151,7 +156,7 @@ def _equal(gold: Any, answer: Any, rounded: bool) -> bool:
         return False
     if not symbols:
         return _same_value(gold, answer, rounded)
-    # Where decimals leave no proof, points have to do.
+    # Rounded decimals allow no proof, so agreement at several points must suffice.
     wanted, compared = (3 if rounded else 1), 0
     for shift in range(len(_POINTS)):
         points = [_POINTS[(place + shift) % len(_POINTS)] for place in range(len(symbols))]
@@ -191,7 +196,7 @@ def _same_value(gold: Any, answer: Any, rounded: bool) -> bool:
 
 
 def _reach(expression: Any) -> int:
-    """How many digits the largest or smallest number in an expression without variables has before or after its point."""
+    """The number of digits before or after the point of the largest or smallest number in an expression without variables."""
     reach = 0
     for part in sympy.preorder_traversal(expression):
         if part.is_Rational:
@@ -203,7 +208,7 @@ def _reach(expression: Any) -> int:
 
 
 def _value(expression: Any, digits: int = _DIGITS) -> Any:
-    """The value as a complex number; None where there is no finite one."""
+    """The value as a complex number; None if there is no finite one."""
     value = expression.evalf(digits, maxn=2 * digits)
     if value.is_Float:
         return mpmath.mp.make_mpf(value._mpf_)

@@ -1,4 +1,4 @@
-r"""Units: one spelling of each, the words that stand like one and are none, and which one a question asks for."""
+"""Units: one spelling of each, the words that stand in a unit's place but are not units, and the unit that a question asks for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNITS = {
 }
 _UNIT_NAMES = {spelling: name for name, spellings in _UNITS.items() for spelling in [name, *spellings.split()]}
 _POWER_WORDS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
-# Words that stand like a unit and make another number of it: who leaves one out has not given the number.
+# Words in a unit's place that change the number: an answer that leaves one out has not given the number.
 _FACTORS = {
     "dozen",
     "hundred",
@@ -78,16 +78,18 @@ _FACTORS |= {
     "more",
 }
 _FACTORS |= {"over", "times", "pi", *expressions.FUNCTIONS} - {"sec"}
-# Of these a unit cannot be told in running text.
+# In running text these are common words more often than units.
 _COMMON_WORDS = {"in", "min", "second", "seconds", "sec", "pound", "mi"}
-# "What percent of 80 is 20?" asks for one, "What is 20 percent of 80?" does not.
+# "What percent of 80 is 20?" asks for a percentage, "What is 20 percent of 80?" does not.
 _PERCENT_ASKED = re.compile(r"\b(?:what|which|many|the|as|an?|in|nearest)\s+percent(?:age)?\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]+|\^\{?\\circ")
 
 
 def spell_unit(words: str, power: str) -> str:
-    """One spelling of a unit: "square centimetres" and "cm^2" are "cm^2"; what is not known is its words without a plural s.
-    One with a word that makes another number of it starts with a star: "*million"."""
+    """The standard spelling of a unit: "square centimetres" and "cm^2" are "cm^2".
+
+    An unknown unit is its words without a plural s. A unit with a word that changes the number starts with a star: "*million".
+    """
     names = words.lower().replace(".", " ").split()
     powers = [_POWER_WORDS[name] for name in names if name in _POWER_WORDS]
     spelled = "".join(name for name in names if name not in _POWER_WORDS)
@@ -99,7 +101,7 @@ def spell_unit(words: str, power: str) -> str:
 
 
 def known_unit(unit: str) -> bool:
-    """Whether a unit, as `spell_unit` has it, is one of the table."""
+    """Whether a unit, as `spell_unit` writes it, is in the table."""
     return unit.partition("^")[0] in _UNITS
 
 
@@ -109,13 +111,13 @@ def is_unit(words: str) -> bool:
 
 
 def changes_number(unit: str) -> bool:
-    """Whether what stands like a unit makes another number: "million", "quarters", "squared", "%"."""
+    """Whether words in a unit's place change the number: "million", "quarters", "squared", "%"."""
     return unit == "%" or unit.startswith(("^", "*"))
 
 
 @lru_cache(256)
 def asked_unit(question: str) -> str | None:
-    """The unit that a question names, without its power; None where it names none or several."""
+    """The unit that a question names, without its power; None if it names none or several."""
     found = set()
     for word in _WORD.findall(question):
         if "circ" in word:
@@ -126,5 +128,5 @@ def asked_unit(question: str) -> str | None:
 
 
 def asks_percent(question: str) -> bool:
-    """Whether a question asks for a number of percent, and names no unit but that."""
+    """Whether a question asks for a percentage and names no other unit."""
     return asked_unit(question) == "%" and _PERCENT_ASKED.search(question) is not None
