@@ -271,7 +271,7 @@ class _Comparison:
     def _may_add(self, unit: str) -> bool:
         """Whether an answer may have this unit if the gold has none."""
         asked = asked_unit(self._policy.question or "")
-        # TeX puts dollar signs around numbers, and questions ask for amounts without naming dollars: "How much does she make every day?"
+        # TeX puts dollar signs around numbers, and questions need not name dollars: "How much does she make every day?"
         if unit in ("$", "dollar"):
             return asked != "cent" and (unit == "$" or self._policy.units != "as_gold")
         if self._policy.units == "as_gold" or changes_number(unit):
