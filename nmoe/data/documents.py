@@ -1,4 +1,4 @@
-"""Documents to pretrain on: read from datasets, shuffled anew each epoch, mixed by weight, handed out by a token budget."""
+"""Documents to pretrain on: read from datasets, shuffled each epoch, mixed by weight, and taken up to a token budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, of which the first `prompt` are read and not learned: `Document(np.array([5, 6, 7, 2]), prompt=2)` predicts
+    """Token ids, of which the first `prompt` are not trained on: `Document(np.array([5, 6, 7, 2]), prompt=2)` predicts
     7 and 2, `Document(np.array([5, 6, 7, 2]))` everything after the first token."""
 
     ids: NDArray[np.int64]
@@ -26,12 +26,12 @@ class Document:
 
     @property
     def positions(self) -> int:
-        """How many positions are run: all but the last token's."""
+        """The number of positions that the model runs: all but the last token's."""
         return len(self.ids) - 1
 
     @property
     def learned(self) -> NDArray[np.bool_]:
-        """Whether the token after each position is learned, `[positions]`."""
+        """Whether the token after each position is trained on, `[positions]`."""
         return np.arange(1, len(self.ids)) >= self.prompt
 
 
@@ -54,7 +54,7 @@ def read_documents(path: str, tokenizer: Tokenizer, context_tokens: int) -> list
             if prompt - start < len(piece):
                 documents.append(Document(piece, max(0, prompt - start)))
     if not documents:
-        raise UserError(f"{path}: holds no documents; each line is a JSON object with `text` or `token_ids`")
+        raise UserError(f"{path}: holds no documents; each line must be a JSON object with `text` or `token_ids`")
     return documents
 
 
@@ -75,10 +75,10 @@ def _ids(record: Mapping[str, Any], tokenizer: Tokenizer, end: list[int], where:
 
 def _prompt_tokens(record: Mapping[str, Any], tokens: int, where: str) -> int:
     prompt = record.get("prompt_tokens")
-    if prompt is None:  # a null in a table where other rows have one
+    if prompt is None:  # null: other rows of the table have the column
         return 0
     if type(prompt) is not int or prompt < 0:
-        raise UserError(f"{where}: prompt_tokens is {prompt!r}, and has to be a count of tokens")
+        raise UserError(f"{where}: prompt_tokens is {prompt!r}, which is not a count of tokens")
     if prompt and record.get("token_ids") is None:
         raise UserError(f"{where}: prompt_tokens counts `token_ids`, and this document is text")
     if prompt >= tokens:
@@ -88,7 +88,7 @@ def _prompt_tokens(record: Mapping[str, Any], tokens: int, where: str) -> int:
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Documents of one kind, with their share of the tokens relative to the weights of the other sources."""
+    """Documents of one source, and its weight relative to the other sources."""
 
     name: str
     documents: Sequence[Document]
@@ -96,7 +96,7 @@ class DocumentSource:
 
     @property
     def tokens(self) -> int:
-        """Positions that an epoch runs."""
+        """Positions in one epoch."""
         return sum(document.positions for document in self.documents)
 
 
@@ -107,7 +107,7 @@ class DocumentMixture:
     the first such where several are level. So nothing is drawn, and after any number of documents a source of share w is
     never ahead of w of all tokens by more than the longest document's, and never behind by more than that for each other source.
 
-    position: how many documents of each source were handed out; whoever sets it goes on from there.
+    position: how many documents of each source were taken; set it to continue from there.
     fingerprint: a digest of all documents, source by source, and of the weights.
     """
 

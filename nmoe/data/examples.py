@@ -1,4 +1,4 @@
-"""Examples: records as tokens and labels, kept in flat arrays, eight bytes a token, however many there are."""
+"""Examples: records as tokens and labels, in flat arrays of eight bytes per token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Example:
 
 
 class Examples:
-    """A sequence of examples, and what was left out of it."""
+    """A sequence of examples, with counts of what was left out."""
 
     def __init__(self) -> None:
         self._ids, self._labels = array("i"), array("i")
@@ -60,7 +60,7 @@ class Examples:
 
     @property
     def lengths(self) -> list[int]:
-        """Of each the positions that are run: the last token is never read."""
+        """The positions that the model runs for each example: the last token is never an input."""
         return [self._ends[index + 1] - self._ends[index] - 1 for index in range(len(self))]
 
     @property
@@ -79,7 +79,7 @@ class Examples:
         return digest.hexdigest()
 
     def notes(self) -> list[str]:
-        """What was read and what was left out, as lines to show."""
+        """Lines that say what was read and what was left out."""
         lengths = self.lengths
         lines = [
             *self.described,
@@ -118,7 +118,7 @@ def read_examples(
 ) -> Examples:
     """All records that the settings name, as examples. A sequence that is longer than the context is left out and counted.
 
-    Raises UserError, with file and line, for a record that is wrong or can not be rendered, and where no example is left.
+    Raises UserError, with file and line, for a record that is wrong or cannot be rendered, and where no example is left.
     """
     examples = Examples()
     records = read_records(settings, accepted)
@@ -132,7 +132,5 @@ def read_examples(
                 examples.add(rendered, prompt_of(record))
     if len(examples) == 0:
         left_out = f"; {len(examples.overlong):,} are longer than its context of {context_tokens:,} tokens"
-        raise UserError(
-            f"{settings.path}: no record that the model can learn from{left_out if examples.overlong else ''}"
-        )
+        raise UserError(f"{settings.path}: no record with a token to train on{left_out if examples.overlong else ''}")
     return examples

@@ -1,4 +1,4 @@
-"""Which records are held out: all of a prompt or none, so that nothing that is trained on asks what is evaluated on."""
+"""Choose the records to hold out. Records with the same prompt stay together, so that no evaluated prompt is trained on."""
 
 from __future__ import annotations
 

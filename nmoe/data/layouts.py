@@ -1,4 +1,4 @@
-"""Rows in the layouts that datasets of other makers have, as rows of nmoe's own columns.
+"""Convert rows of common dataset layouts to nmoe's own columns.
 
 {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}    ShareGPT: messages
 {"instruction": "...", "input": "...", "output": "..."}                         Alpaca: prompt, completion
@@ -39,7 +39,7 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 def _with_system(conversations: object, system: object) -> Sequence[Any]:
-    """ShareGPT's messages, the system prompt that some of its relatives keep in a column of its own before them."""
+    """ShareGPT's messages, preceded by the system prompt if it has a column of its own."""
     messages = listed(conversations, "conversations")
     if system is None or not _text(system, "system").strip():
         return messages
@@ -47,19 +47,19 @@ def _with_system(conversations: object, system: object) -> Sequence[Any]:
 
 
 def _text(value: object, column: str) -> str:
-    """A column that becomes part of what is asked: left out, an operand would be missing from its question."""
+    """A column that becomes part of the prompt; without it, the question would be incomplete."""
     if not isinstance(value, str):
         raise UserError(f"{column!r} has to be a text, and is {value!r}")
     return value
 
 
 def _dialogue(text: str, column: str) -> list[dict[str, str]]:
-    """The messages of hh-rlhf's transcripts."""
+    """The messages of an hh-rlhf transcript."""
     _, *pieces = _TURN.split(text)
     roles = {"Human": "user", "Assistant": "assistant"}
     messages = [
         {"role": roles[who], "content": said.strip()} for who, said in zip(pieces[::2], pieces[1::2], strict=True)
     ]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise UserError(f"{column!r} is a dialogue that does not end with what the assistant says")
+        raise UserError(f"{column!r} is a dialogue that does not end with the assistant")
     return messages

@@ -1,4 +1,4 @@
-"""Messages as datasets have them: OpenAI's chat format, with calls of tools, and ShareGPT's `from` and `value`."""
+"""Messages of datasets: OpenAI's chat format with tool calls, and ShareGPT's `from` and `value`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.harmony_format import CHANNELS, ROLES
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-# Calls of tools as ShareGPT's relatives have them, and OpenAI had before `tool_calls`.
+# Tool calls of ShareGPT-like datasets, and of OpenAI's format before `tool_calls`.
 _ROLES_OF_CALLS = {"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_CHARS = 80
@@ -38,7 +38,7 @@ def read_tools(value: object) -> tuple[ToolDefinition, ...]:
 
 
 def listed(value: object, column: str) -> Sequence[Any]:
-    """A list, or the JSON text of one."""
+    """A list, or a list written as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -62,7 +62,7 @@ def text_or_messages(value: object, column: str) -> object:
                 f"{column!r} is {shown(value)}, messages as Python prints them; write them as JSON"
             ) from None
         return value
-    # Other lists of objects are what a model is to read or write.
+    # Other lists of objects are content for the model to read or write.
     are_messages = all(
         isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
         for one in objects
@@ -110,7 +110,7 @@ def _message(value: object, where: str) -> ChatMessage:
     thoughts = [value[key] for key in _REASONING if value.get(key) is not None]
     reasoning = next(filter(None, thoughts), thoughts[0] if thoughts else None)
     if role != "assistant" and not reasoning:
-        reasoning = None  # of a column that all messages have
+        reasoning = None  # from a column that all messages share
     message = ChatMessage(
         role,
         _content(content, where, needed=not calls and reasoning is None),
@@ -122,7 +122,9 @@ def _message(value: object, where: str) -> ChatMessage:
         trained=weight != 0,
     )
     if role != "assistant" and (calls or reasoning is not None):
-        raise UserError(f"{where}: a message by {role!r} has tool calls or reasoning, which are the assistant's")
+        raise UserError(
+            f"{where}: a message by {role!r} has tool calls or reasoning, which only the assistant may have"
+        )
     if role == "assistant" and message.is_empty:
         raise UserError(f"{where}: the assistant says nothing; fill it in or remove the record")
     return message
@@ -131,9 +133,9 @@ def _message(value: object, where: str) -> ChatMessage:
 def _content(value: object, where: str, *, needed: bool) -> str:
     if value is None and not needed:
         return ""
-    if isinstance(value, list | tuple):  # parts, as messages with pictures have them
+    if isinstance(value, list | tuple):  # content parts, as in messages with images
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
-            raise UserError(f"{where}: a part of the content is no text; nmoe trains language models on text alone")
+            raise UserError(f"{where}: a part of the content is not text; nmoe trains on text only")
         return "".join(part["text"] for part in value)
     return _text(value, f"{where}: the content")
 
@@ -177,7 +179,7 @@ def _tool(value: object, where: str) -> ToolDefinition:
 
 
 def _check_schema(schema: object, where: str) -> None:
-    """Whether it has the form of a JSON schema as far as declarations of tools read it. Raises UserError."""
+    """Checks the parts of a JSON schema that tool declarations use. Raises UserError."""
     if not isinstance(schema, Mapping):
         raise UserError(f"{where} is {shown(schema)}, not a JSON schema, which is an object")
     kind, properties = schema.get("type"), schema.get("properties", {})
@@ -188,7 +190,7 @@ def _check_schema(schema: object, where: str) -> None:
         ("required", isinstance(schema.get("required", []), list | tuple)),
     ):
         if not fits:
-            raise UserError(f"{where}: its {key!r} is {shown(schema.get(key))}, which no JSON schema has")
+            raise UserError(f"{where}: its {key!r} is {shown(schema.get(key))}, which is not valid in a JSON schema")
     for name, below in properties.items():
         _check_schema(below, f"{where}.properties.{name}")
     if schema.get("items"):

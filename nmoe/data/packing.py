@@ -1,4 +1,4 @@
-"""Packing: which sequences make up each optimizer step, so that its token budget is used and nothing is cut."""
+"""Packing: choose the sequences of each optimizer step, so that its token budget is filled and no sequence is cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Deterministic: of equal lengths the earlier comes first, of packs with equal room the one used last.
     """
     packs: list[list[int]] = []
-    rooms: list[int] = []  # those that some pack has left, ascending
+    rooms: list[int] = []  # the free space of each pack, ascending
     packs_with: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         place = bisect_left(rooms, lengths[index])
@@ -60,7 +60,7 @@ class PackedStream:
 
     @property
     def utilisation(self) -> float:
-        """The share of an epoch's budget that its tokens fill."""
+        """The share of an epoch's token budget that is filled."""
         return sum(self._lengths) / (self.steps_per_epoch * self._capacity)
 
     def take(self) -> list[int]:
@@ -74,7 +74,7 @@ class PackedStream:
     def _made(self, epoch: int) -> list[list[int]]:
         shuffle = random.Random(f"{self._seed}/{epoch}").shuffle
         order = list(range(len(self._lengths)))
-        shuffle(order)  # which of the sequences of one length go together
+        shuffle(order)  # which sequences of equal length are packed together
         packs = best_fit([self._lengths[index] for index in order], self._capacity // self._packs_per_step)
         shuffle(packs)
         steps = -(-len(packs) // self._packs_per_step)

@@ -1,5 +1,4 @@
-"""Preference pairs as tokens: two sequences that begin with one prompt and go on with the completion that was preferred, and with
-the other.
+"""Preference pairs as tokens: one prompt, followed by the preferred completion in one sequence and by the other one in the second.
 
 A policy learns from the completions whole, reasoning included. A reward model is asked about answers as their readers see them, so
 that it reads nothing else here either: the last message of each side, without its reasoning, and no declarations of tools.
@@ -23,7 +22,7 @@ from nmoe.text.renderers import Rendered, Renderer
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sequences, of which the first was preferred, where their record lies, and what it asks.
+    """Two sequences, the first preferred, with the place of their record and its prompt.
 
     Example: `Pair("pairs.jsonl:1", Rendered([5, 6, 7, 2], [-100, -100, 7, 2]), Rendered([5, 6, 9, 2], [-100, -100, 9, 2]))`.
     """
@@ -39,7 +38,7 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """Tokens of both sequences."""
+        """The number of tokens in both sequences."""
         return len(self.chosen.ids) + len(self.rejected.ids)
 
 
@@ -50,7 +49,7 @@ def completion_pair(record: Preference, renderer: Renderer) -> Pair:
     """Prompt and whole completions; what the assistant says in them is learned. Raises UserError, with the record's place."""
     pair = _pair(record, renderer, record.chosen, record.rejected)
     if pair.chosen == pair.rejected:
-        raise UserError(f"{record.where}: 'chosen' and 'rejected' are the same tokens, so that neither is preferred")
+        raise UserError(f"{record.where}: 'chosen' and 'rejected' are the same tokens, so neither is preferred")
     return pair
 
 
@@ -63,7 +62,7 @@ def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
 
 
 def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered:
-    """What a reward model reads of an answer to this prompt. Raises UserError for a conversation that the form can not say."""
+    """What a reward model reads of an answer to this prompt. Raises UserError for a conversation that the form cannot say."""
     (rendered,) = renderer.supervise((*prompt, ChatMessage("assistant", answer)), (), len(prompt))
     return rendered
 
@@ -72,7 +71,7 @@ def _answer(where: str, side: Messages) -> ChatMessage:
     _, content = split_reasoning(side[-1])
     if not content.strip():
         raise UserError(
-            f"{where}: the last message of a side has no text beside its reasoning and calls: nothing to judge"
+            f"{where}: the last message of a side has no text apart from reasoning and tool calls, so there is nothing to judge"
         )
     return ChatMessage("assistant", content)
 
@@ -129,7 +128,7 @@ def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, co
     overlong: list[str] = []
     alike: list[str] = []
     for record in records:
-        assert isinstance(record, Preference), "no other kind was accepted"
+        assert isinstance(record, Preference), "no other kind is accepted here"
         pair = make(record, renderer)
         if pair is None:
             alike.append(record.where)

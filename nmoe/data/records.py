@@ -1,4 +1,4 @@
-"""Records: what the rows of a dataset are taken for. Their format is told by their columns, and every record is checked.
+"""Records: the typed rows of a dataset. The columns determine the format, and every record is checked.
 
 A prompt, a completion and each side of a pair may be a text or a list of messages; a text is the one message of the user, or
 of the assistant, that says it.
@@ -163,7 +163,9 @@ def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind]) -> K
     there = [name for name, value in fields.items() if value is not None]
     if settings.kind is not None:
         if settings.kind not in accepted:
-            raise UserError(f'{settings.path}: kind = "{settings.kind}" is of no use here; {" or ".join(accepted)} is')
+            raise UserError(
+                f'{settings.path}: kind = "{settings.kind}" cannot be used here; {" or ".join(accepted)} is'
+            )
         return settings.kind
     kinds = detect(there, accepted, list(settings.columns))
     if len(kinds) == 1:
@@ -171,7 +173,7 @@ def _kind_of(row: Row, settings: DatasetSettings, accepted: Sequence[Kind]) -> K
     columns = ", ".join(map(repr, there)) or "none"
     if kinds:
         wanted = " or ".join(f'kind = "{kind}"' for kind in kinds)
-        raise UserError(f"{where}: the columns {columns} fit {' and '.join(kinds)} alike; say which is meant: {wanted}")
+        raise UserError(f"{where}: the columns {columns} fit {' and '.join(kinds)}; choose one: {wanted}")
     formats = "; ".join(f"{kind}: {', '.join(FORMATS[kind].needed)}" for kind in accepted)
     raise UserError(
         f"{where}: the columns {columns} fit no format ({formats}); name the columns in `columns`, such as "
@@ -257,7 +259,7 @@ def _text(where: str, fields: Mapping[str, Any]) -> Text:
 def _conversation(where: str, fields: Mapping[str, Any]) -> Conversation:
     messages = read_messages(fields["messages"], "messages")
     if not any(message.role == "assistant" and message.trained for message in messages):
-        raise UserError("no message is by the assistant (or each has weight 0), so that there is nothing to train on")
+        raise UserError("no message is by the assistant (or each has weight 0), so there is nothing to train on")
     return Conversation(where, messages, _tools(fields))
 
 
@@ -280,7 +282,7 @@ def _preference(where: str, fields: Mapping[str, Any]) -> Preference:
         _checked_completion(side, column) for side, column in zip(sides, ("chosen", "rejected"), strict=True)
     )
     if chosen == rejected:
-        raise UserError("'chosen' and 'rejected' are equal, so that neither is preferred; remove the record")
+        raise UserError("'chosen' and 'rejected' are equal, so neither is preferred; remove the record")
     return Preference(where, prompt, chosen, rejected, _tools(fields))
 
 
@@ -293,7 +295,7 @@ def _common_prompt(prompt: Messages | None, chosen: Messages, rejected: Messages
             break
         shared += 1
     if chosen == rejected:
-        raise UserError("'chosen' and 'rejected' are equal, so that neither is preferred; remove the record")
+        raise UserError("'chosen' and 'rejected' are equal, so neither is preferred; remove the record")
     while shared and chosen[shared - 1].role == "assistant":
         shared -= 1
     if shared == 0:
@@ -374,7 +376,7 @@ def _side(value: object, column: str) -> Messages:
 
 
 def _checked_completion(messages: Messages, column: str) -> Messages:
-    """A completion begins and ends with the assistant."""
+    """A completion starts and ends with the assistant."""
     if not messages:
         raise UserError(f"{column!r} is empty; fill it in or remove the record")
     for end in (messages[0], messages[-1]):

@@ -10,7 +10,7 @@ from nmoe.text.tokenizer import Tokenizer
 
 
 def render(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> list[Rendered]:
-    """The sequences that a text, conversation or completion is learned by. Raises UserError, with the record's place."""
+    """The sequences that a text, conversation or completion is trained as. Raises UserError, with the record's place."""
     try:
         match record:
             case Text():

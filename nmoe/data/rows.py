@@ -1,11 +1,11 @@
-"""Rows of a dataset, from wherever people keep them: one reader for every pool and every recipe.
+"""Read the rows of a dataset from files, directories or the hub: one reader for all pools and recipes.
 
 A path names one of these, and the first that exists is read:
 
   1. a file: JSON lines (.jsonl), JSON (.json: an array of objects, or lines all the same), Parquet (.parquet), CSV (.csv, all
      fields texts), the texts among them also compressed (.jsonl.gz);
   2. a directory of such files as a hub repository has them, or as `Dataset.save_to_disk` writes them;
-  3. either of these below $NMOE_DATASETS, where copies of hub datasets can be kept under their own names:
+  3. either of these below $NMOE_DATASETS, where local copies of hub datasets can be kept under their names:
      `hendrycks/competition_math`, which has left the hub, is then `$NMOE_DATASETS/hendrycks/competition_math/`;
   4. a dataset on the hub, or on the mirror that $HF_ENDPOINT names; what was downloaded once is found without a network.
 
@@ -45,7 +45,10 @@ Form = Literal["jsonl", "json", "parquet", "csv"]
 
 _FORMS: dict[str, Form] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _BUILDERS: dict[str, Form] = {"json": "json", "parquet": "parquet", "csv": "csv"}  # as `load_dataset` calls them
-_SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what save_to_disk leaves beside a DatasetDict and a Dataset
+_SAVED_MARKERS = (
+    "dataset_dict.json",
+    "state.json",
+)  # the files by which save_to_disk marks a DatasetDict and a Dataset
 
 _MUCH_ALIKE = 0.8  # of names, as difflib measures it
 _PARQUET_ROWS = 1024  # at once: as Python objects, a row of a conversation is some kilobytes
@@ -65,7 +68,7 @@ def read_rows(
     """The rows that `path` names, in order and one at a time.
 
     `form` says what a file is whose name does not. Of a Parquet file `columns` and those of `optional` that are there are read
-    alone. Raises UserError for what can not be read, with file and line or row, and StorageError when the disk is full.
+    alone. Raises UserError for what cannot be read, with file and line or row, and StorageError when the disk is full.
     """
     name, part = split_path(path)
     if data_files and name in _BUILDERS:
@@ -73,7 +76,7 @@ def read_rows(
     else:
         local = Path(name) if form else local_copy(name)
         if local is None and _is_path(name):
-            raise UserError(f"{name}: can not be read: No such file or directory{_similar(name)}")
+            raise UserError(f"{name}: cannot be read: No such file or directory{_similar(name)}")
         if local is None or (local.is_dir() and form is None and not data_files):
             dataset = _load_dataset(name, subset, split, data_files, local)
             yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
@@ -89,7 +92,7 @@ def read_rows(
 
 
 def local_copy(name: str) -> Path | None:
-    """Where a file or dataset lies on this machine, None where it does not."""
+    """The path of a file or dataset on this machine, or None."""
     kept = os.environ.get("NMOE_DATASETS")
     candidates = [Path(name)] + ([Path(kept, name)] if kept else [])
     return next((candidate for candidate in candidates if candidate.exists()), None)
@@ -178,7 +181,7 @@ def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, opt
             else:
                 yield from _csv(path, file)
     except (OSError, EOFError, zlib.error) as error:  # an EOFError where a compressed file is cut
-        raise UserError(f"{path}: can not be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -216,7 +219,7 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Row]:
             if header is None:
                 header = fields
                 if repeated := [name for name in dict.fromkeys(header) if name and header.count(name) > 1]:
-                    raise UserError(f"{path}:1: the column {repeated[0]!r} is there twice; rename one of the two")
+                    raise UserError(f"{path}:1: the column {repeated[0]!r} appears twice; rename one of them")
             elif fields:
                 where = f"{path}:{reader.line_num}"
                 if len(fields) != len(header):
@@ -244,7 +247,7 @@ def _parquet(path: Path, columns: Sequence[str] | None, optional: Sequence[str])
                     number += 1
                     yield f"{path}: row {number}", _own_keys(row)
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # a ValueError where a text is not UTF-8
-        raise UserError(f"{path}: can not be read as Parquet after row {number}: {error}") from error
+        raise UserError(f"{path}: cannot be read as Parquet after row {number}: {error}") from error
 
 
 def _own_keys(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +332,7 @@ def _end(part: Any, lengths: dict[str, int]) -> int:
 
 
 def _dataset_rows(dataset: Dataset, where: str, part: Slice) -> Iterator[Row]:
-    """Rows are counted from 1, those before the slice too."""
+    """Rows are counted from 1, including those before the slice."""
     chosen = rows_of(part, len(dataset))
     for number, row in zip(chosen, dataset.select(chosen), strict=True):
         yield f"{where} row {number + 1}", _own_keys(row)
@@ -339,7 +342,7 @@ def _failure(name: str, subset: str | None, split: str, local: Path | None, reas
     of_subset = "" if subset is None else f", subset {subset!r}"
     what = f"dataset {name!r}{of_subset}, split {split!r}"
     if local is not None:
-        return f"{what}: the local copy {local} can not be loaded: {reason}"
+        return f"{what}: the local copy {local} cannot be loaded: {reason}"
     return (
         f"{what}: there is no such file or directory, nor one below $NMOE_DATASETS, and the hub did not give it: {reason}; "
         "give the path of a local copy, put a copy below the directory that $NMOE_DATASETS names, or name a mirror of the "

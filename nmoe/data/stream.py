@@ -1,4 +1,4 @@
-"""Examples to learn from, shuffled anew each epoch and handed out by a token budget."""
+"""Training examples, shuffled each epoch and taken up to a token budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExampleStream(Generic[T]):
         self.position = 0
 
     def take(self, tokens: int) -> list[T]:
-        """The next examples, as many as stay within `tokens`, at least one."""
+        """The next examples: as many as fit into `tokens`, at least one."""
         taken: list[T] = []
         while True:
             epoch, place = divmod(self.position, len(self._examples))

@@ -1,6 +1,6 @@
-"""A conversation in the terminal: one line in, the streamed answer out. `nmoe chat RUN`
+"""Chat with a checkpoint in the terminal: `nmoe chat RUN`.
 
-The form is that of the environment that the run was trained on, or else the tokenizer's own; the system message likewise.
+Format and system message are those of the environment that the run was trained on; without one, the tokenizer decides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def chat(
     """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
     leave, and Ctrl-C stops an answer.
 
-    Raises UserError for a checkpoint that can not be loaded, and a tokenizer without the form."""
+    Raises UserError for a checkpoint that cannot be loaded, and a tokenizer without the form."""
     torch.set_num_threads(choose_threads(0))
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
@@ -49,7 +49,7 @@ def chat(
     conversation = History(tokenizer, form, system or "", model.config.context_tokens)
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{directory}; {conversation.form}; {_NEW} begins another conversation, Ctrl-D leaves")
+        print(f"{directory}; {conversation.form}; {_NEW} starts another conversation, Ctrl-D leaves")
     engine = NativeEngine(model, max_sequences=1)
     turn = 0
     while True:
@@ -67,7 +67,7 @@ def chat(
                 print(error)
                 continue
             if forgotten:
-                print(f"(the oldest {forgotten} of the exchanges so far no longer fit the context and are forgotten)")
+                print(f"(the oldest {forgotten} earlier exchanges no longer fit the context and are dropped)")
             room = model.config.context_tokens - len(prompt)
             sampling = Sampling(
                 min(max_new_tokens, room), temperature=temperature, stop_ids=conversation.stop_ids, seed=seed + turn
@@ -117,7 +117,7 @@ class _HarmonyPrinter:
     def end(self) -> None:
         completion = self._parser.completion()
         if completion.error is not None:
-            print(f"\n(not a whole answer in Harmony: {completion.error})")
+            print(f"\n(incomplete Harmony: {completion.error})")
 
 
 class _TextPrinter:
@@ -134,4 +134,4 @@ class _TextPrinter:
     def end(self) -> None:
         print(self._decoder.flush())
         if not self._ended:
-            print("(cut off: the answer did not end by itself)")
+            print("(cut off: the answer is incomplete)")

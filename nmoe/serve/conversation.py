@@ -1,4 +1,4 @@
-"""A conversation with a model, in the form it was made for: what was said so far, as the prompt of the next answer."""
+"""A conversation with a model: its history, rendered as the prompt of the next answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nmoe.types import Message
 
 ChatFormat = Literal["auto", "harmony", "chat", "text"]
 
-# Of the context, what an answer is left at least: a history that takes more loses its oldest exchanges.
+# The share of the context reserved for an answer: a longer history loses its oldest exchanges.
 _ANSWERS_SHARE = 0.25
 
 
@@ -59,5 +59,5 @@ class History:
             self._exchanges.append((self._asked, Message("assistant", said, channel="final")))
 
     def start_again(self) -> None:
-        """Forgets everything but the system message."""
+        """Clears the history, except for the system message."""
         self._exchanges.clear()

@@ -88,7 +88,7 @@ def test_chat_shows_what_is_cut_off(nmoe: Nmoe, trained: Path) -> None:
     result = nmoe("chat", trained, "--temperature=0", "--max-new-tokens=4", stdin="Reverse: 120\n")
     assert result.out.splitlines() == [
         "[analysis] back",
-        "(not a whole answer in Harmony: token 4: truncated inside message content)",
+        "(incomplete Harmony: token 4: truncated inside message content)",
     ]
     assert (result.code, result.err) == (0, "")
 
@@ -103,7 +103,7 @@ def test_chat_shows_what_is_not_harmony(nmoe: Nmoe, base: Path, tmp_path: Path) 
     tokenizer.save(tmp_path / "ignorant")
     result = nmoe("chat", "ignorant", "--temperature=0", stdin="Reverse: 120\n")
     assert (result.code, result.err) == (0, "")
-    assert result.out == "\n(not a whole answer in Harmony: token 0: <|endoftext|> inside a message header)\n"
+    assert result.out == "\n(incomplete Harmony: token 0: <|endoftext|> inside a message header)\n"
 
 
 def test_chat_refuses_what_does_not_fit_and_goes_on(nmoe: Nmoe, trained: Path) -> None:

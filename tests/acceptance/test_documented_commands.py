@@ -75,4 +75,4 @@ def test_chat_with_a_model_of_another_maker(nmoe: Nmoe, tmp_path: Path) -> None:
     arguments = ("--system", "Answer in one sentence.", "--max-new-tokens=3", "--temperature=0")
     result = nmoe("chat", "qwen", *arguments, stdin="hi\n")
     assert (result.code, result.err) == (0, "")
-    assert result.out.endswith("(cut off: the answer did not end by itself)\n")
+    assert result.out.endswith("(cut off: the answer is incomplete)\n")

@@ -135,7 +135,7 @@ def test_every_mistake_is_one_line(nmoe: Nmoe, own: Path) -> None:
         'own/environment.toml:11: [rubric] format = "x": expected a number, got a string',
     ]
     file.write_text(SORT.replace("data.jsonl", "absent.jsonl"))
-    refused("error: own/environment.toml: source digits: own/absent.jsonl: can not be read")
+    refused("error: own/environment.toml: source digits: own/absent.jsonl: cannot be read")
     file.write_text(SORT)
     (own / "data.jsonl").write_text(
         '{"problem": "Sort: 21", "answer": "12"}\n{"problem": "Sort: 31", "answer": "one"}\n'

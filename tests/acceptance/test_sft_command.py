@@ -78,11 +78,11 @@ def test_fine_tuning_by_the_command(train: Callable[..., Result], tmp_path: Path
         (
             GOOD,
             ["--records.kind=preference"],
-            'kind = "preference" is of no use here; messages or prompt_completion or text is',
+            'kind = "preference" cannot be used here; messages or prompt_completion or text is',
         ),
         (GOOD, ["--records.columns.prompt=question"], "prompt from 'question': there is no such column"),
         (GOOD, ["--records.format=chat"], 'format = "chat": the tokenizer has no chat template'),
-        (GOOD, ["--records.path=absent.jsonl"], "absent.jsonl: can not be read: No such file"),
+        (GOOD, ["--records.path=absent.jsonl"], "absent.jsonl: cannot be read: No such file"),
         (GOOD, ["--records.path=train.jsonl@[5:]"], "train.jsonl@[5:]: no records"),
         (GOOD, ["--run.steps=3"], "--run.steps=3: excludes records.epochs = 2; give one of the two"),
         (GOOD, ["--records.held_out=0.5"], "records are held out but never evaluated on"),
@@ -106,9 +106,7 @@ def test_what_the_context_does_not_hold_is_counted(train: Callable[..., Result])
     assert "left out, longer than the model's context: 2 sequences (train.jsonl:2, train.jsonl:4)" in result.out
     result = train([long], "--run.name=none")
     assert result.code == 2
-    assert (
-        "train.jsonl: no record that the model can learn from; 1 are longer than its context of 64 tokens" in result.err
-    )
+    assert "train.jsonl: no record with a token to train on; 1 are longer than its context of 64 tokens" in result.err
 
 
 def test_data_show_says_what_is_what(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_data_show_of_pairs_steps_and_other_columns(nmoe: Nmoe, tmp_path: Path) 
     ("line", "options", "message"),
     [
         ({"question": "?"}, [], "x.jsonl:1: the columns 'question' fit no format (text: text; messages: messages; "),
-        (PAIR | {"completion": "a"}, [], 'say which is meant: kind = "prompt_completion" or kind = "preference"'),
+        (PAIR | {"completion": "a"}, [], 'choose one: kind = "prompt_completion" or kind = "preference"'),
         (PAIR | {"chosen": "123"}, [], "x.jsonl:1: 'chosen' and 'rejected' are equal"),
         (
             {"prompt": "?", "completions": ["a"], "labels": ["perhaps"]},

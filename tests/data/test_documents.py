@@ -37,7 +37,7 @@ def test_text_is_encoded_and_ended_and_ids_are_taken_as_they_are(tmp_path: Path,
         tmp_path / "d.jsonl", {"text": "a<|endoftext|>"}, "", {"token_ids": [3, end, 4]}, "  ", {"text": "cat"}
     )
     assert read(path, tokenizer, 100) == [
-        [*tokenizer.encode("a<|endoftext|>"), end],  # the text can not spell the control token
+        [*tokenizer.encode("a<|endoftext|>"), end],  # the text cannot spell the control token
         [3, end, 4],
         [*tokenizer.encode("cat"), end],
     ]
@@ -91,7 +91,7 @@ def test_a_line_that_is_no_document_is_named(line: object, message: str, tmp_pat
 def test_a_file_without_documents(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"d\.jsonl: holds no documents"):
         read(write(tmp_path / "d.jsonl", "", " "), tokenizer)
-    with pytest.raises(UserError, match=r"absent\.jsonl: can not be read: No such file"):
+    with pytest.raises(UserError, match=r"absent\.jsonl: cannot be read: No such file"):
         read(tmp_path / "absent.jsonl", tokenizer)
 
 
@@ -114,7 +114,7 @@ def test_a_null_says_that_there_is_no_prompt(tmp_path: Path, tokenizer: Tokenize
     ("record", "message"),
     [
         ({"token_ids": [5, 6], "prompt_tokens": 2}, "prompt_tokens = 2 leaves none of 2 tokens to learn"),
-        ({"token_ids": [5, 6], "prompt_tokens": -1}, "prompt_tokens is -1, and has to be a count of tokens"),
+        ({"token_ids": [5, 6], "prompt_tokens": -1}, "prompt_tokens is -1, which is not a count of tokens"),
         ({"token_ids": [5, 6], "prompt_tokens": True}, "prompt_tokens is True"),
         ({"text": "ab", "prompt_tokens": 1}, "prompt_tokens counts `token_ids`, and this document is text"),
     ],

@@ -83,7 +83,5 @@ def test_dialogues_of_hh_rlhf(tmp_path: Path) -> None:
     record, _ = one(path, {"chosen": f"{before} 42", "rejected": f"{before} 13"})
     prompt = (ChatMessage("user", "hi"), ChatMessage("assistant", "Hello."), USER)
     assert record == Preference(f"{path}:1", prompt, (ANSWER,), (WRONG,))
-    with pytest.raises(
-        UserError, match=r"x.jsonl:1: 'rejected' is a dialogue that does not end with what the assistant"
-    ):
+    with pytest.raises(UserError, match=r"x.jsonl:1: 'rejected' is a dialogue that does not end with the assistant"):
         one(path, {"chosen": f"{before} 42", "rejected": "\n\nHuman: 6 * 7?"})

@@ -104,7 +104,7 @@ def test_bad_records_are_named_by_their_place(
 
 
 def test_a_side_of_reasoning_alone_has_nothing_to_judge(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"p\.jsonl:1: the last message of a side has no text beside its reasoning"):
+    with pytest.raises(UserError, match=r"p\.jsonl:1: the last message of a side has no text apart from reasoning"):
         read(tmp_path / "p.jsonl", tokenizer, PLAIN | {"chosen": "<think>12</think>"}, make=answer_pair)
 
 

@@ -163,7 +163,7 @@ def test_both_phases_are_one_split_and_a_slice_counts_their_rows(tmp_path: Path)
         UserError, match=r"split 'valid': no file of either phase for that split; there are prm800k/data/phase1"
     ):
         read_source("prm800k", "valid", str(tmp_path), "", "+")
-    with pytest.raises(UserError, match=r"absent\.jsonl: can not be read: No such file"):
+    with pytest.raises(UserError, match=r"absent\.jsonl: cannot be read: No such file"):
         read_source("prm800k", "train", str(tmp_path / "absent.jsonl"), "", "+")
 
 
@@ -189,7 +189,7 @@ def test_math_shepherd(tmp_path: Path) -> None:
     ]
     assert {one.problem for one in reading.solutions} == {PROBLEM}
     assert reading.solutions[1].rest == ("So it is 2. The answer is: 2",)
-    assert reading.dropped == {"steps after the first wrong one": 1, "empty steps, and what follows them": 2}
+    assert reading.dropped == {"steps after the first wrong one": 1, "empty steps, and the steps after them": 2}
 
 
 def test_of_both_sources_the_labels_that_agree_are_kept(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_of_both_sources_the_labels_that_agree_are_kept(tmp_path: Path) -> None:
 
     def both(neutral_is: str | None) -> list[tuple[str | None, ...]]:
         reading = read_source("both", "train", str(people), str(estimates), neutral_is)
-        contradicting = reading.dropped["labels that contradict another of the same steps"]
+        contradicting = reading.dropped["labels that contradict another label of the same steps"]
         assert contradicting == (2 if neutral_is == "+" else 4)
-        assert reading.dropped["solutions that no label is left of"] == 2
+        assert reading.dropped["solutions without a label left"] == 2
         return [one.labels for one in reading.solutions]
 
     assert both("+") == [("+", "+"), ("+", "+")]
@@ -252,7 +252,7 @@ def test_a_record_of_another_form_is_refused_with_its_line(tmp_path: Path, secon
         ({"input": "p Step 1: a ки", "label": "p Step 1: b +"}, r":1: .*not `input` with"),
         ({"input": "p Step 1: a ки and more", "label": "p Step 1: a + and more"}, r":1: .*text behind the last tag"),
         ({"input": "just a ки", "label": "just a +"}, r":1: .*no problem before 'Step 1:'"),
-        ({"question": "q", "answer": "a"}, r":1: fits no format of labelled steps: PRM800K .*'question', 'answer'"),
+        ({"question": "q", "answer": "a"}, r":1: has no format of labelled steps: PRM800K .*'question', 'answer'"),
         ({"prompt": "p", "completions": ["a"], "labels": ["maybe"]}, r":1: labels\[0\] is 'maybe'"),
     ],
 )

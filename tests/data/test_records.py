@@ -205,13 +205,13 @@ def test_what_fits_two_kinds_is_an_error_unless_one_alone_is_of_use(tmp_path: Pa
     with pytest.raises(UserError) as caught:
         read(path)
     assert str(caught.value) == (
-        f"{path}:1: the columns 'prompt', 'messages', 'chosen', 'rejected' fit messages and preference alike; say which is "
-        'meant: kind = "messages" or kind = "preference"'
+        f"{path}:1: the columns 'prompt', 'messages', 'chosen', 'rejected' fit messages and preference; choose one: "
+        'kind = "messages" or kind = "preference"'
     )
     assert read_records(DatasetSettings(path=path), ["text", "messages", "prompt_completion"]).kind == "messages"
     assert read_records(DatasetSettings(path=path), ["preference"]).kind == "preference"
     assert read_records(DatasetSettings(path=path, kind="messages")).kind == "messages"
-    with pytest.raises(UserError, match='kind = "messages" is of no use here; preference is'):
+    with pytest.raises(UserError, match='kind = "messages" cannot be used here; preference is'):
         read_records(DatasetSettings(path=path, kind="messages"), ["preference"])
 
 
@@ -250,7 +250,7 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (COMPLETION, COMPLETION | {"completion": 7}, "'completion' holds int 7, neither a text nor a list of messages"),
         (COMPLETION, COMPLETION | {"prompt": ""}, "'prompt' is empty"),
         (COMPLETION, COMPLETION | {"prompt": SAID}, "'prompt' ends in a message of the assistant"),
-        (PAIR, PAIR | {"chosen": "b"}, "'chosen' and 'rejected' are equal, so that neither is preferred; remove the record"),
+        (PAIR, PAIR | {"chosen": "b"}, "'chosen' and 'rejected' are equal, so neither is preferred; remove the record"),
         (PAIR, PAIR | {"chosen": ASKED + SAID, "rejected": ASKED + SAID}, "'chosen' and 'rejected' are equal"),
         (PAIR, PAIR | {"chosen": ASKED + SAID, "rejected": ASKED + MISSAID}, r"'prompt' is '\?', and 'chosen' and 'rejected'"),
         (PAIR, PAIR | {"prompt": None}, "there is no 'prompt', and 'chosen' and 'rejected' are no message lists that begin alike"),
@@ -269,14 +269,14 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (CONVERSATION, {"messages": [{"role": "bot", "content": ""}]}, r"messages\[0\]: the role is 'bot'; the roles are system"),
         (CONVERSATION, {"messages": ["hi"]}, r"messages\[0\] is 'hi', not a message such as"),
         (CONVERSATION, {"messages": [{"role": "user"}, *SAID]}, r"messages\[0\]: the content is NoneType None, not text"),
-        (CONVERSATION, {"messages": [{"role": "user", "content": [{"type": "image"}]}, *SAID]}, "a part of the content is no text"),
+        (CONVERSATION, {"messages": [{"role": "user", "content": [{"type": "image"}]}, *SAID]}, "part of the content is not text"),
         (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"tool_calls": [{"name": ""}]}]}, r"messages\[1\]\.tool_calls\[0\] is"),
         (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"channel": "secret"}]}, "the channel is 'secret'; the channels are"),
         (CONVERSATION, {"messages": [ASKED[0] | {"thinking": "hm"}, *SAID]}, "by 'user' has tool calls or reasoning"),
         (CONVERSATION, CONVERSATION | {"tools": [{"description": "?"}]}, r"tools\[0\] is .*, not a tool with a name"),
         (CONVERSATION, {"messages": [{"from": ["human"], "value": "?"}, *SAID]}, r"messages\[0\]: the role is \['human'\]"),
         (CONVERSATION, CONVERSATION | tool(7), r"tools\[0\]\.parameters is 7, not a JSON schema"),
-        (CONVERSATION, CONVERSATION | tool({"properties": ["x"]}), r"its 'properties' is \['x'\], which no JSON schema"),
+        (CONVERSATION, CONVERSATION | tool({"properties": ["x"]}), r"its 'properties' is \['x'\], which is not valid"),
         (CONVERSATION, CONVERSATION | tool({"properties": {"x": True}}), r"parameters\.properties\.x is True, not a JSON schema"),
         (CONVERSATION, CONVERSATION | tool({"type": [1]}), r"its 'type' is \[1\]"),
         (CONVERSATION, CONVERSATION | tool({"type": "array", "items": [{}]}), r"parameters\.items is \[\{\}\], not a JSON schema"),

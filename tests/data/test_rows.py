@@ -149,7 +149,7 @@ def test_a_slip_of_the_hand_is_not_looked_up_on_a_hub(
     }
     wanted = f"; did you mean {meant[name]!r}?"
     with pytest.raises(
-        UserError, match=f"^{re.escape(name)}: can not be read: No such file or directory{re.escape(wanted)}"
+        UserError, match=f"^{re.escape(name)}: cannot be read: No such file or directory{re.escape(wanted)}"
     ):
         next(iter(read_rows(name)))
 
@@ -202,12 +202,12 @@ Break = Callable[[Path], str]
         ("x.json", b'[{"a": 1}', r"x\.json: not JSON: "),
         ("x.json", b"[\xff]", r"x\.json: not UTF-8"),
         ("x.csv", b"a,b\n1,2\n1\n", r"x\.csv:3: 1 fields, and the first line names 2 columns"),
-        ("x.csv", b"a,b,a\n1,2,3\n", r"x\.csv:1: the column 'a' is there twice"),
+        ("x.csv", b"a,b,a\n1,2,3\n", r"x\.csv:1: the column 'a' appears twice"),
         ("x.csv", b'a,b\n1,2\n"1,2\n', r"x\.csv:\d: not CSV in UTF-8: unexpected end of data"),
         ("x.csv", b"a,b\n1,\xff\n", r"x\.csv:\d: not CSV in UTF-8: "),
-        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-9], r"x\.jsonl\.gz: can not be read: "),
-        ("x.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, r"x\.jsonl\.gz: can not be read: Error -3"),
-        ("x.jsonl.gz", b'{"a": 1}\n', r"x\.jsonl\.gz: can not be read: Not a gzipped file"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-9], r"x\.jsonl\.gz: cannot be read: "),
+        ("x.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, r"x\.jsonl\.gz: cannot be read: Error -3"),
+        ("x.jsonl.gz", b'{"a": 1}\n', r"x\.jsonl\.gz: cannot be read: Not a gzipped file"),
         ("x.txt", b"", r"x\.txt: files of type '\.txt' are not read; \.jsonl, \.json, \.parquet, \.csv are"),
     ],
 )
@@ -221,13 +221,13 @@ def test_a_parquet_file_whose_text_is_none(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.Table.from_pylist([{"a": "a text"}]), path, compression="none", use_dictionary=False)
     path.write_bytes(path.read_bytes().replace(b"a text", b"a \xffext"))
-    with pytest.raises(UserError, match=r"x\.parquet: can not be read as Parquet after row 0: 'utf-8' codec"):
+    with pytest.raises(UserError, match=r"x\.parquet: cannot be read as Parquet after row 0: 'utf-8' codec"):
         list(read_rows(str(path)))
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     for name in ("absent.jsonl", str(tmp_path / "absent"), "./absent", "a/b/c"):
-        with pytest.raises(UserError, match=r"absent.* can not be read: No such file|a/b/c: can not be read"):
+        with pytest.raises(UserError, match=r"absent.* cannot be read: No such file|a/b/c: cannot be read"):
             list(read_rows(name))
     (tmp_path / "x.jsonl").write_text("{}")
     with pytest.raises(UserError, match=r"a file has no split 'train\+test'"):

@@ -255,14 +255,14 @@ def test_a_broken_row_is_named(make_pool: MakePool, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"broken.parquet: no column 'prompt'; the columns are 'question', 'answer'"):
         make_pool({**pool, "problem_field": "prompt"})
     path.write_bytes(b"PAR1 not really")
-    with pytest.raises(UserError, match=r"broken.parquet: can not be read as Parquet after row 0"):
+    with pytest.raises(UserError, match=r"broken.parquet: cannot be read as Parquet after row 0"):
         make_pool(pool)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_that_is_not_there(make_pool: MakePool, kind: str, tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(UserError, match=rf"^{path}: can not be read"):
+        with pytest.raises(UserError, match=rf"^{path}: cannot be read"):
             make_pool({"type": kind, "path": str(path), **GSM8K_KEYS})
 
 
@@ -282,8 +282,8 @@ def test_a_broken_row_of_a_dataset_is_named(make_pool: MakePool, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"split": "validation"}, "the local copy .* can not be loaded: .*validation"),
-        ({"split": "train[:"}, "can not be loaded"),
+        ({"split": "validation"}, "the local copy .* cannot be loaded: .*validation"),
+        ({"split": "train[:"}, "cannot be loaded"),
         ({"subset": "absent"}, "subset 'absent', split 'train': the local copy .*absent"),
         ({"problem_field": "problem"}, "no field 'problem'; the fields are 'question', 'answer': set problem_field"),
     ],

@@ -247,13 +247,13 @@ def test_epochs_come_to_steps(configure: Configure, tmp_path: Path) -> None:
     (row,) = read_metrics(short)  # shorter than its warm-up of two steps, whose last has the whole rate
     assert row["learning_rate"] == pytest.approx(1e-2)
     for overrides, message in (
-        (["--records.epochs=2"], r"\[run\] steps = 6: and records\.epochs = 2: give one or the other"),
-        (["--run.steps=0"], r"run\.steps=0: must be more than 0, or records\.epochs be given"),
+        (["--records.epochs=2"], r"\[run\] steps = 6: excludes records\.epochs = 2; give one of the two"),
+        (["--run.steps=0"], r"run\.steps=0: must be more than 0, unless records\.epochs is given"),
         (["--eval.every_steps=2"], "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"),
         (["--records.held_out=0.1"], "records are held out but never evaluated on; set how often"),
         (
             ["--records.held_out=0.1", "--records.held_out_path=x", "--eval.every_steps=2"],
-            "evaluate on one or the other",
+            "evaluate on one of the two",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -270,7 +270,7 @@ def test_overlong_records_are_left_out_counted_and_logged(configure: Configure, 
     assert f"left out, longer than the model's context: 2 sequences ({file}:1, {file}:62)" in log
     file.write_text(json.dumps(long) + "\n")
     with pytest.raises(
-        UserError, match=r"train\.jsonl: no record that the model can learn from; 1 are longer than its context"
+        UserError, match=r"train\.jsonl: no record with a token to train on; 1 are longer than its context"
     ):
         sft(configure("--run.name=none"))
     assert not (tmp_path / "runs" / "none").exists()

@@ -78,7 +78,7 @@ def claim(score: Fraction, confirmed: int, of: int = 3) -> Analysis:
         # Nor does an unchecked claim carry a score, or let a higher one through.
         ([Analysis(NONE), claim(NONE, 3), Analysis(ALL)], 2, Acceptance("unconfirmed")),
         ([Analysis(NONE), claim(HALF, 3)], 1, Acceptance("unconfirmed")),
-        # Whoever can not be read has not looked.
+        # Whoever cannot be read has not looked.
         ([Analysis(None), Analysis(None)], 1, Acceptance("unread")),
         ([], 1, Acceptance("unread")),
         ([Analysis(None), Analysis(ALL)], 1, Acceptance("unread")),
@@ -270,7 +270,7 @@ def test_problems_of_labelled_steps(tmp_path: Path) -> None:
         ("prm900k", "", "'prm900k' is no source of problems; those are prm800k[:PATH], math_shepherd[:PATH], hf:NAME"),
         ("jsonl:", "", "is no source of problems"),
         ("prm800k:", "", "is no source of problems"),
-        ("prm800k:FILE.absent", "", "can not be read"),
+        ("prm800k:FILE.absent", "", "cannot be read"),
         ("hf:name", "", "is no source of problems"),
         ("hf::train", "", "is no source of problems"),
         ("jsonl:FILE.absent", "", "No such file"),

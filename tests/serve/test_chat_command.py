@@ -123,5 +123,5 @@ def test_chat_runs_the_model_and_says_where_an_answer_is_cut(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     chat(tmp_path, 0.0, 3, 0)
     out = capsys.readouterr().out
-    assert out.endswith("\n(cut off: the answer did not end by itself)\n")
+    assert out.endswith("\n(cut off: the answer is incomplete)\n")
     assert len(out.splitlines()) >= 2

@@ -1,4 +1,4 @@
-"""Labels of single steps: where they come from (PRM800K, Math-Shepherd, stepwise files) and what is left of them after reading."""
+"""Solutions with labelled steps, read from PRM800K, Math-Shepherd and stepwise files."""
 
 from nmoe.data.prm.labelled import LABELS, LabelledSteps, StepDataset, normal, settle, split_steps
 from nmoe.data.prm.sources import read_labelled, read_source

@@ -1,4 +1,4 @@
-"""A solution whose steps carry labels, whatever it was read from, and what is dropped of several that overlap."""
+"""Solutions with labelled steps, and the removal of labels that contradict one another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LabelledSteps:
 
     @property
     def first_wrong(self) -> int | None:
-        """Index of the first wrong step, None where none is known to be."""
+        """Index of the first wrong step, or None."""
         return self.labels.index("-") if "-" in self.labels else None
 
     @property
@@ -47,7 +47,7 @@ class LabelledSteps:
 
 @dataclass
 class StepDataset:
-    """What was read: the solutions, how many records they came from, and how much was dropped, by reason."""
+    """The solutions, how many records they came from, and how much was dropped for each reason."""
 
     solutions: list[LabelledSteps] = field(default_factory=list)
     records: int = 0
@@ -59,7 +59,7 @@ class StepDataset:
         self.dropped += other.dropped
 
     def lines(self) -> Iterator[str]:
-        """What to show of it before a run."""
+        """Lines to print before a run."""
         labels = Counter(label for solution in self.solutions for label in solution.labels)
         counts = ", ".join(f"{labels[label]:,} {label!r}" for label in LABELS if labels[label])
         unlabelled = f", {labels[None]:,} not labelled" if labels[None] else ""
@@ -69,12 +69,12 @@ class StepDataset:
 
 
 def normal(text: str) -> str:
-    """A step or problem as it is compared: the layout of spaces does not count."""
+    """A step or problem with normalised spaces, for comparison."""
     return " ".join(text.split())
 
 
 def split_steps(text: str) -> list[str]:
-    """The steps of a solution's text: its lines that are not blank."""
+    """The steps of a solution's text: its non-blank lines."""
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
@@ -97,9 +97,9 @@ def settle(reading: StepDataset, neutral_is: str | None) -> StepDataset:
         taken += sum(new is None and old is not None for new, old in zip(labels, solution.labels, strict=True))
         if any(label is not None for label in labels):
             kept.append(replace(solution, labels=labels))
-    dropped = reading.dropped + Counter({"labels that contradict another of the same steps": taken})
+    dropped = reading.dropped + Counter({"labels that contradict another label of the same steps": taken})
     if gone := len(reading.solutions) - len(kept):
-        dropped["solutions that no label is left of"] += gone
+        dropped["solutions without a label left"] += gone
     return StepDataset(kept, reading.records, +dropped)
 
 

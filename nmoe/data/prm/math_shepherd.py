@@ -37,7 +37,7 @@ def read_math_shepherd(rows: Iterable[Row]) -> StepDataset:
         finished = True
         if not all(steps):
             end = steps.index("")
-            reading.dropped["empty steps, and what follows them"] += len(steps) - end
+            reading.dropped["empty steps, and the steps after them"] += len(steps) - end
             steps, labels, finished = steps[:end], labels[:end], False
         if "-" in labels:
             end = labels.index("-") + 1

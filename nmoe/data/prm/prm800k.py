@@ -104,7 +104,7 @@ class _Completion:
 
 
 def _dropped(completion: _Completion, dropped: Counter[str]) -> bool:
-    """Whether a completion is left out, and counts it."""
+    """Whether a completion is dropped; counts it if so."""
     if completion.flagged:
         dropped["flagged completions"] += 1
     elif not completion.text.strip():
@@ -127,9 +127,9 @@ def _read_step(step: Any, place: str) -> tuple[_Completion | None, list[_Complet
         return completions[chosen], completions[:chosen] + completions[chosen + 1 :]
     if human is not None:
         written = _read_completion({"text": human} if isinstance(human, str) else human, f"{place}.human_completion")
-        # What a person wrote because nothing else was right is right, and seldom rated.
+        # A person wrote it because no completion was right, so it is right, though seldom rated.
         return replace(written, label=written.label or "+"), completions
-    # Where a wrong step ends the solution, none was chosen.
+    # If a wrong step ends the solution, no completion was chosen.
     wrong = next((one for one in completions if one.label == "-"), None)
     return wrong, [one for one in completions if one is not wrong]
 

@@ -25,7 +25,7 @@ def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutr
     """The labelled steps of a source, "prm800k", "math_shepherd", "both" or a file, directory or hub name; of those that are
     labelled twice the labels that agree (`settle`).
 
-    `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for what can not be read, with file
+    `prm800k` and `math_shepherd` say where the datasets of these names lie. Raises UserError for what cannot be read, with file
     and line for a record of another form, and where nothing is left.
     """
     reading = StepDataset()
@@ -57,7 +57,7 @@ def read_labelled(path: str, split: str) -> StepDataset:
         return read_math_shepherd(rows)
     if not detect(list(first[1]), ("stepwise",)):
         raise UserError(
-            f"{first[0]}: fits no format of labelled steps: PRM800K (question, label), Math-Shepherd (input with its tags, label), "
+            f"{first[0]}: has no format of labelled steps: PRM800K (question, label), Math-Shepherd (input with its tags, label), "
             f"stepwise (prompt, completions, labels); its fields are {', '.join(map(repr, first[1])) or 'none'}"
         )
     return _read_stepwise(path, split)
@@ -67,7 +67,7 @@ def _read_stepwise(path: str, split: str) -> StepDataset:
     """Stepwise records do not say whether they solve the problem: those without a wrong step count as solutions that do."""
     reading = StepDataset()
     for record in read_records(DatasetSettings(path=path, split=split), ("stepwise",)):
-        assert isinstance(record, Stepwise), "that kind alone is accepted"
+        assert isinstance(record, Stepwise), "only that kind is accepted"
         reading.records += 1
         problem = "\n\n".join(message.content for message in record.prompt if message.role != "system")
         end = record.labels.index("-") + 1 if "-" in record.labels else len(record.steps)
