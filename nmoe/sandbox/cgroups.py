@@ -53,7 +53,8 @@ def cgroups_of(settings: SandboxSettings) -> tuple[Cgroups | None, str]:
         if demanded:
             raise SandboxSetupError(
                 f"sandbox_setup_failed: {' and '.join(demanded)} cannot be had: {error}; start the command in a delegated cgroup, "
-                'such as by `systemd-run --user --scope -p "Delegate=yes" nmoe ...` (docs/sandbox.md), or leave these settings out'
+                'such as by `systemd-run --user --scope -p "Delegate=yes" nmoe ...` (docs/guides/sandbox.md), '
+                "or leave these settings out"
             ) from None
         return None, f"no cgroup limits ({error})"
     return found, f"cgroup limits of memory and processes{'' if settings.cpus is None else f', {settings.cpus:g} CPUs'}"

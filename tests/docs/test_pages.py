@@ -25,6 +25,19 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    files = [path for folder in ("nmoe", "configs", "scripts", ".ci") for path in (ROOT / folder).rglob("*")]
+    named = {
+        (page, path.name)
+        for path in files
+        if path.is_file() and path.suffix in (".py", ".toml", ".sh", "")
+        # Those of github.com/openai/harmony, which has a docs/ of its own.
+        for page in re.findall(r"docs/[a-z_/]+\.md", path.read_text().replace("(docs/format.md", ""))
+    }
+    assert len(named) > 10
+    assert [(page, where) for page, where in named if not (ROOT / page).exists()] == []
+
+
 def test_what_the_pages_import_exists() -> None:
     found = 0
     for page in CURRENT:
