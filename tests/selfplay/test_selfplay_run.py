@@ -272,7 +272,7 @@ def test_an_environment_of_ones_own_gives_problems_tools_and_words(directory: Pa
     config_path = tmp_path / "config.toml"
     without = "\n".join(line for line in text.splitlines() if not line.startswith("problem_source"))
     config_path.write_text(without)
-    with pytest.raises(ConfigError, match="says where the problems are; or name an"):
+    with pytest.raises(ConfigError, match="is required, or an"):
         load_run(config_path, SelfplayConfig)
     config = load_run(config_path, SelfplayConfig, [f"--environment.path={path}", "--run.seed=3"])
     settings = selfplay_environment(config)
@@ -284,7 +284,7 @@ def test_an_environment_of_ones_own_gives_problems_tools_and_words(directory: Pa
     )
     assert getattr(selfplay_environment(other).task_pool, "source", None) == "jsonl:other.jsonl"
     path.write_text(OWN.format(directory=directory) + "[rubric]\nformat = 1.0\n")
-    with pytest.raises(ConfigError, match="self-play has rewards of its own"):
+    with pytest.raises(ConfigError, match="self-play has its own rewards"):
         load_run(config_path, SelfplayConfig, [f"--environment.path={path}"])
 
 
