@@ -411,7 +411,7 @@ def test_after_weights_that_are_not_finite_the_engine_works_again(
     """Requests that were being prefilled, decoded, waiting or paused when the weights diverged are gone, and neither they nor
     their NaN in the cache touch those that come after."""
     if not kernels:
-        monkeypatch.setattr(runner, "in_use", nullcontext)
+        monkeypatch.setattr(runner, "kernels_in_use", nullcontext)
     model = tiny_model()
     requests = [request_of("a", 5, 3, 20, top_k=5), request_of("b", 33, 2, 20), request_of("c", 21, 4, 9)]
     expected = samples_of(model, 3, *requests)
@@ -454,7 +454,7 @@ def test_divergence_is_seen_where_only_the_head_shows_it(tiny_model: MakeModel, 
     assert engine.idle
 
 
-def test_an_interrupted_step_leaves_an_empty_core(tiny_model: MakeModel, request_of: MakeRequest) -> None:
+def test_an_interrupted_step_leaves_an_empty_engine(tiny_model: MakeModel, request_of: MakeRequest) -> None:
     model = tiny_model()
     (expected,) = samples_of(model, 2, request_of("a", 5, 2, 9))
 

@@ -1,10 +1,10 @@
-"""The Bradley-Terry loss of a reward model: the preferred answer's reward r+ is to lie above the other's, r-.
+"""The Bradley-Terry loss of a reward model: it raises the preferred answer's reward r+ above the other's, r-.
 
     L = -log sigma(r+ - r-)                    (Bradley and Terry 1952; for answers Ouyang et al. 2022, arXiv:2203.02155, eq. 1)
     L = -log sigma(r+ - r- - m)                margin m between answers (Touvron et al. 2023, arXiv:2307.09288, eq. 2)
     loss = sum over pairs of w (L + c (r+ + r-)^2)
 
-The last term, of weight c, holds the mean of the rewards near 0, which differences leave open (Eisenstein et al. 2023,
+The last term, of weight c, keeps the mean of the rewards near 0, which differences do not determine (Eisenstein et al. 2023,
 arXiv:2312.09244, section 2). TRL has margin and this term in its RewardTrainer.
 """
 

@@ -2,8 +2,8 @@
 
     loss = sum_t w_t * -sg(min(r_t, 1 + clip_high)) A_t log pi(x_t)
 
-Without a lower bound on r, as in the paper's runs. Where `clip` drops a token whose ratio left the window, rare ones that matter
-among them, this one only bounds how much it counts.
+There is no lower bound on r, as in the paper's runs. `clip` drops every token whose ratio left the window, rare and important ones
+among them; CISPO only bounds their weight.
 """
 
 # Shapes: N scored tokens of a micro-batch.
@@ -16,7 +16,7 @@ from nmoe.learner.objectives.base import Objective, Outputs, Scored, log_ratio, 
 
 
 def cispo(clip_high: float) -> Objective:
-    """Needs `advantages` and `old_logprobs` or `behaviour_logprobs`. The loss's value means nothing, its gradient does."""
+    """Needs `advantages` and `old_logprobs` or `behaviour_logprobs`. Only the gradient of the loss has a meaning, not its value."""
 
     def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_N = need(scored.advantages_N, "advantages")

@@ -1,4 +1,4 @@
-"""Classes told apart by a head, and beside them what the tokens say: `loss = sum_n w_n * -log p(label_n)`."""
+"""Cross-entropy of a head's classes, and beside it of tokens: `loss = sum_n w_n * -log p(label_n)`."""
 
 # Shapes: N scored tokens, K classes.
 
@@ -12,8 +12,8 @@ from nmoe.learner.objectives.base import Outputs, Scored, need
 
 
 def classification(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted cross-entropy in nats. `labels_N` are class indices, of which the head's outputs are the logits; where one is -1
-    it is the token that is predicted, as in the joint objective of verifiers (Cobbe et al. 2021, arXiv:2110.14168, section 4.2).
+    """Weighted cross-entropy in nats. `labels_N` are class indices, of which the head's outputs are the logits; at a
+    label of -1 the token is predicted, as in the joint objective of verifiers (Cobbe et al. 2021, arXiv:2110.14168, section 4.2).
     Reports the probability of the label or token."""
     logits_NK = need(outputs.head_NK, "head")
     labels_N = need(scored.labels_N, "labels_T").long()

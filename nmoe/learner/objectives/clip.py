@@ -4,7 +4,7 @@ With r = pi(x) / pi_old(x):
 
     L_t = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)      (Schulman et al. 2017, arXiv:1707.06347, eq. 7;
                                                                    two-sided bounds: DAPO, arXiv:2503.14476, eq. 8)
-    L_t = min(L_t, -c A) where A < 0                              (dual clip: Ye et al. 2019, arXiv:1912.09729, eq. 5)
+    L_t = min(L_t, -c A) if A < 0                                 (dual clip: Ye et al. 2019, arXiv:1912.09729, eq. 5)
     loss = sum_t w_t L_t
 """
 
