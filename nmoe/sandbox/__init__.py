@@ -1,1 +1,1 @@
-"""Sandboxes: where everything that a policy wrote runs (docs/guides/sandbox.md)."""
+"""Sandboxes: everything that a policy wrote runs in one (docs/guides/sandbox.md)."""

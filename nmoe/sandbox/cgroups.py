@@ -1,7 +1,7 @@
-"""cgroup v2 limits of memory, processes and CPU: a cgroup for each sandbox, below a directory that the host has delegated.
+"""cgroup v2 limits of memory, processes and CPU: one cgroup per sandbox, below a directory that the host has delegated.
 
-A cgroup holds all processes of its sandbox, the agent among them. Moving a process takes about 11 ms: the launcher moves itself,
-once, and no call waits for it. What each file does: Documentation/admin-guide/cgroup-v2.rst of the kernel.
+A cgroup holds all processes of its sandbox, including the agent. Moving a process takes about 11 ms. The launcher moves
+itself, once, and no call waits for it. The kernel's Documentation/admin-guide/cgroup-v2.rst explains each file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _COPIES = 4
 
 
 class NotDelegatedError(Exception):
-    """There is no cgroup that sandboxes could be given limits in; the message says why."""
+    """No cgroup is available for limits; the message says why."""
 
 
 def cgroups_of(settings: SandboxSettings) -> tuple[Cgroups | None, str]:
-    """What holds the limits of sandboxes, None for the agent alone, and in words for the log.
+    """The cgroups for sandbox limits, or None if the agent alone enforces them; and a description for the log.
 
-    Raises SandboxSetupError, with a remedy, where the settings demand cgroups and there are none.
+    Raises SandboxSetupError, with a remedy, if the settings require cgroups and there are none.
     """
     if settings.cgroup == "off":
         return None, "no cgroup limits (sandbox.cgroup is off)"
@@ -62,17 +62,19 @@ def cgroups_of(settings: SandboxSettings) -> tuple[Cgroups | None, str]:
 
 @dataclass(frozen=True)
 class Cgroups:
-    """A delegated directory, such as `/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/run-r1.scope`, whose
-    children can be given limits."""
+    """A delegated directory whose children can be given limits.
+
+    For example `/sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/run-r1.scope`.
+    """
 
     directory: str
     cpus: float | None = None
 
     @classmethod
     def claim(cls, directory: str | None = None, cpus: float | None = None) -> Cgroups:
-        """Prepares a directory, by default that of this process's own cgroup, and tries a cgroup there. Raises NotDelegatedError.
+        """Prepares a directory, by default this process's own cgroup, and tests a cgroup there. Raises NotDelegatedError.
 
-        Processes in the directory itself move to its child `nmoe`. Cgroups that a killed run has left are removed.
+        Processes in the directory itself move to its child `nmoe`. Cgroups left by killed runs are removed.
         """
         try:
             found = cls(directory or _own_directory(), cpus)
@@ -85,7 +87,7 @@ class Cgroups:
         return found
 
     def make(self, disk_mb: int) -> Cgroup:
-        """A cgroup for one sandbox with a disk of that size. Raises OSError."""
+        """Creates a cgroup for one sandbox with a disk of the given size. Raises OSError."""
         path = f"{self.directory}/{_PREFIX}{secrets.token_hex(8)}"
         with _locked(self.directory):
             os.mkdir(path)
@@ -119,7 +121,7 @@ class Cgroups:
         _write(f"{self.directory}/cgroup.subtree_control", " ".join(f"+{one}" for one in controllers))
 
     def _sweep(self) -> None:
-        """Removes the cgroups of sandboxes whose host is gone: nobody has them locked."""
+        """Removes the cgroups of sandboxes whose host is gone, which no process has locked."""
         for name in os.listdir(self.directory):
             if not name.startswith(_PREFIX):
                 continue
@@ -135,7 +137,7 @@ class Cgroups:
                 left.remove()
 
     def _try_out(self) -> None:
-        """One process is put into a cgroup, held there, and killed by it."""
+        """Tests that a process can be put into a cgroup, is limited by it, and is killed with it."""
         made = self.make(disk_mb=0)
         try:
             made.limit(Limits())
@@ -155,7 +157,7 @@ class Cgroup:
     """The cgroup of one sandbox."""
 
     def __init__(self, path: str, disk_mb: int, lock: int) -> None:
-        """`lock`: a descriptor of the directory, locked for as long as it is used."""
+        """Takes over a cgroup. `lock` is a locked descriptor of its directory, held while the cgroup is in use."""
         self.path = path
         self.members = f"{path}/cgroup.procs"
         self._disk_mb = disk_mb
@@ -163,9 +165,9 @@ class Cgroup:
         self._in_force: tuple[int, int] | None = None
 
     def limit(self, limits: Limits, message_bytes: int = 0) -> None:
-        """The limits of the call that comes next, for which the agent takes a request of so many bytes.
+        """Sets the limits of the next call, whose request to the agent has so many bytes.
 
-        Files on the disk are memory of the cgroup, and so is the output that the agent holds.
+        Files on the disk count as the cgroup's memory, and so does the output that the agent holds.
         """
         agent = _KEEPERS_MB * _MIB + _COPIES * message_bytes + 2 * limits.output_kb * 1024
         wanted = (limits.memory_mb + self._disk_mb) * _MIB + agent, limits.processes + _KEEPERS
@@ -175,18 +177,20 @@ class Cgroup:
             self._in_force = wanted
 
     def kills(self) -> int:
-        """How many processes the kernel has killed here for want of memory."""
+        """The number of processes that the kernel has killed here for lack of memory."""
         counts = dict(line.split() for line in _read(f"{self.path}/memory.events").splitlines())
         return int(counts["oom_kill"])
 
     def kill(self) -> None:
-        """Kills everything here at once. A kernel before 5.14 cannot; there the pid namespace's end does it alone."""
+        """Kills all processes of the cgroup at once. Before Linux 5.14 this is not possible; the end of the pid namespace does it
+        alone.
+        """
         with contextlib.suppress(OSError):
             if os.path.exists(f"{self.path}/cgroup.kill"):
                 _write(f"{self.path}/cgroup.kill", "1")
 
     def remove(self) -> None:
-        """Removes what no process is in any more. One that cannot be removed is left to the next run. Safe to call twice."""
+        """Removes the cgroup once it has no processes. If that fails, the next run removes it. Safe to call twice."""
         if self._lock < 0:
             return
         for _ in range(50):
@@ -202,7 +206,7 @@ class Cgroup:
 
 
 def _own_directory() -> str:
-    """The directory of this process's cgroup, or the one above where that is the leaf of an earlier claim."""
+    """The directory of this process's cgroup, or its parent if the cgroup is the leaf of an earlier claim."""
     own = next((line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")), None)
     mounts = [line.split() for line in _read("/proc/self/mountinfo").splitlines()]
     mounted = next(((row[3], row[4]) for row in mounts if row[row.index("-") + 1] == "cgroup2"), None)
@@ -223,7 +227,7 @@ def _own_directory() -> str:
 
 
 def _is_marked(path: str) -> bool:
-    """By systemd's extended attributes."""
+    """Whether systemd's extended attributes mark the directory as delegated."""
     for name in ("trusted.delegate", "user.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(path, name) == b"1":
@@ -233,7 +237,7 @@ def _is_marked(path: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """While this is held nobody else makes, removes or enables anything in the directory."""
+    """Locks the directory, so that no other process creates, removes or enables anything in it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,7 +1,8 @@
-"""The interpreter inside a sandbox: what of the host has to be visible for it, and no more.
+"""The interpreter inside a sandbox: the host files that must be visible for it, and no others.
 
-An installation's own tree is `bin`, `lib`, `lib64` and `pyvenv.cfg` below a prefix with a standard library or a `pyvenv.cfg`. What
-else lies there is not shown: an interpreter may live in a home directory. A link that leads to an interpreter is a link inside.
+An installation is `bin`, `lib`, `lib64` and `pyvenv.cfg` below a prefix with a standard library or a `pyvenv.cfg`. Other files
+below the prefix are not shown, because an interpreter may live in a home directory. A link that leads to an interpreter is a
+link inside too.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ _TREE = ("bin", "lib", "lib64", "pyvenv.cfg")
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What a sandbox needs of an interpreter, by paths of the host:
+    """What a sandbox needs for an interpreter, as paths of the host:
 
         Interpreter("/home/me/env/bin/python", visible=["/home/me/env/bin", "/home/me/env/lib", ...], links=[],
                     site=["/home/me/env/lib/python3.11/site-packages"], directories=["/home/me/env/bin", ...])
 
-    `visible` also holds what the settings name, `links` are (text, path) of symbolic links to make, `site` the directories with
-    packages: the module site, which would find them, takes 19 ms of a cold start. `directories` are for PATH.
+    `visible` includes what the settings name. `links` are the (text, path) of symbolic links to make. `site` are the
+    directories with packages, listed here because the module site, which finds them, adds 19 ms to a cold start. `directories`
+    are for PATH.
     """
 
     python: str
@@ -37,7 +39,7 @@ class Interpreter:
 
 
 def interpreter_of(settings: SandboxSettings) -> Interpreter:
-    """Raises SandboxSetupError for an interpreter or a `visible` path that is not there."""
+    """Finds what an interpreter needs. Raises SandboxSetupError if it or a `visible` path does not exist."""
     python = settings.python or os.path.realpath(sys.executable)
     if not os.access(python, os.X_OK):
         raise SandboxSetupError(f"sandbox.python: {python} is no program; name a Python interpreter, 3.11 or newer")
@@ -66,7 +68,7 @@ def interpreter_of(settings: SandboxSettings) -> Interpreter:
 
 
 def beside(interpreter: Interpreter) -> dict[str, list[str]]:
-    """The directories that the interpreter lies in and that are not themselves shown, and what of them a sandbox has to show."""
+    """The directories around the interpreter that are not shown as a whole, each with the entries that a sandbox must show."""
     shown = [*interpreter.visible, *(path for _, path in interpreter.links)]
     around = {above for one in interpreter.directories for above in (one, os.path.dirname(one))}
     return {
@@ -79,7 +81,7 @@ def beside(interpreter: Interpreter) -> dict[str, list[str]]:
 
 
 def _is_installation(prefix: str) -> bool:
-    """Whether a directory is the top of a Python installation or of a virtual environment."""
+    """Whether a directory is the prefix of a Python installation or of a virtual environment."""
     top = Path(prefix)
     return (top / "pyvenv.cfg").is_file() or any(top.glob("lib*/python3*/os.py"))
 
@@ -89,7 +91,7 @@ def _is_below(path: str, directories: Iterable[str]) -> bool:
 
 
 def _hops(path: str) -> list[str]:
-    """A program's path and those that its links lead through, the real one last."""
+    """A program's path and the paths that its links lead through, the real one last."""
     hops = [path]
     while os.path.islink(hops[-1]) and len(hops) < 40:
         hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))

@@ -1,4 +1,4 @@
-"""What a sandbox promises, tried for real before anything runs in one: each attempt must fail inside, or the run does not start."""
+"""Tests what a sandbox promises before anything runs in one: each attempt must fail inside, or the run does not start."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ time.sleep(10)
 
 
 async def probe(sandboxes: Sandboxes) -> None:
-    """Raises SandboxSetupError, which names what got through."""
+    """Runs every attempt. Raises SandboxSetupError, which names the attempts that succeeded."""
     name = f"nmoe-probe-{secrets.token_hex(8)}"
     with (
         tempfile.NamedTemporaryFile("w", prefix="nmoe-probe-") as file,

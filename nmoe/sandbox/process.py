@@ -1,4 +1,4 @@
-"""A sandbox as the host holds it: the agent's process, one request at a time over the control socket, and the end of it all."""
+"""The host's side of a sandbox: the agent's process, one request at a time over the control socket, and closing."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ Entry = tuple[str, str, int]  # path, "directory" | "file" | "link", mode
 
 
 class LostError(Exception):
-    """The agent is gone, or says what it cannot say."""
+    """The agent is gone, or sent an invalid answer."""
 
 
 @dataclass
 class Process:
-    """A started agent: the launcher (bwrap, or the agent's parent) and the agent itself as pidfds, and the control socket."""
+    """A started agent: pidfds of the launcher (bwrap, or the agent's parent) and of the agent, and the control socket."""
 
     launcher: int
     control: socket.socket
     agent: int = -1
 
     def kill(self) -> None:
-        """Kills the agent, and the kernel with it everything in its pid namespace. Safe to call twice.
+        """Kills the agent; the kernel then kills everything else in its pid namespace. Safe to call twice.
 
-        The socket is shut down, not closed: whoever waits for it hears that it has ended.
+        The socket is shut down, not closed, so that a waiting reader sees the end.
         """
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)
@@ -68,7 +68,7 @@ class Process:
 
 
 class Starter:
-    """The process that forks launchers (`nmoe.sandbox.inside.server`): started when first asked, and again if it is gone."""
+    """The process that forks launchers (`nmoe.sandbox.inside.server`). It starts at the first request, and again if it is gone."""
 
     def __init__(self, python: str, root: str, environment: dict[str, str]) -> None:
         code = f"import sys; sys.path.insert(0, {root!r}); from nmoe.sandbox.inside import server; server.main()"
@@ -79,7 +79,7 @@ class Starter:
         self._requests: socket.socket | None = None
 
     async def start(self, plan: dict[str, Any], deadline_s: float) -> Process:
-        """Starts an agent by `plan` and waits until it is ready. Raises OSError with what the launcher said."""
+        """Starts an agent by `plan` and waits until it is ready. Raises OSError with the launcher's message."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -114,7 +114,7 @@ class Starter:
         return process
 
     def close(self) -> None:
-        """Ends the process; sandboxes that it started go on."""
+        """Ends the process. Sandboxes that it started keep running."""
         with self._lock:
             if self._server is not None and self._requests is not None:
                 self._requests.close()
@@ -122,7 +122,7 @@ class Starter:
                 self._server = self._requests = None
 
     def _launch(self, plan: dict[str, Any], control: int, errors: int) -> int:
-        """A pidfd of a launcher with these descriptors. Takes about as long as a fork."""
+        """Forks a launcher with these descriptors and returns its pidfd. Takes about as long as a fork."""
         with self._lock:
             if self._requests is None or self._server is None or self._server.poll() is not None:
                 self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -138,7 +138,7 @@ class Starter:
 
 
 async def _greeted(control: socket.socket) -> int:
-    """The agent's pid, as this process sees it, by the credentials that the kernel puts beside its first message."""
+    """The agent's pid, as this process sees it, from the credentials that the kernel attaches to its first message."""
     await _readable(control)
     first, ancillary, _, _ = control.recvmsg(SIZES.size, socket.CMSG_SPACE(_CREDENTIALS.size))
     if len(first) != SIZES.size or not ancillary:
@@ -181,12 +181,15 @@ def _text(descriptor: int) -> str:
 
 
 class ProcessSandbox:
-    """`Sandbox` over an agent (nmoe.sandbox.api)."""
+    """A `Sandbox` (nmoe.sandbox.api) run by an agent."""
 
     def __init__(
         self, process: Process, limits: Limits, uid_lock: socket.socket | None, cgroup: Cgroup | None = None
     ) -> None:
-        """`limits` are those of calls that name none; `uid_lock` is closed and `cgroup` removed when the last process is gone."""
+        """Takes over a started agent.
+
+        `limits` apply to calls that name none. When the last process is gone, `uid_lock` is closed and `cgroup` removed.
+        """
         self._process: Process | None = process
         self._limits = limits
         self._uid_lock = uid_lock
@@ -223,7 +226,7 @@ class ProcessSandbox:
         self._done(await self._call({"op": "write", "path": path}, [data], self._file_limits()))
 
     async def put(self, entries: Sequence[Entry], blobs: Sequence[bytes]) -> None:
-        """Makes files, directories and links in the workspace, over whatever is in their place. Raises SandboxFileError."""
+        """Creates files, directories and links in the workspace and replaces existing ones. Raises SandboxFileError."""
         self._done(await self._call({"op": "put", "entries": entries}, blobs, self._file_limits()))
 
     async def restrict(self, access: Access) -> None:
@@ -237,7 +240,7 @@ class ProcessSandbox:
                 process.control.close()
 
     async def _end(self) -> Process | None:
-        """Ends the process; returns it where it had not been ended before, its socket still to be closed."""
+        """Ends the process. Returns it, with its socket still open, if it had not been ended before."""
         process, self._process = self._process, None
         if process is not None:
             if self._cgroup is not None:
@@ -305,7 +308,9 @@ class ProcessSandbox:
                 raise
 
     def _why_lost(self, killed: int) -> Failure:
-        """`killed`: how many processes had been killed for want of memory before the call."""
+        """The failure of a call whose sandbox was lost. `killed` is the number of processes killed for lack of memory before the
+        call.
+        """
         with contextlib.suppress(OSError):
             if self._cgroup is not None and self._cgroup.kills() > killed:
                 return "out_of_memory"

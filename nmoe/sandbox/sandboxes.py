@@ -1,4 +1,4 @@
-"""The factory of sandboxes: what the machine can do is tried once, sandboxes are started ahead of need, each with its own uid."""
+"""The factory of sandboxes: tests the machine once, starts sandboxes ahead of need, and gives each its own uid."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _ENVIRONMENT = {
 
 
 class Sandboxes:
-    """Opens sandboxes of one level, all with the same disk and the same limits for calls that name none.
+    """Opens sandboxes of one level, all with the same disk and the same default limits.
 
-    `close` ends those that wait; open ones are their owners' to close.
+    `close` ends the unused ones; each open sandbox is closed by its owner.
     """
 
     def __init__(self, settings: SandboxSettings | None = None, limits: Limits | None = None) -> None:
-        """Starts one sandbox and tries to leave it. Raises SandboxSetupError where the level is not in force, with a remedy."""
+        """Starts one sandbox and tries to escape from it. Raises SandboxSetupError, with a remedy, if the level does not hold."""
         self.settings = settings or SandboxSettings()
         self.limits = limits or Limits()
         self.interpreter = interpreter_of(self.settings)
@@ -63,7 +63,7 @@ class Sandboxes:
             raise
 
     def describe(self) -> str:
-        """What is in force, in one line, for the log and for records of workspaces."""
+        """The protections in force, in one line, for the log and for records of workspaces."""
         entered = (
             f"bubblewrap {_version(self._bubblewrap)}"
             if self._bubblewrap
@@ -77,10 +77,10 @@ class Sandboxes:
         )
 
     async def open(self, workspace: Path | None = None, access: Access | None = None) -> ProcessSandbox:
-        """A fresh sandbox, with a copy of the files of `workspace`.
+        """Opens a fresh sandbox with a copy of the files of `workspace`.
 
-        Raises SandboxSetupError where it does not start, UserError for a workspace that cannot be read, SandboxFileError for
-        one that does not fit its disk.
+        Raises SandboxSetupError if it does not start, UserError for a workspace that cannot be read, SandboxFileError for one
+        that does not fit its disk.
         """
         if self._closed:
             raise RuntimeError("these sandboxes are closed")
@@ -96,13 +96,13 @@ class Sandboxes:
         return sandbox
 
     async def close(self) -> None:
-        """Ends the sandboxes that wait for use, and opens no more."""
+        """Ends the unused sandboxes and opens no more."""
         self._closed = True
         await asyncio.to_thread(self.warm.close)
         await asyncio.to_thread(self._starter.close)
 
     async def open_cold(self) -> ProcessSandbox:
-        """One that is started now, not taken from those that wait. Raises SandboxSetupError."""
+        """Starts a sandbox now, instead of taking one started ahead. Raises SandboxSetupError."""
         uid, lock = free_uid(self.settings.first_uid) if has_uids(self.settings.first_uid) else (None, None)
         plan = {
             "level": self.settings.level,
@@ -157,7 +157,7 @@ def _remedy(level: str, reason: str) -> str:
 
 
 def _in_a_thread(check: Callable[[Sandboxes], Coroutine[None, None, None]], sandboxes: Sandboxes) -> None:
-    """Runs an asynchronous check to its end, whether or not an event loop runs in this thread."""
+    """Runs an asynchronous check to its end, even if this thread is running an event loop."""
     problem: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Unprivileged uids for sandboxes: where there are uids to give, each live sandbox has one that nobody else on the machine has."""
+"""Unprivileged uids for sandboxes: if uids are available, each live sandbox has one that nothing else on the machine uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _UIDS = 65536
 
 
 def has_uids(first: int) -> bool:
-    """Whether this process can become others: it is root. Raises SandboxSetupError for root of a user namespace that does not know
-    the uids from `first` on."""
+    """Whether this process may switch to other uids, which only root may.
+
+    Raises SandboxSetupError for root of a user namespace that does not map the uids from `first` on.
+    """
     if os.getuid() != 0:
         return False
     known = {kind: _known(kind) for kind in ("uid", "gid")}
@@ -30,8 +32,10 @@ def has_uids(first: int) -> bool:
 
 
 def free_uid(first: int) -> tuple[int, socket.socket]:
-    """A uid from `first` on that no live sandbox on this machine has. The lock is an abstract socket's name, which ends with its
-    process. Raises SandboxSetupError where there is none."""
+    """Reserves a uid from `first` on that no live sandbox on this machine has.
+
+    The lock is an abstract socket's name, which is released when its process ends. Raises SandboxSetupError if no uid is free.
+    """
     count = min(_UIDS, *(_known(kind).stop - first for kind in ("uid", "gid")))
     for uid in _round_from(first, count, os.getpid()):
         lock = socket.socket(socket.AF_UNIX)
@@ -45,7 +49,7 @@ def free_uid(first: int) -> tuple[int, socket.socket]:
 
 
 def _known(kind: str) -> range:
-    """The largest range of ids that this user namespace knows."""
+    """The largest range of ids that this user namespace maps."""
     with open(f"/proc/self/{kind}_map") as file:
         rows = [[int(field) for field in line.split()] for line in file]
     return max((range(inside, inside + count) for inside, _, count in rows), key=len, default=range(0))

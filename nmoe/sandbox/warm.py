@@ -1,4 +1,4 @@
-"""Sandboxes started ahead of need, by a thread with an event loop of its own: those who ask come from any loop, or from none."""
+"""Sandboxes started ahead of need, by a thread with its own event loop, because callers come from any loop or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nmoe.sandbox.process import ProcessSandbox
 
 
 class WarmSandboxes:
-    """Keeps `count` of them ready from the first `take` on."""
+    """Keeps `count` sandboxes ready from the first `take` on."""
 
     def __init__(self, count: int, start: Callable[[], Coroutine[Any, Any, ProcessSandbox]]) -> None:
         self._count = count
@@ -28,7 +28,7 @@ class WarmSandboxes:
         return len(self._ready)
 
     def take(self) -> ProcessSandbox | None:
-        """One that is ready, if there is one; what is missing then is started in the background."""
+        """Takes a ready sandbox, or None, and starts missing ones in the background."""
         taken = self._ready.pop() if self._ready else None
         if self._count and self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -43,12 +43,12 @@ class WarmSandboxes:
         return taken
 
     def wait(self) -> None:
-        """Returns when as many are ready as there are to be."""
+        """Waits until the full number of sandboxes is ready."""
         for future in list(self._starting):
             future.result()
 
     def close(self) -> None:
-        """Ends all that wait and all that are being started."""
+        """Ends all ready sandboxes and those being started."""
         if self._loop is None or self._thread is None:
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()

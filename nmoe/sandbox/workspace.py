@@ -1,4 +1,4 @@
-"""A directory of the host as entries for a sandbox's workspace: read without following a link, within the sandbox's disk."""
+"""Reads a host directory as entries for a sandbox's workspace, without following links and within the sandbox's disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nmoe.sandbox.process import Entry
 
 
 def entries_of(directory: Path, most_mb: int) -> tuple[list[Entry], list[bytes]]:
-    """Every directory, file and symbolic link below `directory`, parents first, with the contents or a link's text beside it.
+    """Every directory, file and symbolic link below `directory`, parents first, with the file's content or the link's text.
 
-    A link is copied as a link, whatever it points at. Raises UserError for what is none of the three or cannot be read, and
-    where the files are larger than `most_mb`.
+    A link is copied as a link, even a dangling one. Raises UserError for an entry of another kind or one that cannot be read,
+    and if the files are larger than `most_mb`.
     """
     entries: list[Entry] = []
     blobs: list[bytes] = []

@@ -1,1 +1,1 @@
-"""What runs between the host and the sandboxed code: plain Python on a bare interpreter, the standard library alone."""
+"""The code that runs between host and sandboxed code: plain Python on a bare interpreter, with the standard library alone."""

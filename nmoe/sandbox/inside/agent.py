@@ -1,8 +1,8 @@
-"""The first process of a sandbox: it forks a child for every call, watches the limits, and kills all that the call started.
+"""The first process of a sandbox: forks a child for every call, enforces the limits, and kills everything that the call started.
 
-It is pid 1 of its pid namespace. Signals from inside do not reach it, it cannot be traced or read (PR_SET_DUMPABLE, seccomp),
-and when it ends the kernel kills everything else in the namespace; it ends when the host's end of the control socket
-closes. What it holds is no secret to the code it runs: neither tests nor the host's environment.
+It is pid 1 of its pid namespace. Signals from inside do not reach it, and it cannot be traced or read (PR_SET_DUMPABLE,
+seccomp). It ends when the host's end of the control socket closes, and the kernel then kills everything else in the namespace.
+It holds no secrets from the code that it runs: neither tests nor the host's environment.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Agent:
 
 
 class _Call:
-    """One child and all that it starts, until they are dead."""
+    """One child and everything that it starts, until they are dead."""
 
     def __init__(
         self,
@@ -360,14 +360,14 @@ class _Call:
 
 
 def system_rules(readable: list[str]) -> list[tuple[str, int]]:
-    """What every call may touch outside the workspace, for Landlock."""
+    """The Landlock rules for what every call may access outside the workspace."""
     rules = [(path, landlock.READ) for path in (*readable, "/proc", "/dev")]
     rules += [(path, landlock.WRITE) for path in ("/tmp", "/dev/shm")]
     return rules + [(f"/dev/{name}", landlock.DEVICE) for name in ("null", "zero", "full", "random", "urandom")]
 
 
 def _above(descriptor: int, least: int) -> int:
-    """A copy of a descriptor with a number greater than `least`."""
+    """A copy of a descriptor with a number above `least`."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least + 1)
 
 

@@ -1,4 +1,4 @@
-"""What the child of a call does: run a command, or Python code in the interpreter's own pristine state."""
+"""The child of a call: runs a command, or Python code in the interpreter's pristine state."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def nothing() -> None:
 
 
 def state(failure_or_directory: str) -> None:
-    """Tells the agent what ended this child, or the directory it ended in."""
+    """Reports to the agent what ended this child, or the directory where it ended."""
     os.write(STATUS, f"{failure_or_directory}\n".encode())
 
 
 def state_error(error: BaseException) -> None:
-    """Says which limit an exception speaks of, where it speaks of one."""
+    """Reports the limit that an exception stands for, if any."""
     if isinstance(error, MemoryError):
         state("out_of_memory")
     elif isinstance(error, OSError):
@@ -41,7 +41,7 @@ def state_error(error: BaseException) -> None:
 
 
 def end_by(error: BaseException) -> NoReturn:
-    """The end of a child whose act raised."""
+    """Ends a child whose action raised."""
     try:
         state_error(error)
         os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
@@ -50,7 +50,7 @@ def end_by(error: BaseException) -> NoReturn:
 
 
 def command(argv: list[str], keeps_status: bool = False) -> Callable[[], None]:
-    """`keeps_status`: the command inherits the status descriptor, to write where it ended."""
+    """Runs a command. With `keeps_status` it inherits the status descriptor, to report where it ended."""
 
     def act() -> None:
         for number in (SIGPIPE, SIGXFSZ):
@@ -95,7 +95,7 @@ def python(code: str) -> Callable[[], None]:
 
 
 def _show(error: BaseException, code: str) -> None:
-    """The traceback, from the code's own first frame on."""
+    """Prints the traceback, starting at the code's own first frame."""
     import linecache
     import traceback
 
@@ -116,7 +116,9 @@ def _exit_code(value: object) -> int:
 
 
 def _finish(exit_code: int) -> int:
-    """What an interpreter does before it ends: waits for threads, runs exit functions, flushes, all of it the code's to break."""
+    """Does what an interpreter does before it ends: waits for threads, runs exit functions, flushes. The code may break any of
+    it.
+    """
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

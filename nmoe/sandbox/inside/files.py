@@ -1,4 +1,4 @@
-"""Files of the workspace, by a child of their own: never out of it, never through a link, never a fifo or a device."""
+"""Access to workspace files, each in a child process: never outside the workspace, through a link, or to a fifo or device."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def read(workspace: str, path: str) -> Callable[[], None]:
 
 
 def read_lines(workspace: str, path: str, first: int, count: int) -> Callable[[], None]:
-    """Writes `count` lines of a regular file from line `first`, counted from 1, to standard output; each ends with its newline.
+    """Writes `count` lines of a regular file from line `first`, counted from 1, to standard output, each ending in a newline.
 
-    Ends as "tool_error" where a file that is not empty has no line `first`. Holds one block in memory, whatever the lines are.
+    Ends as "tool_error" if a non-empty file has no line `first`. Holds one block in memory, however long the lines are.
     """
 
     def act() -> None:
@@ -56,7 +56,7 @@ def read_lines(workspace: str, path: str, first: int, count: int) -> Callable[[]
 
 
 def edit(workspace: str, path: str, old: bytes, new: bytes) -> Callable[[], None]:
-    """Replaces the one place in a regular file where `old` stands. Ends as "tool_error" where there is none, or more."""
+    """Replaces the only occurrence of `old` in a regular file. Ends as "tool_error" if there is none, or more than one."""
 
     def act() -> None:
         descriptor = _open(workspace, path, os.O_RDWR | os.O_NONBLOCK, only_name=True)
@@ -73,7 +73,7 @@ def edit(workspace: str, path: str, old: bytes, new: bytes) -> Callable[[], None
 
 
 def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
-    """Replaces a file, or makes it and the directories above it."""
+    """Replaces a file, or creates it and its parent directories."""
 
     def act() -> None:
         relative = _relative(workspace, path)
@@ -87,7 +87,7 @@ def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
 
 
 def put(workspace: str, entries: Sequence[tuple[str, str, int]], blobs: Sequence[bytes]) -> Callable[[], None]:
-    """Makes entries (path, "directory" | "file" | "link", mode), blobs in their order, over whatever is in their place."""
+    """Creates entries (path, "directory" | "file" | "link", mode) from blobs in the same order, replacing existing ones."""
 
     def act() -> None:
         root = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY)
@@ -119,7 +119,7 @@ def _relative(workspace: str, path: str) -> str:
 
 
 def _open(workspace: str, path: str, flags: int, *, only_name: bool = False) -> int:
-    """A regular file beneath the workspace; ends this child where it is anything else."""
+    """Opens a regular file below the workspace; ends this child if it is anything else."""
     root = os.open(workspace, os.O_PATH | os.O_DIRECTORY)
     try:
         descriptor = open_beneath(root, _relative(workspace, path), flags, 0o644 if flags & os.O_CREAT else 0)
@@ -167,7 +167,7 @@ def _make_directories(workspace: str, path: str) -> None:
 
 
 def _directory_in(directory: int, name: str) -> int:
-    """The directory of that name, in place of whatever else had it. Closes `directory`."""
+    """The directory of that name, which replaces any other entry of the name. Closes `directory`."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
         found = os.open(name, flags, dir_fd=directory)

@@ -1,4 +1,4 @@
-"""The system calls that Python has no name for, by ctypes. Every one raises OSError with what it tried."""
+"""System calls that Python does not wrap, by ctypes. Each raises OSError with the name of the failed call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(what: str, number: int, *arguments: int | bytes | None) -> int:
-    """Integers go in whole, bytes as a pointer to them."""
+    """Makes a system call. Integers are passed by value, bytes as a pointer."""
     values = [ctypes.c_long(one) if isinstance(one, int) else ctypes.c_char_p(one) for one in arguments]
     result = int(_libc.syscall(ctypes.c_long(number), *values))
     return _checked(result, what)
@@ -36,7 +36,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def set_seccomp_filter(program: bytes) -> None:
-    """Puts a classic BPF program over this process and all that come from it."""
+    """Installs a classic BPF program as seccomp filter for this process and its descendants."""
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(header, len(header))
@@ -58,14 +58,14 @@ def bind(source: str, target: str) -> None:
 
 
 def restrict_mount(target: str, *, read_only: bool = True, recursive: bool = True) -> None:
-    """No set-user-id programs and no device files below `target`, and no writing where `read_only`."""
+    """Forbids set-user-id programs and device files below `target`, and writing if `read_only`."""
     attributes = struct.pack("QQQQ", _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0), 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     syscall(f"mount_setattr {target}", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, attributes, 32)
 
 
 def pivot_root(new_root: str) -> None:
-    """Makes `new_root` the root of this mount namespace and lets go of the old one."""
+    """Makes `new_root` the root of this mount namespace and detaches the old one."""
     os.chdir(new_root)
     syscall(f"pivot_root {new_root}", _PIVOT_ROOT, b".", b".")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -81,7 +81,7 @@ def drop_capabilities() -> None:
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """openat2 that never leaves `directory` and follows no symbolic link."""
+    """Opens a path by openat2, never leaving `directory` and following no symbolic link."""
     how = struct.pack("QQQ", flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
     return syscall(f"open {path}", _OPENAT2, directory, path.encode(), how, len(how))
 

@@ -1,4 +1,4 @@
-"""Landlock: rights on files that a process gives up for itself and all that come from it (Linux 5.13; landlock(7))."""
+"""Landlock: a process gives up file rights for itself and its descendants (Linux 5.13; landlock(7))."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITE = READ | ((1 << 15) - 1 & ~_MAKE_CHAR & ~_MAKE_BLOCK)
 
 
 def version() -> int:
-    """The version of the kernel's interface; 0 where it has none or has it switched off."""
+    """The version of the kernel's Landlock interface; 0 if it is missing or disabled."""
     try:
         return kernel.syscall("landlock_create_ruleset", _CREATE_RULESET, None, 0, 1)
     except OSError:
@@ -33,8 +33,10 @@ def version() -> int:
 
 
 def restrict(rules: Sequence[tuple[str, int]], *, network: bool = False) -> None:
-    """Keeps only the rights named: (path, READ | WRITE | DEVICE), each for everything beneath the path; a path that is not
-    there has no rule. `network` also gives up TCP, abstract sockets and signals to processes outside, where the kernel can.
+    """Keeps only the named rights: (path, READ | WRITE | DEVICE), each for everything beneath the path.
+
+    A path that does not exist has no rule. `network` also gives up TCP, abstract sockets and signals to outside processes, as
+    far as the kernel supports it.
     """
     known = version()
     if not known:

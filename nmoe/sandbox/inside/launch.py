@@ -1,6 +1,8 @@
-"""Builds one sandbox around itself and becomes its agent: a process that `server` has forked, with the control socket as standard
-input. It makes a mount namespace of its own, mounts the sized tmpfs there, takes the
-unprivileged uid where it was started as root, and then enters the namespaces: by bubblewrap, or by itself with Landlock.
+"""The launcher: builds one sandbox around itself and becomes its agent.
+
+`server` forks it with the control socket as standard input. It creates a mount namespace, mounts the sized tmpfs there, and
+switches to the unprivileged uid if started as root. Then it enters the other namespaces, by bubblewrap or by itself with
+Landlock.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, 1, o
 
 
 def main(plan: dict[str, Any]) -> NoReturn:
-    """Never returns: it ends as the agent, or with the reason on standard error and exit code 1."""
+    """Never returns: it becomes the agent, or exits with code 1 and the reason on standard error."""
     os.dup2(0, CONTROL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
@@ -74,13 +76,13 @@ def main(plan: dict[str, Any]) -> NoReturn:
 
 
 def _join(members: str) -> None:
-    """Moves this process, and with it all that it will start, to the cgroup whose members that file lists."""
+    """Moves this process to the cgroup whose members the file lists. Its descendants start there."""
     with open(members, "wb", buffering=0) as file:
         file.write(b"0")
 
 
 def _stage(plan: dict[str, Any]) -> None:
-    """A mount namespace with the tmpfs of the sandbox and whatever only this user can read."""
+    """Creates a mount namespace with the sandbox's tmpfs and the files that only this user can read."""
     uid, gid = os.getuid(), os.getgid()
     if uid:
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
@@ -119,7 +121,7 @@ def _drop_user(uid: int | None) -> None:
 
 
 def _shown(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """(where it is now, where it is inside) of everything that is read-only inside."""
+    """(path now, path inside) of everything that is read-only inside."""
     shown = [("/usr", "/usr")]
     shown += [
         (f"/{name}", f"/{name}") for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if _is_directory(name)
@@ -134,7 +136,7 @@ def _is_directory(name: str) -> bool:
 
 
 def _links(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """(text, where) of symbolic links: those from / to /usr that the host has, the usual ones of /dev, and the interpreter's."""
+    """(text, path) of symbolic links: the host's from / to /usr, the usual ones of /dev, and the interpreter's."""
     names = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
     found = [(os.readlink(f"/{name}"), f"/{name}") for name in names if os.path.islink(f"/{name}")]
     found += [(f"/proc/self/fd/{number}", f"/dev/{name}") for number, name in enumerate(("stdin", "stdout", "stderr"))]
@@ -211,7 +213,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
 
 
 def _build_root(plan: dict[str, Any]) -> None:
-    """The directories that are seen inside, and nothing else, as the root of this mount namespace."""
+    """Builds the root of this mount namespace from the directories that are visible inside, and no others."""
     socket.sethostname("sandbox")
     root = _ROOT
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
@@ -250,7 +252,7 @@ def _map_ids(inside_uid: int, uid: int, inside_gid: int, gid: int) -> None:
 
 
 def _like(source: str, target: str) -> None:
-    """An empty directory or file to mount `source` on."""
+    """Creates an empty directory or file as a mount point for `source`."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -259,7 +261,7 @@ def _like(source: str, target: str) -> None:
 
 
 def _file_with(data: bytes) -> int:
-    """An inherited descriptor from which `data` can be read."""
+    """An inheritable descriptor from which `data` can be read."""
     descriptor = os.memfd_create("nmoe-sandbox", 0)
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -267,7 +269,7 @@ def _file_with(data: bytes) -> int:
 
 
 def _compiled(modules: Sequence[ModuleType]) -> bytes:
-    """The packages' names and the modules' code, for `_BOOTSTRAP`."""
+    """The packages' names and the modules' bytecode, for `_BOOTSTRAP`."""
     names = sorted({".".join(module.__name__.split(".")[:depth]) for module in modules for depth in range(1, 5)})
     code = [(module.__name__, module.__spec__.loader.get_code(module.__name__)) for module in modules]  # type: ignore
     return marshal.dumps((names, code))

@@ -1,7 +1,7 @@
 """Messages between host and agent: sizes, a header, and blobs.
 
-A request's header is a Python literal, which the agent takes from the host alone; an answer's is one line of text, because the
-host believes nothing that it has not checked.
+A request's header is a Python literal, which the agent accepts from the host alone. An answer's header is one line of text,
+because the host trusts nothing from the sandbox unchecked.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def answer(
     out: bytes | bytearray,
     err: bytes | bytearray,
 ) -> bytes:
-    """`times`: wall clock, CPU and starved seconds."""
+    """Writes an answer. `times` are wall-clock, CPU and starved seconds."""
     shown = " ".join(f"{one:.6f}" for one in times)
     return _message(f"{failure} {exit_code} {shown} {len(out)}", (out, err))
 
 
 def parse_answer(header: bytes, body: bytes) -> tuple[str, int | None, tuple[float, float, float], bytes, bytes]:
-    """Raises ValueError for what `answer` does not write."""
+    """Parses an answer. Raises ValueError for anything that `answer` does not write."""
     failure, code, wall_s, cpu_s, starved_s, size = header.decode("ascii").split(" ")
     times = float(wall_s), float(cpu_s), float(starved_s)
     return failure, None if code == "None" else int(code), times, body[: int(size)], body[int(size) :]

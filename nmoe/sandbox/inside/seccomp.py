@@ -1,7 +1,7 @@
 """The system calls that sandboxed code may not make, as a classic BPF program (seccomp(2)).
 
-Everything that reaches other processes, other namespaces, the machine's settings, kernel interfaces with a history of
-holes, or memory that no process's size shows is refused with EPERM; calls newer than this list with ENOSYS.
+Refused with EPERM are calls that reach other processes, other namespaces or the machine's settings, kernel interfaces with a
+history of escapes, and memory that counts in no process's size. Calls newer than this list are refused with ENOSYS.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def filter_program() -> bytes:
-    """The program for this machine. Raises OSError on one that it is not written for."""
+    """The program for this machine's architecture. Raises OSError on an unsupported one."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         raise OSError(f"the seccomp filter is written for {' and '.join(_AUDIT_ARCH)}, not for {machine}")
@@ -122,6 +122,6 @@ def _unless(test: int, value: int, answer: int) -> list[bytes]:
 
 
 def _argument(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
-    """`checks` on the low half of an argument of one call, for which nothing is checked after them."""
+    """Applies `checks` to the low half of one argument of a call; nothing after them is checked for that call."""
     body = [_line(_LOAD, _ARGUMENTS + 8 * argument), *checks, _line(_RETURN, _ALLOW)]
     return [_line(_EQUAL, number, 0, len(body)), *body]

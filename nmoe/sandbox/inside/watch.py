@@ -1,4 +1,4 @@
-"""What the processes of a sandbox use together, read from its own /proc; only pid 1, which asks, is left out."""
+"""The combined resource use of a sandbox's processes, read from its own /proc. The caller, pid 1, is left out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 def usage() -> tuple[int, float]:
-    """Bytes of memory, a page that several processes share counted for each of them, and seconds of CPU time.
+    """Bytes of memory, counting a shared page once per process, and seconds of CPU time.
 
-    The time is that of living processes and of the children they have waited for.
+    The time includes that of living processes and of the children that they have waited for.
     """
     resident, seconds = 0, 0.0
     for pid in _pids():
@@ -26,7 +26,7 @@ def usage() -> tuple[int, float]:
 
 
 def _most_of_a_socket() -> int:
-    """Bytes of memory that one socket can hold: messages are taken until they fill its buffer, and one more."""
+    """Bytes of memory that one socket can hold: it accepts messages until its buffer is full, and one more."""
     one = socket.socket(socket.AF_UNIX)
     size = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     one.close()
@@ -37,9 +37,9 @@ _SOCKET = _most_of_a_socket()
 
 
 def socket_memory() -> int:
-    """The most bytes that the sockets of this network namespace can hold, whoever has them open or let go of them full.
+    """An upper bound, in bytes, of what this network namespace's sockets hold, including sockets closed while full.
 
-    What they do hold shows nowhere: no process has it mapped.
+    What they really hold is not visible: no process has it mapped.
     """
     try:
         with open("/proc/net/sockstat", "rb") as file:
@@ -49,11 +49,12 @@ def socket_memory() -> int:
 
 
 class Starvation:
-    """How long the processes waited for a CPU that others had, from the kernel's account of every thread (/proc/PID/schedstat).
+    """Measures how long the processes waited for CPUs that others had, from the kernel's account of every thread
+    (/proc/PID/schedstat).
 
-    While one of them waits and together they run for less than one CPU's time, what is missing to that is starvation: processes
-    that only crowd one another out are not starved, and one that sleeps does not wait. Of threads that wait, the longest wait
-    counts: on idle CPUs the waits of a burst of short ones would add up to any sum, for next to no CPU time.
+    While a process waits and all of them together run on less than one CPU, the missing part of that CPU is starvation.
+    Processes that only crowd one another out are not starved, and a sleeping one does not wait. Of several waiting threads the
+    longest wait counts: the sum of the waits of many short threads can be large even on idle CPUs.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Starvation:
         self._before: dict[str, tuple[int, int]] = {}
 
     def look(self, elapsed_s: float) -> None:
-        """`elapsed_s`: since the last look."""
+        """Adds what happened since the last look, `elapsed_s` ago."""
         now: dict[str, tuple[int, int]] = {}
         ran = waited = 0
         for thread in _threads():
@@ -79,7 +80,7 @@ class Starvation:
 
 
 def shared_memory_once() -> int:
-    """Bytes of memory with every shared page counted once among those that share it. Walks page tables: slower than `usage`."""
+    """Bytes of memory, counting each shared page once. Walks page tables, so it is slower than `usage`."""
     total = 0
     for pid in _pids():
         try:

@@ -1,1 +1,1 @@
-"""The files that trajectories start with: prepared once, copied for each, kept or collected by one policy."""
+"""The files that trajectories start with: prepared once, copied for each, and kept or removed by one policy."""

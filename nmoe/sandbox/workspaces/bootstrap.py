@@ -1,7 +1,7 @@
-"""The bootstrap of a workspace: what its files need installed, once, into `.packages` beside them.
+"""The bootstrap of a workspace: installs what its files need, once, into `.packages` beside them.
 
-It runs as the user and outside the sandbox: it needs an index of packages, and it runs code of a repository that the user chose
-before any policy has written a token.
+It runs as the user and outside the sandbox, because it needs a package index. The code that it runs comes from a repository
+that the user chose, before any policy has written a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OUTPUT_KEPT = 4000  # characters of the output: its end says what went wrong
 
 
 def bootstrap(settings: WorkspaceSettings, tree: Path) -> dict[str, Any]:
-    """Installs what the files need into `tree/.packages`. The record of it; the caller judges `exit_code`."""
+    """Installs what the files need into `tree/.packages` and returns a record of it. The caller checks `exit_code`."""
     mode = settings.bootstrap
     if mode == "none":
         return {"mode": mode, "command": [], "exit_code": 0, "wall_s": 0.0, "output": ""}

@@ -1,4 +1,4 @@
-"""What becomes of workspaces: the half made, the old and those beyond a quota are removed, and nothing else ever is."""
+"""Garbage collection of workspaces: removes unfinished ones, old ones and those beyond a quota, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from nmoe.sandbox.workspaces.store import MAKING, MARKER, lock
 
 
 def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[str]:
-    """Removes the workspaces below `root` that are half made, past their age, or beyond their environment's quota, the ones
-    used longest ago first; yields a line for each, and for what it leaves alone.
+    """Removes the workspaces below `root` that are unfinished, expired, or beyond their environment's quota, least recently used
+    first.
 
-    Nothing that lacks the marker of a workspace is ever touched, nor what a running process holds.
+    Yields a line for each, and for what it leaves alone. It never touches a directory without a workspace's marker, or one
+    that a running process holds.
     """
     now = time.time() if now is None else now
     found, strangers = _survey(root)
@@ -48,7 +49,7 @@ def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[
 
 @dataclass(frozen=True)
 class _Found:
-    """A workspace that lies there; `used` is the time of its last use, in seconds since the epoch."""
+    """A workspace on disk. `used` is the time of its last use, in seconds since the epoch."""
 
     path: Path
     env_id: str
@@ -76,7 +77,7 @@ class _Found:
 
 
 def _survey(root: Path) -> tuple[list[_Found], list[Path]]:
-    """What lies below `root`: workspaces, and what is none."""
+    """The entries below `root`: workspaces, and others."""
     found, strangers = [], []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         one = None if path.is_symlink() else _read_marker(path)

@@ -1,15 +1,15 @@
-"""Workspaces: the files that a trajectory starts with, made once from a git commit or a directory, and copied for each.
+"""Workspaces: the files that a trajectory starts with, prepared once from a git commit or a directory, and copied for each.
 
-A prepared workspace is a directory below `workspaces_root()` with two entries: `tree/`, which the sandbox copies to a
-trajectory's own tmpfs, and `nmoe-workspace.json`, which says where it came from and marks it as made here. It is keyed by what
-goes into it, so that many runs and trajectories share one. A tree holds no `.git`: the commit to be found lies in there.
+A prepared workspace is a directory below `workspaces_root()` with two entries. The sandbox copies `tree/` to a trajectory's
+own tmpfs. `nmoe-workspace.json` records the origin and marks the directory as made here. It is keyed by its inputs, so many
+runs and trajectories share one. A tree holds no `.git`, because that contains the commit to be found.
 
-The bootstrap (`pip install` and the like, into `tree/.packages`) is part of preparing, outside the sandbox: it needs an index
-of packages, and runs the code of a repository that the user chose before any policy has written a token. What a policy then does
-to the files it does to a copy.
+The bootstrap (`pip install` and the like, into `tree/.packages`) is part of preparing. It runs outside the sandbox, because it
+needs a package index; it runs code of a repository that the user chose, before any policy has written a token. A policy only
+ever changes a copy.
 
-One policy decides what stays: `[workspace] keep` what of a trajectory's files is saved when it ends, `max_age_days` and
-`max_disk_mb` until when (`nmoe env gc`).
+One policy decides what stays: `[workspace] keep` says which files of a finished trajectory are saved, `max_age_days` and
+`max_disk_mb` for how long (`nmoe env gc`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEPT_NAME_CHARS = 200
 
 @dataclass(frozen=True)
 class Prepared:
-    """A workspace that trajectories can be given: the files to copy, and where they are from.
+    """A workspace for trajectories: the files to copy, and their origin.
 
     {"nmoe_workspace": 1, "kind": "prepared", "env_id": "fix", "source": "repository", "repository": "repos/parser",
      "base_commit": "9f2c...", "target_commit": "b81e...", "content": "4c1d...", "sandbox": "bubblewrap, seccomp, ...",
@@ -56,9 +56,9 @@ class Prepared:
 
 
 class Workspaces:
-    """The workspaces of one environment. `sandbox` is what `Sandboxes.describe()` says, for the record.
+    """The workspaces of one environment. `sandbox` is the text of `Sandboxes.describe()`, for the record.
 
-    Holds a lock on every workspace it has handed out, so that `nmoe env gc` leaves it alone until `close`.
+    It locks every workspace that it has handed out, so that `nmoe env gc` leaves it alone until `close`.
     """
 
     def __init__(self, env_id: str, settings: WorkspaceSettings, sandbox: str) -> None:
@@ -72,7 +72,7 @@ class Workspaces:
         self._saving: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def prepare(self, problem: Problem) -> Prepared:
-        """The workspace for a problem; made on first use. Raises WorkspaceError, the same one whoever asks."""
+        """The workspace for a problem, made on first use. Raises WorkspaceError, the same one for every caller."""
         try:
             source = source_of(self._settings, problem)
         except UserError as error:
@@ -85,11 +85,11 @@ class Workspaces:
     async def save(
         self, sandbox: Sandbox, prepared: Prepared, name: str, *, failed: bool, limits: Limits
     ) -> Path | None:
-        """Keeps what a trajectory left in its workspace, where the policy says so: the directory that holds it, or None.
+        """Saves the files that a trajectory left, if the policy says so, and returns their directory, else None.
 
-        `name` tells it from others: "run-step-problem-index". One is kept at a time and in a thread, so that a workspace that is
-        slow to copy delays nobody else's rollout and only one archive is in memory. Raises WorkspaceError where the files
-        cannot be had or written, for whatever reason: a policy chose their names, numbers and sizes.
+        `name` identifies the trajectory: "run-step-problem-index". One is saved at a time, in a thread, so that a slow copy
+        delays no other rollout and only one archive is in memory. Raises WorkspaceError if the files cannot be read or written
+        for any reason: a policy chose their names, numbers and sizes.
         """
         keep = self._settings.keep
         if keep == "never" or (keep == "failed" and not failed):
@@ -108,7 +108,7 @@ class Workspaces:
             return await asyncio.to_thread(self._write_kept, result.stdout, record)
 
     def _one_at_a_time(self) -> asyncio.Lock:
-        """The lock of the event loop that runs now; each batch of rollouts has a loop of its own."""
+        """The lock of the running event loop; each batch of rollouts has its own loop."""
         loop = asyncio.get_running_loop()
         if self._saving is None or self._saving[0] is not loop:
             self._saving = loop, asyncio.Lock()
@@ -126,14 +126,14 @@ class Workspaces:
         return final
 
     def close(self) -> None:
-        """Lets `nmoe env gc` have what is past its age or quota."""
+        """Releases the workspaces, so that `nmoe env gc` may remove what is past its age or quota."""
         self._makers.shutdown(cancel_futures=True)
         for descriptor in self._locks:
             os.close(descriptor)
         self._locks.clear()
 
     def _prepare(self, source: Source) -> Prepared:
-        """Finds or makes a prepared workspace; runs in a thread."""
+        """Finds or makes a prepared workspace. Runs in a thread."""
         identity = identity_of(source)
         what = json.dumps([identity["content"], self._settings.bootstrap])
         final = self._root / f"prepared-{hashlib.sha256(what.encode()).hexdigest()[:16]}"

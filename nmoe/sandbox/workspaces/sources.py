@@ -1,4 +1,4 @@
-"""What a workspace is made of, and how its files are had: a directory's, or those of a git commit."""
+"""The sources of workspaces, and how to read their files: a directory, or a git commit."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ _UNPACK_S = 60.0
 
 
 class WorkspaceError(Exception):
-    """A workspace that cannot be had: the trajectory's failure is `workspace_failed`, which masks the sample."""
+    """A workspace is not available. The trajectory's failure is `workspace_failed`, which masks the sample."""
 
     failure: Failure = "workspace_failed"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a workspace is made of: a directory, or a repository at a commit. `target_commit` is where the change that is asked for
-    was made, for the record alone."""
+    """The source of a workspace: a directory, or a repository at a commit.
+
+    `target_commit` is the commit with the requested change, kept for the record only.
+    """
 
     directory: str | None = None
     repository: str | None = None
@@ -43,8 +45,10 @@ class Source:
 
 
 def source_of(settings: WorkspaceSettings, problem: Problem) -> Source:
-    """The environment's source, at the commits that the problem's metadata names where it names any. Raises UserError where a
-    repository has no base commit."""
+    """The environment's source, at the commits in the problem's metadata if it has any.
+
+    Raises UserError if a repository has no base commit.
+    """
     if settings.directory is not None:
         return Source(directory=settings.directory)
     base = problem.metadata.get("base_commit", settings.base_commit)
@@ -59,7 +63,7 @@ def source_of(settings: WorkspaceSettings, problem: Problem) -> Source:
 
 
 def identity_of(source: Source) -> dict[str, Any]:
-    """What the files are, by content: the hash of a directory's files, or of the commit's tree."""
+    """The content hash of a source: of a directory's files, or of the commit's tree."""
     if source.directory is not None:
         return {"source": "directory", "directory": source.directory, "content": _hash(Path(source.directory))}
     assert source.repository is not None, "a source is a directory or a repository"
@@ -76,7 +80,7 @@ def identity_of(source: Source) -> dict[str, Any]:
 
 
 def _hash(directory: Path) -> str:
-    """SHA-256 over the names, kinds, executable bits and bytes of everything below a directory but its .git."""
+    """SHA-256 over the names, kinds, executable bits and bytes of everything below a directory except its .git."""
     if not directory.is_dir():
         raise WorkspaceError(f"{directory}: no such directory; [workspace] directory names the files to start with")
     digest = hashlib.sha256()
@@ -132,9 +136,9 @@ def _git(repository: Path, *arguments: str, **environment: str) -> str:
 
 
 def extract(archive: bytes, directory: Path) -> None:
-    """Unpacks what a policy left; members that would lie or point outside are left out.
+    """Unpacks the archive of what a policy left, without members that would lie or point outside.
 
-    Raises WorkspaceError for more members, or longer work, than is worth keeping, and for what is no archive.
+    Raises WorkspaceError for too many members, for too much work, and for an invalid archive.
     """
     until = time.monotonic() + _UNPACK_S
 

@@ -1,4 +1,4 @@
-"""Where workspaces lie, and what tells one from anything else there: a marker that is also its provenance, and a lock."""
+"""Where workspaces lie, and what identifies one there: a marker with its provenance, and a lock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAKING = ".making-"
 
 
 def workspaces_root() -> Path:
-    """Where workspaces lie: $NMOE_WORKSPACES, else nmoe/workspaces in the user's cache directory."""
+    """The directory of workspaces: $NMOE_WORKSPACES, else nmoe/workspaces in the user's cache directory."""
     named = os.environ.get("NMOE_WORKSPACES")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else cache / "nmoe" / "workspaces"
 
 
 def lock(directory: Path, kind: int) -> int:
-    """Locks a workspace against others of another kind, until the descriptor that is returned is closed."""
+    """Locks a workspace against locks of the other kind, until the returned descriptor is closed."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
