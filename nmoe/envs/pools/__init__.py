@@ -1,4 +1,4 @@
-"""Task pools: where verifiable problems come from, in an order that is deterministic, sharded and resumable."""
+"""Task pools: sources of verifiable problems, in an order that is deterministic, sharded and resumable."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["Order", "Pool", "Shard", "build_order", "build_pool"]
 
 
 def build_pool(name: str, settings: TaskPool, shard: Shard, *, columns: bool = False) -> Pool:
-    """Loads and checks everything the pool will hand out. With `columns`, problems keep all fields of their records.
+    """Loads and checks everything that the pool will hand out. With `columns`, problems keep all fields of their records.
 
-    Raises UserError for data that cannot be read, is malformed, or is not there.
+    Raises UserError for data that cannot be read, is malformed or does not exist.
     """
     return Pool(build_order(name, settings, columns=columns), shard)
 
 
 def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Order:
-    """The order that all shards of a pool share; raises as `build_pool` does."""
+    """Builds the order that all shards of a pool share; raises as `build_pool` does."""
     match settings:
         case GeneratedPool():
             return generated_order(name, settings)

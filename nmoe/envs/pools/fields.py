@@ -1,13 +1,13 @@
-"""Where in a record its question and its gold answer are: in the fields that a pool names, or in those that its first record has.
+"""Finds a record's question and gold answer: in the fields that a pool names, or in the known fields of the first record.
 
-Known without being named, as people have them:
+Known layouts are:
 
     {"problem": "...", "answer": "..."}   or "question"
     {"input": "...", "label": "..."}                                          OpenRLHF
     {"prompt": ..., "reward_spec": {"method": "rule", "ground_truth": "..."}} SkyRL
     {"prompt": ..., "reward_model": {"style": "rule", "ground_truth": "..."}} verl
 
-A question is a text, or a list of messages that ends with the user's: those before it become the conversation that leads up to it.
+A question is a text or a list of messages that ends with the user's; the messages before it become the problem's history.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ GOLD_FIELDS = ("answer", "label", "reward_spec.ground_truth", "reward_model.grou
 
 @dataclass(frozen=True)
 class Fields:
-    """`Fields("prompt", "reward_spec.ground_truth")`; without a gold answer `Fields("prompt", None)`."""
+    """The fields of question and gold: `Fields("prompt", "reward_spec.ground_truth")`; without a gold answer `Fields("prompt",
+    None)`.
+    """
 
     question: str
     gold: str | None
@@ -40,8 +42,10 @@ class Fields:
 
 
 def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) -> Fields:
-    """What the settings name, and for the rest what the record has. Raises UserError where it has none of the known fields, or
-    several."""
+    """Takes the fields that the settings name and detects the others in the record.
+
+    Raises UserError if the record has none of the known fields, or several.
+    """
     question = settings.problem_field or _found(record, QUESTION_FIELDS, "problem_field")
     if not has_gold:
         return Fields(question, None)
@@ -49,7 +53,7 @@ def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) 
 
 
 def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, ...], str]:
-    """The messages before the question, and the question."""
+    """Returns the messages before the question, and the question."""
     value = text_or_messages(_value(record, field, "problem_field"), field)
     if not isinstance(value, list | tuple):
         return (), checked_text(field, value)
@@ -63,21 +67,21 @@ def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, .
 
 
 def gold_of(record: Mapping[str, Any], field: str, types: tuple[type, ...] = (str,)) -> str:
-    """The gold's text; `types` are those that it may have."""
+    """Returns the gold answer as text; `types` are its permitted types."""
     value = _value(record, field, "answer_field")
-    # True is an int to Python, and seldom a gold answer; nan is a float, and never one.
+    # Python's True is an int but hardly a gold answer; nan is a float and never one.
     if isinstance(value, bool):
         fits = bool in types
     else:
         fits = isinstance(value, types) and (not isinstance(value, float) or math.isfinite(value))
     if fits:
-        # In full: 1e-07 is how Python, not a dataset, would write it.
+        # Written in full: the form 1e-07 is Python's, not the dataset's.
         value = format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
     return checked_text(field, value)
 
 
 def checked_text(field: str, value: object) -> str:
-    """A text with something in it. Raises UserError."""
+    """Returns the value if it is a text that is not blank. Raises UserError otherwise."""
     if not isinstance(value, str):
         raise UserError(f"field {field!r} holds {type(value).__name__} {_shown(value)}, not text; write it as a string")
     if not value.strip():
@@ -111,7 +115,7 @@ def _value(record: Mapping[str, Any], field: str, setting: str) -> Any:
 
 
 def _at(record: Mapping[str, Any], field: str) -> Any:
-    """The value of a field; None where it is not there. Of `a.b`, unless a field is called that, field b of the object a."""
+    """Returns the value of a field; None if it is missing. `a.b` is field b of the object a, unless a field is called that."""
     if field in record:
         return record[field]
     whole, _, inner = field.partition(".")
@@ -120,7 +124,7 @@ def _at(record: Mapping[str, Any], field: str) -> Any:
 
 
 def _message(message: ChatMessage, where: str) -> Message:
-    """A message of the history; the assistant's are answers it gave, whose reasoning nobody is shown again."""
+    """Returns a message of the history. The assistant's are answers: earlier reasoning is not shown again."""
     if message.calls or message.role == "tool":
         raise UserError(f"{where}: calls of tools in a prompt have no place in a task pool; drop the record")
     if message.role == "assistant" and not message.content.strip():

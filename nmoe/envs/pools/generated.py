@@ -1,8 +1,8 @@
 """Generated problems: the i-th is a pure function of (seed, i), and a hash of the question decides its split.
 
-Because the split belongs to the question's content, no seed, range of difficulty or position can bring a question of
-the eval split into training, nor the other way round. About one question in eight is an eval question, and one in eight is for
-validation. Problems are drawn with replacement: of a small space (sort problems of two digits) the same question comes again.
+Because the split depends on the question alone, no seed, difficulty or position can bring a question of the eval split into
+training, or the other way round. About one question in eight is an eval question, and one in eight is for validation. Problems
+are drawn with replacement: in a small space, such as sort problems of two digits, questions repeat.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from nmoe.envs.tasks import GENERATED_TASKS
 from nmoe.errors import UserError
 from nmoe.types import Problem
 
-# A split with one question in a hundred is missed by all attempts less than once in 10,000 positions.
+# If one question in a hundred is in the split, all attempts miss it less than once in 10,000 positions.
 _MAX_ATTEMPTS = 2000
-# Far beyond use, and within the length that answers are compared up to.
+# Far beyond practical use, and short enough for the comparison of answers.
 _MAX_DIFFICULTY = 200
 
 
 def split_of(task_type: str, question: str) -> str:
-    """The split, "train", "validation" or "eval", that a question belongs to."""
+    """Returns the split of a question: "train", "validation" or "eval"."""
     return split_by(task_type, GENERATED_TASKS[task_type].split_key(question))
 
 
@@ -33,7 +33,7 @@ class Generated:
     read_as = ""
 
     def __init__(self, name: str, settings: GeneratedPool) -> None:
-        """Raises UserError where the split holds no question of the difficulty, or where that is beyond all use."""
+        """Raises UserError if the split holds no question of the difficulty, or if the difficulty is too high."""
         if settings.difficulty[1] > _MAX_DIFFICULTY:
             raise UserError(
                 f"task pool {name!r}: difficulty {settings.difficulty[1]} is too much; {_MAX_DIFFICULTY} is the most"
@@ -69,7 +69,7 @@ class Generated:
 
 
 def generated_order(name: str, settings: GeneratedPool) -> Order:
-    """Endless, or cycling through the first `max_examples` problems where that is set."""
+    """Builds an endless order, or one that cycles through the first `max_examples` problems if that is set."""
     endless = Generated(name, settings)
     if settings.max_examples is None:
         return endless

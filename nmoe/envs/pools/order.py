@@ -1,4 +1,4 @@
-"""Orders of problems: an endless sequence that is a pure function of the position, and so has no state to lose."""
+"""Orders of problems: an endless sequence that is a pure function of the position and therefore has no state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _SPLIT_ONE_IN = 8
 
 
 class Order(Protocol):
-    """What a pool walks along. `at` gives the same problem for the same position in every process and on every day.
+    """The sequence that a pool walks along.
 
-    `size` is how many problems there are before the first comes again, None where that is not known. `fingerprint`
-    differs between orders that differ at any position, so that a saved position is not applied to another order. `read_as` says
-    what of the records was taken for what, where there are records.
+    `at` returns the same problem for the same position in every process, at any time. `size` is the number of problems before
+    the first one repeats, None if unknown. `fingerprint` differs between orders that differ at any position, so that a saved
+    position is not applied to another order. `read_as` describes which fields were read as question and gold, for pools of
+    records.
     """
 
     @property
@@ -36,33 +37,35 @@ class Order(Protocol):
 
 
 def stable_hash(*parts: object) -> int:
-    """64 bits that depend on the parts alone. Python's own `hash` differs from process to process."""
+    """Hashes the parts to 64 bits. Python's own `hash` differs from process to process."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def split_by(*parts: object) -> str:
-    """The split that a question belongs to, by a hash of its parts: "eval" for one in eight, "validation" for one in eight, else
-    "train". Held-out figures come from "eval"; "validation" is for decisions, such as when a run may end."""
+    """Returns a question's split by a hash of its parts: "eval" for one in eight, "validation" for one in eight, else "train".
+
+    "eval" is for held-out figures; "validation" is for decisions, such as when a run may end.
+    """
     return {0: "eval", 1: "validation"}.get(stable_hash("split", *parts) % _SPLIT_ONE_IN, "train")
 
 
 def fingerprint_of(*parts: Any) -> str:
-    """16 hexadecimal digits over the parts."""
+    """Hashes the parts to 16 hexadecimal digits."""
     return f"{stable_hash(*parts):016x}"
 
 
 class Shuffled:
     """Cycles through `size` problems, in a new order each epoch.
 
-    The order of an epoch is a permutation seeded by (seed, epoch): positions [e * size, (e + 1) * size) hold every
-    problem exactly once.
+    The permutation of an epoch is seeded by (seed, epoch): positions [e * size, (e + 1) * size) hold every problem exactly
+    once.
     """
 
     def __init__(
         self, name: str, size: int, problem: Callable[[int], Problem], seed: int, content: str, read_as: str = ""
     ) -> None:
-        """`problem(i)` is the i-th of `size` problems; `content` stands for all of them in the fingerprint."""
+        """`problem(i)` is the i-th of `size` problems; `content` represents all of them in the fingerprint."""
         self.read_as = read_as
         self.name = name
         self.size = size

@@ -1,4 +1,4 @@
-"""A pool: one rank's walk along an order of problems, with a position that belongs in a checkpoint."""
+"""A pool: one rank's walk along an order of problems, with a position that is part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nmoe.envs.pools.order import Order
 from nmoe.errors import UserError
 from nmoe.types import Problem
 
-# Of an endless pool, so many problems in a row without one that fits mean that none ever will.
+# If so many problems in a row of an endless pool do not fit, none is expected to.
 _GIVE_UP = 10_000
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `world_size` gets the positions rank, rank + world_size, ... of the order that all ranks share."""
+    """One rank's share: rank `rank` of `world_size` gets the positions rank, rank + world_size, ... of the shared order."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,15 +27,17 @@ class Shard:
 
 
 class Drawn(NamedTuple):
-    """A problem and where in the order it stands: `Drawn(position=128, problem=...)`. A problem comes again in a later epoch,
-    a position never does: sampling seeds derive from it."""
+    """A problem and its position in the order: `Drawn(position=128, problem=...)`.
+
+    A problem repeats in a later epoch, a position never does: sampling seeds derive from it.
+    """
 
     position: int
     problem: Problem
 
 
 class Pool:
-    """Hands out the problems of one shard, endlessly; what comes next depends on the order and the state alone.
+    """Hands out the problems of one shard, endlessly; the next problem depends on the order and the state alone.
 
     `state()` is JSON-able: {"fingerprint": "9c1b...", "rank": 0, "world_size": 1, "taken": 128}.
     """
@@ -43,13 +45,15 @@ class Pool:
     def __init__(self, order: Order, shard: Shard) -> None:
         self.order = order
         self.shard = shard
-        self.passed_over = 0  # problems that did not fit, since this pool was made
+        self.passed_over = 0  # problems skipped since this pool was made, because they did not fit
         self._taken = 0
         self._fits: Callable[[Problem], bool] | None = None
 
     def keep(self, fits: Callable[[Problem], bool]) -> None:
-        """Has `take` pass over problems that do not fit. `fits` has to be a pure function of the problem, or a resumed run would
-        meet others."""
+        """Makes `take` skip problems that do not fit.
+
+        `fits` must be a pure function of the problem, so that a resumed run draws the same problems.
+        """
         self._fits = fits
 
     @property
@@ -58,16 +62,19 @@ class Pool:
 
     @property
     def size(self) -> int | None:
-        """How many problems all shards together hold before the first comes again; None for an endless pool."""
+        """The number of problems in all shards before the first one repeats; None for an endless pool."""
         return self.order.size
 
     def take(self, n: int) -> list[Problem]:
-        """The next `n` problems of this shard that fit. Raises UserError where none does."""
+        """Returns the next `n` problems of this shard that fit. Raises UserError if none fits."""
         return [drawn.problem for drawn in self.draw(n)]
 
     def draw(self, n: int, admit: Callable[[Drawn], bool] = lambda drawn: True) -> list[Drawn]:
-        """The next `n` problems of this shard that fit and that `admit` admits, with their positions in the order that all shards
-        share. Raises UserError where none fits."""
+        """Returns the next `n` problems of this shard that fit and that `admit` accepts, with their positions in the shared
+        order.
+
+        Raises UserError if none fits.
+        """
         if n < 0:
             raise ValueError(f"cannot take {n} problems")
         found: list[Drawn] = []
@@ -91,7 +98,7 @@ class Pool:
         return {"fingerprint": self.order.fingerprint, **self._shard_state(), "taken": self._taken}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was saved. Raises UserError for the state of another pool or shard, and leaves this one."""
+        """Resumes where `state` was saved. Raises UserError for the state of another pool or shard, and then changes nothing."""
         if state.get("fingerprint") != self.order.fingerprint:
             raise UserError(
                 f"the saved position belongs to another pool than {self.name!r}: its settings or its data have changed; "

@@ -1,9 +1,9 @@
-"""Labelled steps as problems: PRM800K, Math-Shepherd or stepwise records, read and cleaned as `nmoe verifier` reads them.
+"""Labelled steps as problems: PRM800K, Math-Shepherd or stepwise records, read and cleaned as in `nmoe verifier`.
 
     prm_step      one problem for each labelled step: the problem and the steps through this one; the gold is its label
     prm_solution  one problem for each solution: the problem and all its steps; the gold is 0, 0.5 or 1
 
-The same steps of the same problem are one problem, and labels that contradict one another are left out (`nmoe.data.prm.settle`).
+The same steps of the same problem are one problem; contradictory labels are dropped (`nmoe.data.prm.settle`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nmoe.types import Problem
 
 @dataclass(frozen=True)
 class _Judged:
-    """The first `end` steps of a solution, and what they are judged as."""
+    """The first `end` steps of a solution and their gold judgement."""
 
     solution: LabelledSteps
     end: int
@@ -31,8 +31,11 @@ class _Judged:
 
 
 def prm_order(name: str, settings: PrmPool) -> Order:
-    """Cycles through the problems, reshuffled each epoch. Raises UserError for a source that cannot be read or holds no label of
-    the kind that is asked for, and for a malformed record, by its file and line."""
+    """Cycles through the problems, reshuffled each epoch.
+
+    Raises UserError for a source that cannot be read or holds no label of the requested kind, and for a malformed record, with
+    its file and line.
+    """
     reading = read_source(settings.source, settings.split, settings.prm800k, settings.math_shepherd, None)
     found = _steps(reading.solutions) if settings.task_type == "prm_step" else _solutions(reading.solutions)
     judged = list(islice(found, settings.max_examples))

@@ -1,8 +1,8 @@
-"""Problems of the package reasoning-gym: the i-th is a pure function of the settings, and a hash of the question decides its split.
+"""Problems of the package reasoning-gym: the i-th is a pure function of the settings; a hash of the question decides its split.
 
-Positions are served in blocks of 64, each from a dataset with a seed of its own, whose entries are gone through in their
-order; those of another split are passed over. As with generated problems about one question in eight belongs to the eval
-split, whatever the seed, and questions of a small space come again.
+Positions come in blocks of 64. Each block has a dataset with its own seed and takes that dataset's entries in order, skipping
+those of other splits. As with generated problems, about one question in eight belongs to the eval split, whatever the seed,
+and questions of a small space repeat.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from nmoe.grading.workers.pool import WorkerPool
 from nmoe.types import Problem
 
 _BLOCK = 64
-# Of so many entries 64 are eval questions with a chance of 1 - 1e-16; some datasets make all of them at once.
+# So many entries contain 64 eval questions with probability 1 - 1e-16. Some datasets make all their entries at once.
 _ENTRIES = 1536
 _KEPT_BLOCKS = 4
 
 
-# Of the time to make `_AT_ONCE` entries, with a wide margin.
+# For making `_AT_ONCE` entries, with a wide margin.
 _DEADLINE_S = 120.0
 _AT_ONCE = 16
 
@@ -44,7 +44,7 @@ class ReasoningGym:
     read_as = ""
 
     def __init__(self, name: str, settings: ReasoningGymPool) -> None:
-        """Raises UserError where the package, the dataset or the split is not there or the settings do not fit the dataset."""
+        """Raises UserError if the package, the dataset or the split does not exist, or if the settings do not fit the dataset."""
         gym.check_installed()
         self.name = name
         self._settings = settings
@@ -109,7 +109,7 @@ def _makers() -> WorkerPool:
 
 
 def reasoning_gym_order(name: str, settings: ReasoningGymPool) -> Order:
-    """Endless, or cycling through the first `max_examples` problems where that is set."""
+    """Builds an endless order, or one that cycles through the first `max_examples` problems if that is set."""
     endless = ReasoningGym(name, settings)
     if settings.max_examples is None:
         return endless

@@ -1,6 +1,6 @@
-"""Records of a dataset become problems: fields picked, the gold extracted, everything checked before a run starts.
+"""Turns a dataset's records into problems: picks fields, extracts the gold answer, and checks everything before a run starts.
 
-The first record that is wrong ends the load with an error that says which one it is, down to file and line.
+The first invalid record ends the load with an error that names its file and line.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from nmoe.grading.gold import extract_gold
 from nmoe.grading.math.policy import DEFAULT, POLICY_KEYS
 from nmoe.types import Message, Problem
 
-# Of a record's workspace, where its environment has one.
+# Fields that select the commits of a record's workspace.
 COMMITS = ("base_commit", "target_commit")
 
 
 def record_order(
     name: str, settings: DatasetKeys, records: Iterable[Row], origin: str, *, columns: bool = False
 ) -> Order:
-    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`, they keep all fields.
+    """Cycles through the problems of the first `max_examples` records, reshuffled each epoch; with `columns`, they keep all
+    fields.
 
-    `origin` names where the records come from. Raises UserError for a record that is wrong and where there is none.
+    `origin` names the source of the records. Raises UserError for an invalid record, and if there are no records.
     """
     task = TASKS[settings.task_type]
     problems: list[Problem] = []
@@ -44,7 +45,7 @@ def record_order(
             raise UserError(f"{where}: {error}") from None
     if not problems:
         raise UserError(f"{origin}: no records; a task pool needs at least one problem")
-    # Over the content rather than the path: data that moved is the same data, and data that changed is not.
+    # Hash the content, not the path: moved data is the same data, changed data is not.
     content = fingerprint_of(*(_content(problem) for problem in problems))
     read_as = "" if fields is None else f"{origin}: {fields}"
     return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content, read_as)
@@ -52,7 +53,7 @@ def record_order(
 
 def _content(problem: Problem) -> tuple[object, ...]:
     content: tuple[object, ...] = (problem.task_type, problem.question, problem.gold)
-    # Of a task's own records also the rest: tests, files.
+    # For a task's own records, also the rest: tests, files.
     if TASKS[problem.task_type].own_records:
         content = (*content, *sorted(problem.metadata.items()))
     if problem.history:
@@ -76,10 +77,10 @@ def _problem(
             answer = extract_gold(settings.gold_extractor, gold_of(record, fields.gold, task.gold_types))
         question, gold, metadata = task.pose(asked, answer, record)
     commits = {key: record[key] for key in COMMITS if isinstance(record.get(key), str)}
-    # Only where they say something else than the defaults.
+    # Only settings that differ from the defaults.
     policy = {key: getattr(settings, key) for key in POLICY_KEYS if getattr(settings, key) != getattr(DEFAULT, key)}
     metadata = {"record": index, **commits, **policy, **metadata}
-    # Bytes, such as pictures, have no JSON form, and would be long in any other.
+    # Bytes, such as pictures, have no JSON form.
     kept = {name: _plain(value) for name, value in record.items() if columns and not isinstance(value, bytes)}
     problem = Problem(f"{name}/{index}", settings.task_type, question, gold, name, metadata, kept, history)
     task.check_gold(problem)
@@ -87,8 +88,11 @@ def _problem(
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it, so that a replay gives a reward what the run gave it: dates as their text, no number
-    that is not finite, and no lone surrogate, which no request could carry."""
+    """Converts a value to plain JSON, so that a replay gives a reward the same value as the run.
+
+    Dates become text, numbers that are not finite become null, and lone surrogates, which no request could carry, are
+    replaced.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The fields of a record that have to be there, and those that are read where they are; None where only the records tell."""
+    """Returns the required and the optional fields of a record; None if only the records can tell."""
     task = TASKS[settings.task_type]
     needed = () if task.own_records else (settings.problem_field, settings.answer_field)[: 1 + task.has_gold]
     if not all(field is not None and "." not in field for field in needed):

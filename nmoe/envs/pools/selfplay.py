@@ -1,4 +1,4 @@
-"""Problems for self-play, which have no answer. Nobody is shown an answer: what a record says of one is not even read.
+"""Problems for self-play, without answers: the answer in a record is not even read.
 
     prm800k[:PATH]                  the problems of PRM800K: from the hub, a local copy, or the file or directory PATH
     math_shepherd[:PATH]            those of Math-Shepherd, likewise
@@ -6,8 +6,8 @@
     deepseek_math_v2_inputs:PATH    DeepSeek-Math-V2's inputs: a JSON list of {id, question, answer, contest, problem_idx}
     jsonl:PATH                      one object per line
 
-A problem's text stands in the first of the fields `problem`, `question`, `prompt` and `input` that a record has, unless another is
-named. The same text twice is one problem; how many records were dropped for that is counted.
+The text of a problem is in the first of the fields `problem`, `question`, `prompt` and `input` that a record has, unless the
+settings name another. Records with the same text are one problem; the dropped duplicates are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nmoe.types import Problem
 
 TASK = "proof_generation"
 QUESTION_FIELDS = ("problem", "question", "prompt", "input")
-# Where the datasets of labelled steps lie, on the hub or below $NMOE_DATASETS.
+# Names of the datasets of labelled steps, on the hub or below $NMOE_DATASETS.
 LABELLED = {"prm800k": "openai/prm800k", "math_shepherd": "peiyi9979/Math-Shepherd"}
 SOURCES = (
     "prm800k[:PATH]",
@@ -38,7 +38,7 @@ SOURCES = (
 
 
 class OpenProblems(Shuffled):
-    """The different problems of a source, in an order of its seed's; `records` were read, `duplicates` of them dropped."""
+    """The distinct problems of a source, ordered by the seed; `records` were read, `duplicates` of them dropped."""
 
     def __init__(self, name: str, problems: list[Problem], seed: int, records: int) -> None:
         content = fingerprint_of(*(problem.question for problem in problems))
@@ -48,8 +48,10 @@ class OpenProblems(Shuffled):
 
 
 def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
-    """Raises UserError for a source that is none of these, cannot be read or has no problem, and for a record without one, by its
-    line."""
+    """Reads the problems of a source.
+
+    Raises UserError for a source that is unknown, unreadable or empty, and for a record without a problem, with its line.
+    """
     found: dict[str, Problem] = {}
     records = 0
     for where, record in _rows(settings.source):
@@ -82,7 +84,7 @@ def _rows(source: str) -> Iterator[Row]:
 
 
 def _inputs(path: str) -> Iterator[Row]:
-    """Strictly: what looks like inputs and is cut or of another kind is not to be taken for a few problems."""
+    """Reads the inputs strictly, so that a truncated file, or one of another kind, is not taken for a few problems."""
     for where, record in read_rows(path, form="json"):
         if not isinstance(record.get("id"), str | int) or isinstance(record.get("id"), bool):
             raise UserError(f"{where}: no 'id'; DeepSeek-Math-V2's inputs are a list of {{id, question, answer, ...}}")

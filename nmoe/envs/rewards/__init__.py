@@ -1,1 +1,1 @@
-"""Rewards beside the rubric's components: functions of the user's own and services, named in `[[rewards]]` of an environment."""
+"""Rewards besides the rubric's components: user functions, services and models, named in `[[rewards]]` of an environment."""

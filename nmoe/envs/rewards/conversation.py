@@ -1,4 +1,4 @@
-"""Trajectories as rewards read them: message lists of chat APIs, or strings in an environment of plain text."""
+"""Converts trajectories for rewards: to message lists of chat APIs, or to strings in an environment of plain text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def samples_of(environment: Environment, trajectories: Sequence[Trajectory], state: TrainerState) -> Samples:
-    """What the environment's rewards are given of trajectories of one problem."""
+    """Builds what the environment's rewards receive, from the trajectories of one problem."""
     problem = trajectories[0].problem
     messages = environment.messages(problem)
     prompt: Prompt = [{"role": message.role, "content": message.content} for message in messages]
@@ -35,13 +35,15 @@ def samples_of(environment: Environment, trajectories: Sequence[Trajectory], sta
 
 
 def columns_of(problem: Problem) -> dict[str, Any]:
-    """The problem's columns: the fields of its record by their own names and, where no field is called that, `gold` and what the
-    task knows of it, such as a generated problem's `difficulty`."""
+    """Returns the problem's columns: the fields of its record by their own names.
+
+    `gold` and the task's metadata, such as a generated problem's `difficulty`, are added where no field has that name.
+    """
     return {**problem.metadata, "gold": problem.gold, **problem.columns}
 
 
 def completion_of(environment: Environment, trajectory: Trajectory) -> Completion:
-    """A string of plain text, or messages: those of every turn, and the tools' answers and the user's words between them.
+    """Returns a string in plain text; otherwise messages: every turn's, with the tools' answers and the user's messages between.
 
     [{"role": "assistant", "content": "",
       "tool_calls": [{"type": "function", "function": {"name": "python", "arguments": "{...}"}}]},

@@ -1,11 +1,11 @@
-"""A reward function of the user's own, in the signature that TRL made common:
+"""A user's reward function, with the signature of TRL:
 
     def f(prompts, completions, completion_ids, trainer_state, **columns) -> list[float | None]
 
-It is called once for a group: every argument but `trainer_state` is a list with one entry for each completion, the columns of
-the problem's record among them (`answer=["18", "18", ...]`). All are copies made for this call. A function without `**` gets the
-arguments that it names. An `async def` runs beside everything else; a plain one in a thread, one call at a time
-(docs/guides/rewards.md).
+It is called once per group. Every argument except `trainer_state` is a list with one entry per completion, including the
+columns of the problem's record (`answer=["18", "18", ...]`). All are copies made for this call. A function without `**` gets
+only the arguments that it names. An `async def` runs concurrently with everything else; a plain function runs in a thread, one
+call at a time (docs/guides/rewards.md).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from nmoe.envs.rewards.values import checked_values
 from nmoe.envs.user_code import in_thread, load_function
 from nmoe.errors import UserError
 
-# What a record's columns of the same name give way to.
+# Standard arguments, which take precedence over columns of the same name.
 _STANDARD = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
 class FunctionReward:
-    """The reward that a function gives."""
+    """A reward computed by a function."""
 
     def __init__(self, settings: FunctionRewardConfig) -> None:
-        """Imports the function. Raises UserError where it is not there or takes arguments that nobody gives."""
+        """Imports the function. Raises UserError if it does not exist or requires an argument that is never passed."""
         self.name, self.weight, self.replayable = settings.name, settings.weight, settings.replay
         self._timeout_s = settings.timeout_s
         self._function = load_function("reward function", settings.call)
@@ -41,11 +41,11 @@ class FunctionReward:
         self._alone = asyncio.Lock()
 
     def opened(self) -> AbstractAsyncContextManager[Any]:
-        self._alone = asyncio.Lock()  # it belongs to one event loop, and every batch has its own
+        self._alone = asyncio.Lock()  # a lock belongs to one event loop, and every batch has its own loop
         return nullcontext()
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """Raises UserError where the function needs an argument that neither is standard nor a column of the record."""
+        """Raises UserError if the function requires an argument that is neither standard nor a column of the record."""
         known = {*_STANDARD, *columns}
         if missing := [name for name, needed in self._names.items() if needed and name not in known]:
             raise UserError(
@@ -68,7 +68,7 @@ class FunctionReward:
         if not self._takes_any:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
-            # Plain functions were written for one caller: what they load or count is theirs alone.
+            # Plain functions may keep state without locking, so only one call runs at a time.
             async with nullcontext() if self._is_async else self._alone, asyncio.timeout(self._timeout_s) as clock:
                 returned = await self._called(arguments)
         except UnavailableError as error:
@@ -79,7 +79,7 @@ class FunctionReward:
             late = f"took longer than its timeout_s = {self._timeout_s:g}"
             if self._is_async:
                 return [Rating(None, f"reward {self.name!r} {late}")] * count
-            # Its thread cannot be stopped, and what hangs once hangs again.
+            # The thread cannot be stopped, and a function that hangs once will hang again.
             raise RewardError(f"{self._who} {late}; raise the limit, or make it an `async def`") from error
         return [Rating(value) for value in checked_values(self._who, returned, count)]
 
@@ -100,14 +100,19 @@ class FunctionReward:
 
 
 def _copies(value: Any, count: int) -> list[Any]:
-    """A copy for each completion. A function may change what it is given: neither the other completions, nor later rewards, nor the
-    record in a later epoch may see that."""
+    """Returns a copy for each completion.
+
+    A function may modify its arguments; the other completions, later rewards and the record in a later epoch must not see
+    that.
+    """
     return [deepcopy(value) for _ in range(count)]
 
 
 def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
-    """The arguments by name and whether they have to be given; "**" stands for any others. Raises UserError for a function
-    that takes some by position alone."""
+    """Returns the argument names and whether each is required; "**" stands for any others.
+
+    Raises UserError for a function with positional-only arguments.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -124,7 +129,7 @@ def _names(function: Callable[..., Any], who: str) -> dict[str, bool]:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """ "rewards.py:12, " where the source is known."""
+    """Returns "rewards.py:12, " if the source is known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}, "
 

@@ -1,9 +1,9 @@
-"""A reward that a service computes. One request is one group:
+"""A reward that a service computes. One request covers one group:
 
     POST url    {"prompts": ["Sort: 312", ...], "completions": ["123", ...], "columns": {"gold": ["123", ...], ...}}
     200         {"rewards": [1.0, null, ...]}
 
-Prompts and completions are strings or message lists, as functions get them; null leaves the component out.
+Prompts and completions are strings or message lists, as for functions; null leaves the component out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nmoe.envs.rewards.values import checked_values
 
 
 class HttpReward:
-    """The reward that a service gives."""
+    """A reward computed by a service."""
 
     replayable = False
 
     def __init__(self, settings: HttpRewardConfig, service: Service | None = None) -> None:
-        """Raises UserError where the token's environment variable is not set."""
+        """Raises UserError if the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight
         self._who = f"reward {settings.name!r} ({settings.url})"
         self._service = service or Service(settings)

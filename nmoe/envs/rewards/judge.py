@@ -1,9 +1,9 @@
-"""A language model as a judge: every sample becomes a question by a template, and the score in the answer its reward.
+"""A language model as a judge: a template turns each sample into a question, and the score in the answer becomes the reward.
 
     score s in the answer -> (s - worst) / (best - worst), for [worst, best] = scale
 
-An answer without a score, with one outside the scale, or cut at `max_tokens` is no judgement: the sample is masked and counted as
-`grader_error`, and never gets a 0 for it. Judgements are kept on disk by the content of their requests, if `cache` says where.
+An answer is invalid if it has no score or one outside the scale, or was cut at `max_tokens`. The sample is then masked and
+counted as `grader_error`; it never gets a 0. If `cache` is set, judgements are kept on disk under a hash of their requests.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SHOWN_CHARS = 200
 
 
 class JudgeReward:
-    """The reward that a judge gives."""
+    """A reward computed by a judge."""
 
     replayable = False
 
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
-        """Raises UserError where the template cannot be read, or the token's environment variable is not set."""
+        """Raises UserError if the template cannot be read, or the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight
         self._settings = settings
         self._who = f"reward {settings.name!r} ({settings.model} at {settings.url})"
@@ -47,7 +47,7 @@ class JudgeReward:
 
     async def rate(self, samples: Samples) -> Sequence[Rating]:
         requests = [self._request(samples, place) for place in range(len(samples.completions))]
-        # At temperature 0 the same question has the same answer.
+        # At temperature 0, equal questions get equal answers.
         distinct = {key_of(request): request for request in requests}
         asked = dict(zip(distinct, await all_or_none([self._rate(one) for one in distinct.values()]), strict=True))
         return [asked[key_of(request)] for request in requests]
@@ -88,11 +88,11 @@ class JudgeReward:
                 f"{', '.join(sorted(texts))}, fence"
             )
         fence = fence_of([texts[name] for name in sorted(names - {"fence"})])
-        # In one pass, so that no text of a sample is read as a placeholder.
+        # Substitute in one pass, so that no text of a sample is read as a placeholder.
         return PLACEHOLDER.sub(lambda match: {**texts, "fence": fence}[match[1]], self._template)
 
     def _value(self, said: str) -> float:
-        """Raises UnavailableError for an answer that is no judgement."""
+        """Extracts the reward. Raises UnavailableError for an invalid answer."""
         found = self._score.findall(said)
         if not found:
             raise UnavailableError(f"no score in the judge's answer {said[-_SHOWN_CHARS:]!r}")
@@ -107,7 +107,7 @@ class JudgeReward:
 
 
 def template_of(settings: JudgeRewardConfig) -> str:
-    """The template, from its file if it has one. Raises UserError."""
+    """Returns the template, read from its file if it has one. Raises UserError."""
     if settings.template is not None:
         return settings.template
     assert settings.template_file is not None, "the settings ask for one of the two"
@@ -121,13 +121,16 @@ def template_of(settings: JudgeRewardConfig) -> str:
 
 
 def key_of(content: Mapping[str, Any]) -> str:
-    """A name for content, the same for the same."""
+    """Returns a hash of the content as its name."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def fence_of(texts: Sequence[str]) -> str:
-    """16 hexadecimal digits over the texts that no one of them holds: a policy cannot write the digest of what it writes, so that
-    what stands between two fences is its own and what stands outside is the template's."""
+    """Returns 16 hexadecimal digits, a hash of the texts that occurs in none of them.
+
+    A policy cannot write the digest of its own text. Text between two fences is therefore the policy's, and text outside them
+    the template's.
+    """
     key = json.dumps(texts)
     while True:
         key = hashlib.sha256(key.encode()).hexdigest()
@@ -136,7 +139,7 @@ def fence_of(texts: Sequence[str]) -> str:
 
 
 def _content_of(answer: Any) -> str:
-    """The text of a chat completion. Raises UnavailableError where there is none."""
+    """Returns the text of a chat completion. Raises UnavailableError if there is none."""
     try:
         choice = answer["choices"][0]
         said, ended = choice["message"]["content"], choice.get("finish_reason")
@@ -150,7 +153,7 @@ def _content_of(answer: Any) -> str:
 
 
 def _prompt_text(prompt: Prompt) -> str:
-    """A conversation as a judge reads it: the one question as it is, several messages each under its role."""
+    """Renders a conversation for a judge: a single question as it is, several messages each under its role."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -168,14 +171,16 @@ def _text(value: Any) -> str:
 
 
 class Cache:
-    """Judgements on disk under hashes of their requests: `directory/ab/abcd....json` holds {"content": "..."}, whole or absent, so
-    that any number of runs may share a directory."""
+    """Judgements on disk under hashes of their requests: `directory/ab/abcd....json` holds {"content": "..."}.
+
+    Each file is written whole or not at all, so that any number of runs may share a directory.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def get(self, key: str) -> str | None:
-        """The text under a key; None where there is none, or where something else wrote the file."""
+        """Returns the text under a key; None if there is none, or if the file is not one of ours."""
         try:
             content = json.loads(self._path(key).read_text(encoding="utf-8"))["content"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -183,7 +188,7 @@ class Cache:
         return content if isinstance(content, str) else None
 
     def put(self, key: str, content: str) -> None:
-        """Raises StorageError."""
+        """Stores a text under a key. Raises StorageError."""
         path = self._path(key)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with storage_errors(path):

@@ -1,4 +1,4 @@
-"""A reward: what it is given of a group of samples, and what it says of each of them."""
+"""The reward protocol: the samples that a reward receives and the ratings that it returns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Completion = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of one problem that a reward judges together, those that the infrastructure lost left out.
+    """The samples of one problem that a reward judges together, without those lost to the infrastructure.
 
-    In the formats with messages `prompt` and `completions` are message lists as chat APIs write them, in plain text strings;
-    reasoning is under the key `reasoning_content`. `answers` are the completions' last words alone, without reasoning.
+    In formats with messages, `prompt` and `completions` are message lists of chat APIs, with reasoning under the key
+    `reasoning_content`; in plain text they are strings. `answers` are the final answers alone, without reasoning.
 
         Samples(problem=Problem("sort/0", ...), messages=[Message("user", "Sort: 312")],
                 prompt=[{"role": "user", "content": "Sort: 312"}],
@@ -41,10 +41,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Rating:
-    """What a reward says of one sample: a number, or None where it has nothing to say, which leaves its component out.
-    `unavailable` is why it could not be asked: the infrastructure's failure, which masks the sample. `cached`: the answer to an
-    earlier request was used. `steps` are what a verifier says of the steps: of each the place of its last token among the
-    trajectory's tokens after the prompt, and its score."""
+    """A reward's value for one sample; None leaves the component out.
+
+    `unavailable` says why the reward could not be computed: an infrastructure failure, which masks the sample. `cached` means
+    that an earlier request's answer was used. `steps` are a verifier's step scores: for each step the index of its last token
+    among the trajectory's tokens after the prompt, and its score.
+    """
 
     value: float | None
     unavailable: str = ""
@@ -63,17 +65,20 @@ class Reward(Protocol):
 
     @property
     def replayable(self) -> bool:
-        """Whether a replay may ask again, with one sample alone, and has to get the same value."""
+        """Whether a replay may ask again, with one sample alone, and must get the same value."""
 
     def opened(self) -> AbstractAsyncContextManager[Any]:
-        """What is open, such as connections, while the groups of a batch are rated."""
+        """Holds resources such as connections open while the groups of a batch are rated."""
 
     async def rate(self, samples: Samples) -> Sequence[Rating]:
-        """One rating for each sample. Raises RewardError for what is no matter of the infrastructure: it ends the run."""
+        """Returns one rating for each sample. Raises RewardError for failures other than infrastructure; it ends the run."""
 
 
 class RewardError(UserError):
-    """A reward raised, or returned what is no reward: the run stops with the sample at place `index` of the group saved."""
+    """A reward raised an exception or returned an invalid value.
+
+    The run stops and saves the sample at `index` of the group.
+    """
 
     def __init__(self, message: str, index: int = 0) -> None:
         super().__init__(message)
@@ -81,5 +86,7 @@ class RewardError(UserError):
 
 
 class UnavailableError(Exception):
-    """What a reward asks cannot be reached. A reward function may raise it, too: its group is masked and counted as
-    `grader_error`, and the run goes on."""
+    """A service or model that a reward needs is not reachable.
+
+    A reward function may raise it too: its group is then masked and counted as `grader_error`, and the run continues.
+    """

@@ -1,4 +1,4 @@
-"""All rewards of an environment, and what becomes of a group's grades when they have been asked."""
+"""All rewards of an environment, and how their ratings change a group's grades."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nmoe.types import Grade
 
 
 def load_rewards(settings: Sequence[RewardConfig]) -> list[Reward]:
-    """The rewards that `[[rewards]]` names, in its order. Raises UserError for a function or a token that is not there."""
+    """Loads the rewards of `[[rewards]]`, in order. Raises UserError for a missing function or token."""
     return [_load(one) for one in settings]
 
 
@@ -45,7 +45,7 @@ def _load(settings: RewardConfig) -> Reward:
 
 @asynccontextmanager
 async def opened(rewards: Sequence[Reward]) -> AsyncIterator[None]:
-    """Keeps open what the rewards hold open while a batch is rated."""
+    """Holds the rewards' resources open while a batch is rated."""
     async with AsyncExitStack() as stack:
         for reward in rewards:
             await stack.enter_async_context(reward.opened())
@@ -53,7 +53,7 @@ async def opened(rewards: Sequence[Reward]) -> AsyncIterator[None]:
 
 
 async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
-    """The grades of the samples with what every reward says of them. Raises RewardError."""
+    """Returns the samples' grades with the ratings of all rewards. Raises RewardError."""
     asked = await all_or_none([_rate(reward, samples) for reward in rewards])
     grades = []
     for place, trajectory in enumerate(samples.trajectories):
@@ -70,13 +70,13 @@ async def _rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
 
 
 def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> Grade:
-    """The grade with these ratings, each with its weight, as further components: the score is
+    """Adds the ratings to the grade as further weighted components: the score is
 
-        sum over components c that are there: weight_c * value_c.
+        sum over the components c that are present: weight_c * value_c.
 
-    Raises RewardError for a score that is not finite, or too large to be trained on. A rating of None leaves its component out.
-    Where that leaves no component with a weight, or where a reward was not available,
-    nothing is known of the sample: it becomes a `grader_error`, which masks it.
+    Raises RewardError for a score that is not finite, or too large to be trained on. A rating of None leaves its component
+    out. If no component with a weight is left, or a reward was unavailable, the sample has no valid score: it becomes a
+    `grader_error`, which masks it.
     """
     components, weights = dict(grade.components), dict(grade.weights)
     for name, (weight, rating) in ratings.items():

@@ -1,6 +1,6 @@
-"""Rewards that models give: a reward model one for the answer, a verifier one for it and, where it is asked to, for every step.
+"""Rewards computed by models: a reward model rates the answer; a verifier rates the answer and optionally every step.
 
-A model is no matter of this room: who knows how to load one attaches it before a run.
+This room knows no models: the caller that can load one attaches it before a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class VerifierReward:
-    """The reward that a verifier gives; what it says of an empty answer is 0."""
+    """A verifier's reward; an empty answer gets 0."""
 
     replayable = False
 
@@ -31,7 +31,7 @@ class VerifierReward:
         self._step_scorer: StepScorer | None = None
 
     def attach(self, scorer: Callable[[Path], Scorer], step_scorer: Callable[[Path], StepScorer]) -> None:
-        """Loads the verifier. Raises UserError where there is none, or one of whole solutions is to judge steps."""
+        """Loads the verifier. Raises UserError if there is none, or if steps are asked of a verifier of whole solutions."""
         path = Path(self._settings.path)
         self._scorer = scorer(path)
         if self._settings.steps:
@@ -61,8 +61,11 @@ class VerifierReward:
 
 
 class RewardModelReward:
-    """The reward that a reward model gives. Its scale is its own, so that a sample which says nothing is no 0: it gets the lowest
-    reward that an answer of its group got, and none at all where nobody answers."""
+    """A reward model's reward.
+
+    Its scale is arbitrary, so an empty answer cannot be given 0. It gets the lowest reward among the answers of its group, and
+    none if the group has no answer.
+    """
 
     replayable = False
 
@@ -72,7 +75,7 @@ class RewardModelReward:
         self._scorer: Scorer | None = None
 
     def attach(self, reward_model: Callable[[Path], Scorer]) -> None:
-        """Loads the reward model. Raises UserError where there is none."""
+        """Loads the reward model. Raises UserError if there is none."""
         self._scorer = reward_model(Path(self._settings.path))
 
     def opened(self) -> AbstractAsyncContextManager[Any]:
@@ -94,7 +97,7 @@ def attach_scorers(
     step_scorer: Callable[[Path], StepScorer],
     reward_model: Callable[[Path], Scorer],
 ) -> None:
-    """Gives the rewards that ask a verifier or a reward model theirs. Raises UserError for one that cannot be loaded."""
+    """Loads the scorers that the rewards need. Raises UserError for one that cannot be loaded."""
     for reward in rewards:
         if isinstance(reward, VerifierReward):
             reward.attach(scorer, step_scorer)
@@ -103,14 +106,14 @@ def attach_scorers(
 
 
 def step_places(decode: Decode, token_ids: Sequence[int], answer: str, steps: Sequence[str]) -> list[int]:
-    """For each step of an answer the place of the token that ends it, among the tokens that say the answer."""
+    """Returns for each step of an answer the index of the token that ends it, among the answer's tokens."""
     text = decode(token_ids)
     at = max(text.rfind(answer), 0)
     places = []
     for step in steps:
         found = text.find(step, at)
         at = len(text) if found < 0 else found + len(step)
-        # The first token with which the text is there to the step's last character, which may be several tokens.
+        # Find the first token at which the decoded text includes the step's last character, which may span several tokens.
         low, high = 0, len(token_ids) - 1
         while low < high:
             middle = (low + high) // 2

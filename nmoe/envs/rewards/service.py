@@ -1,5 +1,4 @@
-"""A service on the network, asked politely: so many requests at once, each attempt under a deadline, and again after growing waits
-where that can help."""
+"""A client for a network service: limits concurrent requests, gives each attempt a deadline, and retries with growing waits."""
 
 from __future__ import annotations
 
@@ -18,21 +17,21 @@ from nmoe.errors import UserError
 if TYPE_CHECKING:
     import httpx2
 
-# Answers after which another attempt may fare better: busy, too early, too many requests, and the server's own troubles.
+# Status codes after which a retry may succeed: timeout, conflict, too early, too many requests; server errors are retried too.
 _PASSING = frozenset({408, 409, 425, 429})
-# Those to what this one request says, such as a text that is too long. No other attempt helps, other requests may be welcome.
+# Status codes that reject this request's content, such as a text that is too long. Retries do not help; other requests may pass.
 _OF_THE_REQUEST = frozenset({400, 413, 422})
-# A service that has refused so many and accepted none is asked in a way that it does not take, such as with a model's wrong name.
+# If a service rejects this many requests and accepts none, the requests themselves are wrong, for example the model's name.
 _MOST_REFUSED = 8
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _SHOWN_CHARS = 200
 
 
 class Service:
-    """One URL that JSON is posted to. `opened` keeps connections while it is in force; `post` works within it."""
+    """A URL that accepts JSON by POST. `opened` holds connections; `post` works within it."""
 
     def __init__(self, settings: ServiceKeys, transport: httpx2.AsyncBaseTransport | None = None) -> None:
-        """Reads the token from its environment variable. Raises UserError where that is not set."""
+        """Reads the token from its environment variable. Raises UserError if it is not set."""
         self._settings = settings
         self._who = f"reward {settings.name!r} ({settings.url})"
         self._headers: dict[str, str] = {}
@@ -53,7 +52,7 @@ class Service:
     async def opened(self) -> AsyncIterator[None]:
         import httpx2
 
-        # Both belong to the event loop that runs now, and every batch has one of its own.
+        # Semaphore and client belong to the current event loop, and every batch has its own loop.
         self._free = asyncio.Semaphore(self._settings.concurrency)
         async with httpx2.AsyncClient(
             headers=self._headers, timeout=self._settings.timeout_s, transport=self._transport
@@ -61,8 +60,11 @@ class Service:
             yield
 
     async def post(self, content: Any) -> Any:
-        """The JSON that comes back. Raises UnavailableError when every attempt failed or the service cannot take this content,
-        and RewardError where it refuses requests like this, as with a wrong address or token, or has refused all that it got."""
+        """Posts JSON and returns the JSON response.
+
+        Raises UnavailableError if every attempt failed or the service rejects this content. Raises RewardError if it rejects
+        all such requests, as with a wrong address or token, or has rejected every request so far.
+        """
         reason = ""
         for attempt in range(self._settings.retries + 1):
             async with self._free:
@@ -76,13 +78,13 @@ class Service:
         raise UnavailableError(f"{self._settings.url}, asked {self._settings.retries + 1} times: {reason}")
 
     async def _attempt(self, content: Any) -> tuple[str, float, Any]:
-        """Why it failed, or "" and the answer; and how long the service asked to be left alone."""
+        """Returns why the attempt failed, or "" and the response; and how long the service asked to wait."""
         import httpx2
 
         assert self._client is not None, "a service is asked while it is open"
         timeout_s = self._settings.timeout_s
         try:
-            # The client's own deadlines are for each part of the exchange; this one is for all of it.
+            # The client's own timeouts apply to each phase of the exchange; this one applies to the whole.
             async with asyncio.timeout(timeout_s):
                 response = await self._client.post(self._settings.url, json=content)
         except (TimeoutError, httpx2.TimeoutException):
@@ -111,7 +113,7 @@ class Service:
             return f"the answer is not JSON: {said}", 0.0, None
 
     def _short(self, text: str) -> str:
-        """What a service said, without the token, which some repeat to whoever sent a wrong one."""
+        """Shortens a service's message and removes the token, which some services echo."""
         text = " ".join(text.split())
         if self._token:
             text = text.replace(self._token, "***")
@@ -122,4 +124,4 @@ def _retry_after_s(response: httpx2.Response) -> float:
     try:
         return min(max(float(response.headers.get("retry-after", 0)), 0.0), _LONGEST_WAIT_S)
     except ValueError:
-        return 0.0  # a date: the growing waits do
+        return 0.0  # a date: the growing waits suffice

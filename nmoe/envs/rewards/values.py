@@ -1,4 +1,4 @@
-"""The numbers that a reward returned, checked: one for each sample, finite, or None."""
+"""Checks the values that a reward returned: one per sample, each finite or None."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 from nmoe.envs.rewards.reward import RewardError
 
 _SHOWN_CHARS = 200
-# Advantages are taken in single precision, which still holds the square of this.
+# Advantages are computed in single precision, which can represent the square of this.
 LARGEST = 1e18
 
 
 def checked_values(who: str, returned: Any, count: int) -> list[float | None]:
-    """Floats of what `who` returned for `count` completions: a list, or anything that can be gone through, of numbers, tensors of
-    one number and None. Raises RewardError, which says who returned what."""
+    """Converts what `who` returned for `count` completions to floats.
+
+    It may be a list or another iterable of numbers, tensors of one number and None. Raises RewardError, which says who
+    returned what.
+    """
     try:
         values = None if isinstance(returned, str | bytes | dict) else list(returned)
     except TypeError:
@@ -61,6 +64,6 @@ def _checked(who: str, value: Any, place: int, count: int) -> float | None:
 def _shown(value: Any) -> str:
     try:
         shown = repr(value)
-    except Exception as error:  # it is the user's object
+    except Exception as error:  # the user's object may raise anything
         shown = f"what cannot be shown ({type(error).__name__})"
     return shown if len(shown) <= _SHOWN_CHARS else shown[: _SHOWN_CHARS - 3] + "..."
