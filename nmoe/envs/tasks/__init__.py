@@ -34,7 +34,7 @@ GENERATED_TASKS: dict[str, GeneratedTask] = {
     "guess": GuessTask(),
 }
 
-# Those over code and files, whose records have a form of their own.
+# Tasks over code and files, whose records have a form of their own.
 CODE_TASKS: dict[str, Task] = {
     "humaneval": HumanEvalTask(),
     "mbpp": MbppTask(),
@@ -42,7 +42,7 @@ CODE_TASKS: dict[str, Task] = {
     "file_search": FileSearchTask(),
 }
 
-# Those that can grade the records of a dataset.
+# Tasks that can grade the records of a dataset.
 DATASET_TASKS: dict[str, Task] = {
     **GENERATED_TASKS,
     "gsm8k": Gsm8kTask(),

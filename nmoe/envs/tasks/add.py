@@ -16,5 +16,5 @@ class AddTask(NumericTask):
         return f"Add: {left} + {right}", str(left + right)
 
     def split_key(self, question: str) -> str:
-        """The operands in order of size: "Add: 47 + 85" held out and "Add: 85 + 47" trained on would be a leak."""
+        """Sorts the operands: "Add: 47 + 85" held out and "Add: 85 + 47" trained on would be a leak."""
         return " + ".join(sorted(question.removeprefix("Add: ").split(" + "), key=int))

@@ -8,7 +8,7 @@ from nmoe.envs.tasks.numeric import NumericTask
 
 
 class ArithmeticTask(NumericTask):
-    """Operands are digits; * binds before + and -, which go from left to right. The answer is an integer."""
+    """Operands are digits. * binds before + and -, which are evaluated from left to right. The answer is an integer."""
 
     bare_final = True
 
@@ -16,7 +16,7 @@ class ArithmeticTask(NumericTask):
         operands = [rng.randrange(10) for _ in range(difficulty + 1)]
         operators = [rng.choice("+-*") for _ in range(difficulty)]
         expression = str(operands[0])
-        done, product = 0, operands[0]  # the value is `done` plus the product that may still grow
+        done, product = 0, operands[0]  # the value so far is `done` plus a product that may still grow
         for operator, operand in zip(operators, operands[1:], strict=True):
             expression += f" {operator} {operand}"
             if operator == "*":

@@ -1,11 +1,11 @@
-r"""Multiple choice: the answer is the letter of an option (MMLU, ARC and the like).
+r"""Multiple choice: the answer is the letter of an option (MMLU, ARC and similar datasets).
 
-A record's options, in its field `choices` or `options`, are a list of texts, a dict of labels and texts, or ARC's dict of the
-lists `label` and `text`. The gold is a letter, a label, the number of an option counted from 0, or an option's text.
+A record has its options in the field `choices` or `options`: a list of texts, a dict of labels and texts, or ARC's dict of
+the lists `label` and `text`. The gold is a letter, a label, an option's index counted from 0, or an option's text.
 
-As an answer counts, by itself, after words like "The answer is" or in a `\boxed{}`: a letter ("B", "b", "(B)", "B.", "[B]"), a
-letter with its own option's text ("B. Paris"), or the text of one option ("Paris"). Two letters, a letter with another
-option's text, and a letter in a sentence of another kind are incorrect.
+Accepted answers, by themselves, after words like "The answer is" or in a `\boxed{}`: a letter ("B", "b", "(B)", "B.", "[B]"),
+a letter with its own option's text ("B. Paris"), or the text of one option ("Paris"). Two letters, a letter with another
+option's text, and a letter in any other sentence are incorrect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MultipleChoiceTask(QuestionTask):
     gold_types = (str, int)
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        """The question with its options below it, and the letter of the gold."""
+        """Returns the question with its options below it, and the letter of the gold."""
         labels, texts = _options(record)
         letters = ascii_uppercase[: len(texts)]
         lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)]
@@ -64,7 +64,7 @@ class MultipleChoiceTask(QuestionTask):
 
 
 def read_letter(answer: str, texts: list[str]) -> str | None:
-    """The letter of the option that an answer names; None where it names none, or more than one."""
+    """Returns the letter of the option that an answer names; None if it names none, or more than one."""
     if len(answer) > MAX_ANSWER_CHARS:
         return None
     box = last_boxed(answer)
@@ -95,12 +95,12 @@ def _texts(problem: Problem) -> list[str]:
 
 
 def _options(record: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Labels and texts of the options, in their order."""
+    """Returns labels and texts of the options, in order."""
     options = record.get("choices", record.get("options"))
     if isinstance(options, Mapping) and {"label", "text"} <= options.keys():
         labels, texts = list(options["label"]), list(options["text"])
     elif isinstance(options, Mapping):
-        # A table from Parquet has every key that any row has.
+        # In a table from Parquet, each row has the keys of all rows.
         given = {label: text for label, text in options.items() if text is not None}
         labels, texts = list(given), list(given.values())
     elif isinstance(options, list | tuple):

@@ -1,4 +1,4 @@
-"""Changing code in a workspace so that hidden tests pass, which fail as it is."""
+"""Editing code in a workspace so that hidden tests pass, which fail at first."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class CodeEditTask(QuestionTask):
-    """Records have `problem`, the workspace's `files`, the hidden `tests` (both path -> content), a `solution` (the files that it
-    changes) and, where there are any, `protected` paths, which are restored before the tests run. The tests see protected
-    modules as they were: they are loaded where the tests run, and not in the solution's process.
+    """Verifies an edit of a workspace with hidden tests.
 
-    A trajectory with tools is judged by the workspace that it leaves. Without tools, files are changed by fenced blocks with
-    the path behind the opening fence (```` ```python calc.py ````) and the whole new content between.
+    Records have `problem`, the workspace's `files`, the hidden `tests` (both path -> content), a `solution` (the files that it
+    changes) and optionally `protected` paths, which are restored before the tests run. The tests see protected modules in
+    their original form: these are loaded in the tests' process, not in the solution's.
+
+    With tools, the final workspace of the trajectory is judged. Without tools, the answer changes files by fenced blocks that
+    have the path behind the opening fence (```` ```python calc.py ````) and contain the whole new content.
     """
 
     bare_final = True
@@ -75,7 +77,7 @@ class CodeEditTask(QuestionTask):
         return verdict if untouched.outcome == "incorrect" else untouched
 
     async def _judge_changes(self, problem: Problem, attempt: Attempt, changes: Mapping[str, bytes]) -> Verdict:
-        """In a fresh copy of the workspace."""
+        """Judges the changes in a fresh copy of the workspace."""
         async with await attempt.opens_sandboxes.open() as sandbox:
             for path, content in self.files(problem).items():
                 await sandbox.write(path, content)
@@ -89,7 +91,7 @@ class CodeEditTask(QuestionTask):
     async def _judge(self, problem: Problem, attempt: Attempt, sandbox: Sandbox) -> Verdict:
         for path, content in self._protected(problem).items():
             try:
-                # Whatever lies in its place, a directory or a link, goes first.
+                # First remove what is in its place, such as a directory or a link.
                 await sandbox.run(["rm", "-rf", "--", path], cwd="/workspace")
                 await sandbox.write(path, content)
             except SandboxFileError as error:
@@ -108,22 +110,24 @@ class CodeEditTask(QuestionTask):
 
 
 def _unwritten(path: str, error: SandboxFileError) -> Verdict:
-    """What it means that a file does not go into a workspace that the policy has shaped. Raises the error where the sandbox
-    itself was lost."""
+    """Returns the verdict if a file cannot be written into a workspace that the policy has changed.
+
+    Raises the error if the sandbox itself was lost.
+    """
     if error.failure == "internal_error":
         raise error
     return Verdict.of(False, "tests", f"{path} cannot be written: {error}")
 
 
 def _changes(answer: str) -> dict[str, bytes]:
-    """The files that fenced blocks name with the last word behind the opening fence, and their contents."""
+    """Returns the files that fenced blocks name, by the last word behind the opening fence, and their contents."""
     named = ((info.split(), content) for info, content in fenced_blocks(answer))
-    # A text may hold what UTF-8 has no form for.
+    # A text may contain lone surrogates, which UTF-8 cannot encode.
     return {words[-1]: content.encode("utf-8", "replace") for words, content in named if words}
 
 
 def _blocks(changed: Mapping[str, str]) -> str:
-    """An answer that changes these files; its fences are longer than any in them."""
+    """Renders an answer that changes these files; its fences are longer than any in them."""
     longest = max(
         (len(line) - len(line.lstrip("`")) for text in changed.values() for line in text.split("\n")), default=0
     )

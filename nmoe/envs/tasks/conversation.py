@@ -1,4 +1,4 @@
-"""Tasks that converse: a state machine answers the policy with a turn of the user, again and again, until it is done."""
+"""Conversation tasks: a state machine answers the policy with turns of the user until it is done."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Said:
-    """A turn that the policy ended in an answer: the answer as the format extracts it, and all that the turn says beside its
-    reasoning. `Said(answer="17", text="17")`."""
+    """A turn that ends in an answer: the extracted answer, and the turn's text without reasoning.
+
+    `Said(answer="17", text="17")`.
+    """
 
     answer: str
     text: str
@@ -25,8 +27,10 @@ class Said:
 
 @dataclass(frozen=True)
 class Response:
-    """What the state machine makes of it: its state from here on, what the user says next, None where the conversation is over, and
-    what the turn earned. `Response({"left": 2}, "higher")`."""
+    """The state machine's response: `Response({"left": 2}, "higher")`.
+
+    It has the next state, the user's next message, None if the conversation is over, and the reward of the turn.
+    """
 
     state: State
     user: str | None
@@ -34,25 +38,30 @@ class Response:
 
 
 class ConversationTask(QuestionTask, ABC):
-    """The base of a task that converses.
+    """The base of conversation tasks.
 
     A state is JSON and is recorded with every exchange. `start` and `respond` depend on their arguments alone, so that a
-    conversation replays: the same answers bring about the same states, words and rewards. What either raises is a defect of the
-    task and stops the run. The rewards of a conversation add up; its answer is correct where they reach 1, and they are its score,
-    held between 0 and 1.
+    conversation can be replayed: the same answers lead to the same states, messages and rewards. An exception in either is a
+    bug in the task and stops the run.
+
+    The rewards of a conversation add up. The answer is correct if the sum reaches 1; the score is the sum clipped to [0, 1].
     """
 
     @abstractmethod
     def start(self, problem: Problem) -> State:
-        """The state before the policy's first turn."""
+        """Returns the state before the policy's first turn."""
 
     @abstractmethod
     def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
-        """Answers a turn, however strange. `rng` is seeded by the run's seed, the problem's position, the sample and the turn."""
+        """Responds to any turn, however strange. `rng` is seeded by the run's seed, the problem's position, the sample and the
+        turn.
+        """
 
     def exchange(self, problem: Problem, before: Exchange | None, said: Said, *, turn: int, seed: int) -> Exchange:
-        """What becomes of an answer at place `turn`, after the exchange `before`. Raises TypeError or ValueError for a response
-        that cannot be recorded."""
+        """Responds to the answer of turn `turn`, after the exchange `before`.
+
+        Raises TypeError or ValueError for a response that cannot be recorded.
+        """
         state = plain_json(self.start(problem) if before is None else before.state)
         response = self.respond(problem, state, said, random.Random(seed))
         if response.user is not None and not response.user.strip():
@@ -63,7 +72,7 @@ class ConversationTask(QuestionTask, ABC):
         return Exchange(turn, plain_json(response.state), response.user, reward)
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        """By the sum of the rewards. An answer without a conversation, such as a gold's, is judged as its only turn."""
+        """Verifies by the sum of the rewards. An answer without a conversation, such as a gold's, is judged as its only turn."""
         exchanges = attempt.exchanges or [
             self.exchange(problem, None, Said(attempt.answer, attempt.answer), turn=0, seed=0)
         ]
@@ -79,7 +88,7 @@ class ConversationTask(QuestionTask, ABC):
 
 
 def plain_json(state: State) -> dict[str, Any]:
-    """A copy of a state that nobody else holds. Raises TypeError for what JSON does not bring back as it was."""
+    """Returns a separate copy of a state. Raises TypeError for a value that JSON does not preserve."""
     copied = _copy(state, "state")
     if not isinstance(copied, dict):
         raise TypeError(f"a state is a JSON object, not {type(state).__name__}")

@@ -1,4 +1,4 @@
-"""What tasks over rows of digits share. A digit is a token of its own in nmoe's tokenizers, so that a row has one spelling."""
+"""The base of tasks over rows of digits. In nmoe's tokenizers each digit is one token, so that a row has one spelling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def random_digits(rng: random.Random, count: int) -> str:
 
 
 class DigitsTask(QuestionTask):
-    """The answer is the digits themselves: "0135" is not the number 135, so only the same text is correct."""
+    """Compares rows of digits as text: "0135" is not the number 135."""
 
     bare_final = True
 

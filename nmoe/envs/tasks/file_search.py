@@ -11,9 +11,9 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class FileSearchTask(QuestionTask):
-    """Records have `question`, `answer` and, unless the environment's [workspace] brings them, `files` (path -> content).
+    """Records have `question`, `answer` and, unless the environment's [workspace] provides them, `files` (path -> content).
 
-    The answer is compared as text, without white space and quotes or backticks around it.
+    Answers are compared as text, without white space and surrounding quotes or backticks.
     """
 
     bare_final = True

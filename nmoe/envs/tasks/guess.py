@@ -1,5 +1,8 @@
-"""Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" after each guess, until it is found or the
-tries are used up. There are 2**(difficulty + 1) numbers, one try more than halving needs."""
+"""Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" after each guess until it is found or no tries
+are left.
+
+There are 2**(difficulty + 1) numbers, and one try more than bisection needs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from nmoe.types import Problem
 
 _TRIES = re.compile(r"\b([1-9][0-9]{0,3}) tries\b")
 _NUMBER = re.compile(r"-?[0-9]{1,400}")
-# Where the question of a dataset's record names no number.
+# The number of tries if the question of a dataset's record names none.
 _DEFAULT_TRIES = 10
 
 

@@ -12,7 +12,7 @@ from nmoe.types import Metadata, Problem
 _REQUEST = (
     "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n{prompt}\n```"
 )
-# Makes a prompt that ends in the head of a function, without a docstring, whole.
+# Completes a prompt that ends in a function's head without a docstring.
 _BODY = "\n    pass\n"
 
 
@@ -39,7 +39,7 @@ class HumanEvalTask(SolutionTask):
         return Tests("check", (test,), setup=prompt + _BODY, names=(entry_point,))
 
     def program(self, problem: Problem, code: str) -> str:
-        """The prompt's imports and helpers, then the answer: the whole function, or else the rest of the prompt's."""
+        """Joins the prompt's imports and helpers with the answer, which is the whole function or the rest of the prompt's."""
         prompt = str(problem.metadata["prompt"])
         whole = str(problem.metadata["entry_point"]) in definitions(code)
         return f"{prompt}{_BODY}\n{code}" if whole else prompt + code

@@ -21,12 +21,13 @@ _IN_ORDER = re.compile(
 
 
 class MathTask(QuestionTask):
-    r"""Equivalence of answers (docs/guides/grading.md), with what the question adds to it.
+    r"""Compares answers for equivalence (docs/guides/grading.md), subject to the question.
 
-    An expression that the question itself contains is not an answer to it: `\sqrt{180}` is as much as the gold
-    `6\sqrt{5}`, but "Simplify $\sqrt{180}$" asks for more. Nor is an expression where the gold answer is a number: to a policy
-    that finds that `\binom{8}{4}+0` pays, counting is a detour. Both hold for every part of an answer. The pool's `answer_order`
-    and `units` apply; "smallest first", "respectively" and the like in a question keep the order all the same.
+    An expression from the question itself is not an answer: `\sqrt{180}` equals the gold `6\sqrt{5}`, but "Simplify
+    $\sqrt{180}$" asks for more. If the gold answer is a number, an expression with operations is not an answer either: a
+    policy that learns that `\binom{8}{4}+0` is rewarded would never compute it. Both rules hold for every part of an answer.
+    The pool's `answer_order` and `units` apply; "smallest first", "respectively" and similar words in a question make the
+    order count regardless.
     """
 
     bare_final = False
@@ -34,7 +35,7 @@ class MathTask(QuestionTask):
     gold_types = (str, int, float)
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        """Keeps level and subject, by which evaluations and metrics are told apart."""
+        """Keeps level and subject, by which evaluations and metrics are grouped."""
         return question, gold, group_metadata(record)
 
     def check_gold(self, problem: Problem) -> None:
@@ -49,7 +50,7 @@ class MathTask(QuestionTask):
             return True
         if max(len(one), len(other)) > MAX_ANSWER_CHARS:
             return False
-        # An answer may leave out what the gold says, so that either may be the fuller one.
+        # An answer may omit what the gold says, so either of the two may be the fuller one.
         for gold, answer in ((one, other), (other, one)):
             verdict = await grade_answer(gold, answer, _policy(problem))
             if verdict.outcome == "error":
@@ -64,7 +65,7 @@ class MathTask(QuestionTask):
 
 
 def _policy(problem: Problem) -> Policy:
-    """What the pool's settings and the question say of order and units."""
+    """Returns the order and unit rules of the pool's settings and the question."""
     settings = {key: problem.metadata[key] for key in POLICY_KEYS if key in problem.metadata}
     policy = Policy(**settings)  # type: ignore[arg-type]
     return replace(policy, answer_order="as_gold") if _IN_ORDER.search(problem.question) else policy

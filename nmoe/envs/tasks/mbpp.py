@@ -16,8 +16,11 @@ _REQUEST = "{request}\n\nDefine {heads}. Answer with one ```python block."
 
 
 class MbppTask(SolutionTask):
-    """Records have `text` (or `prompt`), `code`, `test_list` and, where needed, `test_setup_code` (or `test_imports`), as in
-    google-research-datasets/mbpp. The tests stay hidden: the request names what they call, from the head in `code`."""
+    """Records have `text` (or `prompt`), `code`, `test_list` and optionally `test_setup_code` (or `test_imports`), as in
+    google-research-datasets/mbpp.
+
+    The tests stay hidden. The request gives the signatures of the functions that they call, taken from `code`.
+    """
 
     own_records = True
     record_fields = ("text", "prompt", "code", "test_list", "test_setup_code", "test_imports")
@@ -40,7 +43,7 @@ class MbppTask(SolutionTask):
 
 
 def _tested(code: str, tests: list[str]) -> list[str]:
-    """What the gold code defines and the tests name."""
+    """Returns the names that the gold code defines and the tests use."""
     try:
         read = set().union(*map(names_read, tests))
     except (SyntaxError, ValueError) as error:
@@ -52,7 +55,7 @@ def _tested(code: str, tests: list[str]) -> list[str]:
 
 
 def _heads(code: str, names: list[str]) -> list[str]:
-    """`add(a, b)` for functions, the name alone for classes."""
+    """Returns the signatures of functions, such as `add(a, b)`, and the bare names of classes."""
     heads = []
     for node in ast.parse(code).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in names:

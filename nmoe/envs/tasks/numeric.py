@@ -1,4 +1,4 @@
-"""Tasks whose answer is a number, compared by value: 1,000 is 1000.0, and a half is 0.5."""
+"""Tasks whose answer is a number, compared by value: 1,000 equals 1000.0, and a half equals 0.5."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nmoe.types import Problem, Verdict
 
 
 class NumericTask(QuestionTask):
-    """The base of gsm8k, add and arithmetic. An answer that is still to be worked out, "47 + 85", is no number."""
+    """The base of gsm8k, add and arithmetic. An unevaluated expression, "47 + 85", is not a number."""
 
     gold_types: tuple[type, ...] = (str, int, float)
 

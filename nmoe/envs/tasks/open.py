@@ -1,4 +1,4 @@
-"""Prompts without a right answer: an essay, a translation, a conversation. What they are worth, `[[rewards]]` say."""
+"""Prompts without a right answer: an essay, a translation, a conversation. Only `[[rewards]]` rate the answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class OpenTask(QuestionTask):
-    """There is nothing to compare with: no verdict, and `correctness` is 0 whatever the policy says. The final message, whole, is
-    the answer."""
+    """A task without a gold answer: there is no verdict, and `correctness` is always 0. The answer is the whole final message."""
 
     bare_final = True
     has_gold = False

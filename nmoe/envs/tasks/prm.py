@@ -1,7 +1,7 @@
 """Process supervision: labels of single steps, and scores of whole solutions by their steps.
 
-A record holds the problem, its field `steps` a list of texts, and the gold in its answer field. `prm_step` asks for the label
-of the last of the steps, so that a record is a prefix through step k; `prm_solution` for the score of all of them.
+A record has the problem, a field `steps` with a list of texts, and the gold in its answer field. `prm_step` asks for the label
+of the last step, so that a record is a prefix through step k. `prm_solution` asks for the score of all steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LABEL_OF = {spelling: label for label, spellings in STEP_LABELS.items() for spe
 
 
 def read_label(text: str) -> str | None:
-    """The label "+", "0" or "-" that a text wholly is; None for any other."""
+    """Returns the label "+", "0" or "-" if the text consists of it; None otherwise."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     stripped = text.strip().strip("*$").strip()
-    # Normalising drops the plus before a number, which here would make "-" of "+-".
+    # Normalisation drops a plus before a number; here it would turn "+-" into "-".
     return _LABEL_OF.get(stripped if stripped.startswith("+") else normalize(stripped).casefold())
 
 

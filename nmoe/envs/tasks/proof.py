@@ -1,8 +1,7 @@
-"""Proving and judging oneself: the answer is `## Solution` and then `## Self Evaluation`, in DeepSeekMath-V2's form
+"""Proving with self-evaluation: the answer is `## Solution` and then `## Self Evaluation`, in DeepSeekMath-V2's form
 (arXiv:2511.22570, section 2.2).
 
-No oracle knows whether the solution is right: a verdict says whether the form is there, and what the solution is worth is for
-self-play's verifiers to find out.
+No oracle knows whether the solution is right. A verdict only checks the form; self-play's verifiers rate the solution.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _SELF_EVALUATION = re.compile(r"^## Self Evaluation[ \t]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Proof:
-    """What a generator's answer holds: the text of its solution, not empty, and its evaluation of it."""
+    """The content of a generator's answer: the text of the solution, not empty, and the generator's evaluation of it."""
 
     solution: str
     evaluation: WrittenEvaluation
 
 
 def read_proof(answer: str | None) -> Proof | None:
-    """The two parts of an answer; None where one is missing, empty or without its phrases and score. Total.
+    """Parses the two parts of any answer; None if one is missing, empty, or without its phrases and score.
 
-    The solution ends at the last heading of a self-evaluation, so that a solution that writes its own verdict in between is judged
-    with it.
+    The solution ends at the last heading of a self-evaluation, so that an evaluation within the solution is judged as part of
+    it.
     """
     heading = _SOLUTION.search(answer or "")
     evaluations = list(_SELF_EVALUATION.finditer(answer or ""))
@@ -46,7 +45,7 @@ def read_proof(answer: str | None) -> Proof | None:
 
 
 class ProofGenerationTask(QuestionTask):
-    """Asks for a solution and an honest evaluation of it. The metadata has the problem's text alone; gold is "" always."""
+    """Asks for a solution and an honest evaluation of it. The metadata holds the problem's text alone; the gold is always ""."""
 
     bare_final = True
 

@@ -10,8 +10,10 @@ from nmoe.types import Problem, Verdict
 
 
 class ReasoningGymTask(QuestionTask):
-    """The score is the verifier's, which for some datasets lies between 0 and 1; only 1 is correct. The whole final message is
-    the answer. It runs in worker processes with a deadline (`nmoe.grading.gym`)."""
+    """Scores with the dataset's verifier, in worker processes with a deadline (`nmoe.grading.gym`).
+
+    Some datasets give scores between 0 and 1; only 1 is correct. The answer is the whole final message.
+    """
 
     bare_final = True
 
@@ -20,7 +22,7 @@ class ReasoningGymTask(QuestionTask):
         self._workers: WorkerPool | None = None
 
     def check_gold(self, problem: Problem) -> None:
-        """Every dataset of the package makes golds that its verifier reads."""
+        """Accepts any gold: every dataset of the package makes golds that its verifier reads."""
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, "?"

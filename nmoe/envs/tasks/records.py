@@ -1,4 +1,4 @@
-"""Fields of a record whose form is a task's own, read strictly: what is missing or of another type is named."""
+"""Reads fields of a task's own records strictly; errors name a field that is missing or has the wrong type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Record = Mapping[str, object]
 
 
 def text(record: Record, *names: str, default: str | None = None) -> str:
-    """The first of these fields that is there and not None."""
+    """Returns the first of these fields that is present and not None."""
     value = _field(record, names, default)
     if not isinstance(value, str):
         raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not text")
@@ -25,11 +25,11 @@ def texts(record: Record, *names: str, default: Sequence[str] | None = None) -> 
 
 
 def files(record: Record, *names: str, default: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A mapping of relative paths to contents."""
+    """Returns a mapping of relative paths to contents."""
     value = _field(record, names, default)
     if not isinstance(value, Mapping):
         raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not an object of paths and contents")
-    # A column of Arrow has every key that any row has.
+    # In an Arrow column, each row has the keys of all rows.
     found = {path: content for path, content in value.items() if content is not None}
     for path, content in found.items():
         if not isinstance(path, str) or not isinstance(content, str):

@@ -1,10 +1,10 @@
-r"""Judging a solution with a score: proofs, evaluations of proofs, and solutions by steps. The score is 0, 0.5 or 1.
+r"""Judging a solution with a score of 0, 0.5 or 1: proofs, evaluations of proofs, and solutions by steps.
 
-The reward is 1 - |s' - s| for the score s' given and the gold s (DeepSeekMath-V2, arXiv:2511.22570); only the same score is
-correct. The final message is the score alone. One that carries the evaluation as well is read too: what stands after "Based
-on my evaluation, the final overall score should be:" (the published prompt has "overal"), bare or in a `\boxed{}`.
+The reward is 1 - |s' - s| for the given score s' and the gold s (DeepSeekMath-V2, arXiv:2511.22570); only an equal score is
+correct. The final message is the score alone. A message that includes the evaluation is accepted too: the score follows
+"Based on my evaluation, the final overall score should be:" (the published prompt has "overal"), bare or in a `\boxed{}`.
 
-In self-play nobody knows the gold when a score is sampled: there it is "", and the verdict says only what was read.
+In self-play the gold is unknown when a score is sampled. It is "" then, and the verdict says only what was read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
 from nmoe.grading.math.numbers import read_number
 from nmoe.types import Metadata, Problem, Verdict
 
-# The gold of a problem without an oracle.
+# The gold of a problem whose right score is unknown.
 UNKNOWN = ""
 SCORES = (Fraction(0), Fraction(1, 2), Fraction(1))
 OPENING = "Here is my evaluation of the solution:"
@@ -35,7 +35,7 @@ RUBRIC = """- 1: the solution is complete and correct, every step of it is justi
 
 
 def read_score(answer: str) -> Fraction | None:
-    """The score that an answer gives; None where it gives none of the three."""
+    """Returns the score that an answer gives; None if it gives none of the three."""
     phrases = list(_CLOSING.finditer(answer))
     text = answer[phrases[-1].end() :] if phrases else answer
     if len(text.strip()) > MAX_ANSWER_CHARS:
@@ -47,10 +47,11 @@ def read_score(answer: str) -> Fraction | None:
 
 @dataclass(frozen=True)
 class WrittenEvaluation:
-    """A written evaluation, from its opening phrase to its score, and that score.
+    r"""The text of an evaluation, from its opening phrase to its score, and that score.
 
-    `WrittenEvaluation("Here is my evaluation of the solution:\\nStep 2 is wrong: 12+2=14\\nBased on my evaluation, the final "
-    "overall score should be: 0", Fraction(0))`
+    WrittenEvaluation("Here is my evaluation of the solution:\nStep 2 is wrong: 12+2=14\nBased on my evaluation, the final
+    "
+                      "overall score should be: 0", Fraction(0))
     """
 
     text: str
@@ -58,8 +59,10 @@ class WrittenEvaluation:
 
 
 def read_evaluation(reasoning: str | None, answer: str | None) -> WrittenEvaluation | None:
-    """The evaluation that a reply holds: in its answer where that has the phrases, else in its reasoning, with the score that the
-    answer gives. None where a phrase or the score is missing. Total."""
+    """Finds the evaluation in any completion; None if a phrase or the score is missing.
+
+    It is in the answer if the answer has the phrases, else in the reasoning; the score is the answer's.
+    """
     score = None if answer is None else read_score(answer)
     if score is None:
         return None
@@ -73,7 +76,7 @@ def read_evaluation(reasoning: str | None, answer: str | None) -> WrittenEvaluat
 
 
 class ScoreTask(QuestionTask):
-    """What the scoring tasks share: a prompt made of the record's parts, and the reward."""
+    """The base of scoring tasks: a prompt made of the record's parts, and the reward."""
 
     bare_final = True
     gold_types = (str, int, float)
@@ -101,7 +104,7 @@ class ScoreTask(QuestionTask):
 
 
 class ProofVerificationTask(ScoreTask):
-    """Scores a proof by the rubric. The record's field `proof` or `solution` holds it."""
+    """Scores a proof by the rubric. The proof is in the record's field `proof` or `solution`."""
 
     record_fields = ("proof", "solution")
 
@@ -117,8 +120,10 @@ class ProofVerificationTask(ScoreTask):
 
 
 class MetaVerificationTask(ScoreTask):
-    """Scores an evaluation of a proof: do the defects that it claims exist, and does its score follow from them? The record's
-    fields are `proof` or `solution`, and `evaluation` or `analysis`."""
+    """Scores an evaluation of a proof: do the claimed defects exist, and does the score follow from them?
+
+    The record's fields are `proof` or `solution`, and `evaluation` or `analysis`.
+    """
 
     record_fields = ("proof", "solution", "evaluation", "analysis")
 

@@ -1,4 +1,4 @@
-"""What tasks share whose answer is code that tests are run on, in sandboxes (`nmoe.grading.code.verify`)."""
+"""The base of tasks whose answer is code, which is tested in sandboxes (`nmoe.grading.code.verify`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from nmoe.types import Problem, Verdict
 
 
 class SolutionTask(QuestionTask):
-    """The gold is a whole solution; tests and what they need are in the problem's metadata."""
+    """Verifies code with tests. The gold is a whole solution; the tests and what they need are in the problem's metadata."""
 
     bare_final = True
     needs_sandbox = True
 
     @abstractmethod
     def tests(self, problem: Problem) -> Tests:
-        """What the judge runs. Raises UserError for tests that cannot be run."""
+        """Returns the tests for the judge. Raises UserError for tests that cannot be run."""
 
     def program(self, problem: Problem, code: str) -> str:
-        """What is run as the solution, given the code of the answer."""
+        """Returns the program that is run as the solution, given the code of the answer."""
         return code
 
     def check_gold(self, problem: Problem) -> None:

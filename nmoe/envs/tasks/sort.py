@@ -13,5 +13,5 @@ class SortTask(DigitsTask):
         return f"Sort: {digits}", "".join(sorted(digits))
 
     def split_key(self, question: str) -> str:
-        """The digits in order: "Sort: 312" held out and "Sort: 321" trained on, with the same answer, would be a leak."""
+        """Sorts the digits: "Sort: 312" held out and "Sort: 321" trained on, with the same answer, would be a leak."""
         return "".join(sorted(question.removeprefix("Sort: ")))

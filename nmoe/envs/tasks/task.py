@@ -1,4 +1,4 @@
-"""What a task is: it shows a problem to the policy and decides whether an attempt at it is correct."""
+"""The task protocol: a task poses a problem to the policy and decides whether an attempt at it is correct."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a trajectory comes to: its answer and, where it used tools, the sandbox it worked in, still open, with the
-    workspace as it was left, and every call; `exchanges` where its task converses."""
+    """The result of a trajectory, as a task verifies it: the answer, and all calls if it used tools.
+
+    `sandbox` is the one that the tools worked in, still open, with the workspace as the policy left it. `exchanges` are a
+    conversation task's responses.
+    """
 
     answer: str
     sandbox: Sandbox | None = None
@@ -26,7 +29,7 @@ class Attempt:
 
     @property
     def opens_sandboxes(self) -> OpensSandboxes:
-        """Where a verifier gets sandboxes of its own, for a task with `needs_sandbox`."""
+        """Opens the verifier's own sandboxes, for a task with `needs_sandbox`."""
         assert self.sandboxes is not None, "whoever grades a task that needs sandboxes gives it where to open them"
         return self.sandboxes
 
@@ -34,8 +37,8 @@ class Attempt:
 class Task(Protocol):
     """One kind of verifiable problem.
 
-    `bare_final`: in a Harmony completion the final message, whole, is the answer. Otherwise a box or, in prose, the last
-    number of the final message is (`nmoe.grading.extraction`).
+    With `bare_final`, the answer of a Harmony completion is the whole final message. Otherwise it is the box in the final
+    message or, in prose, its last number (`nmoe.grading.extraction`).
     """
 
     @property
@@ -46,11 +49,13 @@ class Task(Protocol):
         """Whether `verify` opens sandboxes."""
 
     def files(self, problem: Problem) -> Mapping[str, bytes]:
-        """What the problem adds to the workspace of a trajectory: path -> content."""
+        """Returns the files that the problem adds to the workspace of a trajectory: path -> content."""
 
     def read_record(self, record: Mapping[str, Any]) -> tuple[str, str, Metadata] | None:
-        """Question, gold and metadata of a record in a form of the task's own; None where the settings name the fields and
-        `pose` has the rest. Raises UserError for a record that is none."""
+        """Reads question, gold and metadata from a record in the task's own form; raises UserError for an invalid record.
+
+        Returns None if the settings name the fields and `pose` does the rest.
+        """
 
     @property
     def has_gold(self) -> bool:
@@ -62,45 +67,50 @@ class Task(Protocol):
 
     @property
     def record_fields(self) -> tuple[str, ...]:
-        """The fields of a record, besides those of question and gold, that are looked at where they are there."""
+        """The optional fields that are read from a record besides question and gold."""
 
     @property
     def gold_types(self) -> tuple[type, ...]:
-        """The types that a record's gold may have."""
+        """The permitted types of a record's gold."""
 
     def pose(self, question: str, gold: str, record: Mapping[str, Any]) -> tuple[str, str, Metadata]:
-        """Question, gold and metadata of the problem that a dataset's record is; raises UserError for a record that is none."""
+        """Returns question, gold and metadata of a dataset's record; raises UserError for an invalid record."""
 
     def check_gold(self, problem: Problem) -> None:
         """Raises UserError for a gold answer that `verify` cannot compare with; called when a pool loads."""
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The conversation shown to the policy; the environment puts its system message before it."""
+        """Returns the conversation shown to the policy, to which the environment adds its system message."""
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
-        """A right answer and one that is wrong by little, as a policy would give them: `nmoe env check` grades both."""
+        """Returns a right answer and a slightly wrong one, in the policy's form; `nmoe env check` grades both."""
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        """Whether the attempt is right. Total: any answer, however long or strange, gets a verdict, and in bounded time. What it
-        raises is a defect of the task and stops the run."""
+        """Decides whether the attempt is right. Any answer, however long or strange, gets a verdict in bounded time.
+
+        An exception is a bug in the task and stops the run.
+        """
 
     async def same(self, problem: Problem, one: str, other: str) -> bool:
-        """Whether two answers to a problem are one, right or wrong, as a vote among samples counts them. Total, as `verify`;
-        raises InfrastructureError where a comparison was lost, which is no verdict."""
+        """Whether two answers to a problem, right or wrong, count as equal in a vote among samples. Accepts any answers, as
+        `verify`.
+
+        Raises InfrastructureError if a comparison was lost, which is not a verdict.
+        """
 
 
 class GeneratedTask(Task, Protocol):
-    """A task that can make its own problems."""
+    """A task that can generate its own problems."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
-        """A question and its gold answer; `difficulty` >= 1. Depends on nothing but the arguments."""
+        """Generates a question and its gold answer; `difficulty` >= 1. Depends only on the arguments."""
 
     def split_key(self, question: str) -> str:
-        """What decides the split a question belongs to: questions that answer one another share it."""
+        """Returns the key that decides a question's split: questions that reveal one another's answers share it."""
 
 
 class QuestionTask:
-    """What most tasks share: the question is one user message, and a record is no more than its question and gold."""
+    """The base of most tasks: the question is one user message, and a record has only a question and a gold answer."""
 
     needs_sandbox = False
     has_gold = True
@@ -128,7 +138,7 @@ class QuestionTask:
 
 
 def group_metadata(record: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """The groups that a record names: {"level": "Level 5", "subject": "Algebra"}. MATH calls the subject `type`."""
+    """Returns the groups that a record names: {"level": "Level 5", "subject": "Algebra"}. MATH calls the subject `type`."""
     named = {key: record[key] for key in GROUPS if isinstance(record.get(key), str | int)}
     if "subject" not in named and isinstance(record.get("type"), str):
         named["subject"] = record["type"]

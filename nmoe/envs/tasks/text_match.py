@@ -1,4 +1,4 @@
-"""Questions with a text as the answer: a name, a place, a word. Compared as text, by nothing that knows numbers or formulas."""
+"""Questions with a text as the answer: a name, a place, a word. Answers are compared as text, not as numbers or formulas."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class TextMatchTask(QuestionTask):
-    """The final message, whole, is the answer. Case, the width of white space, compatibility forms of characters (Unicode NFKC) and
-    a full stop at the end make no difference; everything else does."""
+    """Compares texts. The answer is the whole final message.
+
+    Case, the width of white space, compatibility forms of characters (Unicode NFKC) and a final full stop make no difference;
+    everything else does.
+    """
 
     bare_final = True
     record_fields = ("level", "subject", "type")
@@ -34,5 +37,5 @@ class TextMatchTask(QuestionTask):
 
 
 def plain(text: str) -> str:
-    """What of a text is compared."""
+    """Normalises a text for comparison."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(". ")

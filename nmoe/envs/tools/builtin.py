@@ -1,4 +1,4 @@
-"""The tools that come with nmoe. All of them work in the trajectory's sandbox, whose files stay from call to call."""
+"""The built-in tools. All of them work in the trajectory's sandbox, whose files persist from call to call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _Path = Annotated[str, Field(description="path of the file, from the workspace")
 
 
 def sandbox_limits(budget: BudgetSettings) -> Limits:
-    """What one call may use in the sandbox. More output is let through than is shown: what lies between is cut, not stopped."""
+    """Returns the sandbox limits of one call.
+
+    More output is allowed than is shown, so that a call with long output is cut and not stopped.
+    """
     return Limits(
         wall_s=budget.tool_s,
         cpu_s=budget.tool_s,
@@ -29,7 +32,7 @@ def sandbox_limits(budget: BudgetSettings) -> Limits:
 
 
 def builtin_tools(budget: BudgetSettings) -> dict[str, Tool]:
-    """By name, each call within the budget."""
+    """Returns the tools by name, each call within the budget."""
     limits = sandbox_limits(budget)
 
     async def python(
@@ -106,7 +109,7 @@ def _output(result: Result, limits: Limits) -> ToolOutput:
 
 
 def _whole_characters(cut: bytes) -> bytes:
-    """UTF-8 that was cut anywhere, without the last character where the cut went through it."""
+    """Drops the last character of truncated UTF-8 if the cut went through it."""
     try:
         return cut[: codecs.utf_8_decode(cut, "strict", False)[1]]
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""The executor: runs the calls of a turn side by side, each under its deadline, and turns whatever comes of them into events.
+"""The executor runs the calls of a turn concurrently, each under its deadline, and turns the results into events.
 
-Total over what a policy can write and a tool can do: every call ends in one event with one failure name and a text that the
-policy is shown, so that it may go on. Only the end of the trajectory itself, a cancellation, comes through.
+It handles everything that a policy can write and a tool can do: every call ends in one event with one failure name and a text
+for the policy, which may then go on. Only the cancellation of the trajectory itself propagates.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nmoe.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.types import ToolCall, ToolEvent
 
-# A tool in the sandbox is stopped there when its time is up, which leaves the sandbox whole; the executor's own deadline is for
-# what does not stop by itself, and later by so much.
+# The sandbox stops a tool at its deadline and stays usable. The executor's own deadline is later by this much and catches tools
+# that do not stop.
 GRACE_S = 2.0
 
 
@@ -32,7 +32,7 @@ class AsyncToolExecutor:
         self._budget = budget
 
     async def run(self, calls: Sequence[ToolCall], session: ToolSession) -> list[ToolEvent]:
-        """The events of the calls, in their order; all run at the same time."""
+        """Runs all calls concurrently and returns their events in order."""
         if len(calls) == 1:
             return [await self._run(calls[0], session)]
         async with asyncio.TaskGroup() as group:
@@ -73,7 +73,7 @@ class AsyncToolExecutor:
             return ToolOutput("", "workspace_failed", shortened(str(error)))
         except SandboxFileError as error:
             return ToolOutput("", error.failure, shortened(str(error)))
-        except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told, and may go on
+        except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told and may go on
             if isinstance(error, TimeoutError) and clock.expired():
                 session.lost = session.lost or tool.sandbox_parameter is not None
                 return ToolOutput("", "timeout", f"{call.name} took longer than {self._budget.tool_s:g} s")
@@ -81,17 +81,17 @@ class AsyncToolExecutor:
 
 
 def _text(output: ToolOutput, limit: int) -> tuple[Any, str, str]:
-    """Failure, text and reason of what a tool said, at most `limit` characters of it."""
+    """Returns failure, text and reason of a tool's output, at most `limit` characters of the text."""
     if isinstance(output.content, bytes):
         try:
             text = output.content.decode()
         except UnicodeDecodeError as error:
             size = len(output.content)
             reason = f"binary output: of {size} bytes that at {error.start} is no UTF-8"
-            # A failure that came first says more; the bytes are as unreadable.
+            # An earlier failure says more than the unreadable bytes.
             return (output.failure, "", output.reason) if output.failure != "ok" else ("tool_error", "", reason)
     else:
-        # A lone surrogate is no character, and has no tokens.
+        # A lone surrogate is not a character and has no tokens.
         text = output.content.encode("utf-8", "replace").decode()
     if "\0" in text and output.failure == "ok":
         return "tool_error", "", f"binary output: a null byte among {len(text)} characters"

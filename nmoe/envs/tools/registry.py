@@ -1,5 +1,4 @@
-"""The tools of an environment by name: those that come with nmoe, and functions of the user's own, imported here and
-nowhere else."""
+"""The tools of an environment by name: built-in ones, and user functions, which are imported only here."""
 
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ from nmoe.errors import UserError
 
 
 def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool = True) -> dict[str, Tool]:
-    """The tools that `[tools] use` names, by name and in its order. Without `user_code` those of the user are left out,
-    and nothing is imported for them. Raises UserError for a function that is not there or cannot be a tool."""
+    """Loads the tools that `[tools] use` names, in order. Without `user_code`, the user's own are left out and not imported.
+
+    Raises UserError for a function that does not exist or cannot be a tool.
+    """
     builtin = builtin_tools(budget)
     tools = [
         Tool(load_function("tool", name)) if ":" in name else builtin[name]
@@ -27,10 +28,10 @@ def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool 
 
 
 def check_source(name: str) -> Path:
-    """Checks a tool of the user's own without importing it. Returns the file that `package.module:function` is defined in.
+    """Checks a user's tool without importing it and returns the file that defines `package.module:function`.
 
-    Raises UserError where the file or the function is not there, and for what the loading of the tool would refuse as far as
-    the source alone shows it: a docstring or a hint that is missing, arguments without a JSON form.
+    Raises UserError if the file or the function does not exist, and for whatever the source alone shows to be invalid: a
+    missing docstring or hint, arguments without a JSON form.
     """
     file, definition = find_definition("tool", name)
     if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,5 +1,7 @@
-"""Where the tools of an environment run: its sandboxes, within its budget, and the workspaces whose files they start with. Its gold
-answers are graded there once, before anything else is."""
+"""The runtime of an environment's tools: its sandboxes, within its budget, and the workspaces that provide their files.
+
+It also grades the environment's gold answers once, before anything else is graded.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ from nmoe.sandbox.workspaces.prepare import Workspaces
 
 
 class ToolRuntime:
-    """A context manager; its end closes what it opened. An environment that wants no sandbox has none tried or started."""
+    """A context manager that closes what it opened. If the environment needs no sandbox, none is tried or started."""
 
     def __init__(self, environment: Environment, settings: SandboxSettings) -> None:
-        """Raises SandboxSetupError where the level of isolation that the settings ask for cannot be had here, and UserError for
-        gold answers that are not graded correct."""
+        """Raises SandboxSetupError if the requested isolation level is not available, and UserError for gold answers that are not
+        graded correct.
+        """
         self.sandboxes: Sandboxes | None = None
         self.workspaces: Workspaces | None = None
         self._settings = settings
@@ -35,13 +38,15 @@ class ToolRuntime:
             raise
 
     def record(self) -> dict[str, Any] | None:
-        """For replays: {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp, ..."}."""
+        """Returns the record for replays: {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp,
+        ..."}.
+        """
         if self.sandboxes is None:
             return None
         return {"settings": self._settings.model_dump(mode="json"), "in_force": self.sandboxes.describe()}
 
     def provenance(self) -> dict[str, str]:
-        """For a run's provenance: what holds around the policy's code, nothing where none is run."""
+        """Returns the isolation around the policy's code for a run's provenance; empty if no such code runs."""
         return {} if self.sandboxes is None else {"sandbox": self.sandboxes.describe()}
 
     def close(self) -> None:

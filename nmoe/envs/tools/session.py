@@ -1,4 +1,4 @@
-"""What one trajectory's tools share: when it began, and its sandbox, opened when the first of them asks for it."""
+"""The state shared by one trajectory's tools: its start time and its sandbox, opened at the first request."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nmoe.sandbox.workspaces.sources import WorkspaceError
 
 
 class ToolSession:
-    """An asynchronous context manager; its end closes the sandbox, which kills whatever still runs in it.
+    """An asynchronous context manager; its end closes the sandbox, which kills everything that still runs in it.
 
-    `workspace` gives the files that the sandbox starts with, asked once; `files`, by path, are the problem's own, added to
-    them. `access` are the parts of the workspace that calls may touch, until `lift` ends that. `sandboxes` is also where the
-    trajectory's verifier opens its own. `lost` says that a call which had been given the sandbox was cancelled: nobody knows what
-    it left there, and one that ran inside has closed it.
+    `workspace` provides the sandbox's initial files and is called once; `files`, by path, are the problem's own and are added
+    to them. `access` lists the parts of the workspace that calls may touch, until `lift` removes the limits. `sandboxes` also
+    opens the sandboxes of the trajectory's verifier. `lost` means that a call which held the sandbox was cancelled: the
+    sandbox's state is then unknown, and a call that ran inside has closed it.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class ToolSession:
         self._opening = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Has the workspace made, where the environment has one. Raises WorkspaceError."""
+        """Makes the workspace, if the environment has one. Raises WorkspaceError."""
         if self._workspace is not None and self.prepared is None:
             self.prepared = await self._workspace()
 
     async def sandbox(self) -> Sandbox:
-        """The trajectory's sandbox. Raises SandboxSetupError where it cannot be had, WorkspaceError where its files cannot."""
+        """Returns the trajectory's sandbox. Raises SandboxSetupError if it is not available, WorkspaceError if its files are not."""
         async with self._opening:
             if self.opened is None:
                 assert self.sandboxes is not None, (
@@ -59,9 +59,9 @@ class ToolSession:
             return self.opened
 
     async def lift(self) -> None:
-        """Ends the limits of `access`, when the policy has made its last call: the verifier restores and reads what it needs."""
+        """Lifts the limits of `access` after the policy's last call, so that the verifier can restore and read what it needs."""
         if self._access is not None and self.opened is not None and not self.lost:
-            with suppress(SandboxFileError):  # a sandbox that is gone has nothing to give away
+            with suppress(SandboxFileError):  # a sandbox that is gone needs no lifting
                 await self.opened.restrict(Access())
 
     async def _open_with(self, sandboxes: OpensSandboxes, tree: Path | None) -> Sandbox:
@@ -71,7 +71,7 @@ class ToolSession:
                 for path, content in self._files.items():
                     await sandbox.write(path, content)
                 if self._access is not None:
-                    # After the files, for a path that is not there would become a directory.
+                    # After the files: a path that does not exist yet would become a directory.
                     await sandbox.restrict(self._access)
             except BaseException:
                 await sandbox.close()

@@ -1,11 +1,11 @@
-"""A tool: a typed function that a policy calls. Its name, type hints and docstring are what the policy is told of it.
+"""A tool: a typed function that a policy calls. The policy is told its name, type hints and docstring.
 
     async def lookup(word: Annotated[str, Field(description="an English word")], senses: int = 1) -> str:
         "Looks a word up in the dictionary."
 
-Arguments arrive as JSON and are checked against the hints, by pydantic. A parameter with the hint `Sandbox` gets that of the
-trajectory and is no part of what the policy sees. A plain `def` runs in a thread of its own, and cannot be stopped there: what may
-hang belongs in an `async def`, or in the sandbox. (docs/guides/tools.md)
+Arguments arrive as JSON, and pydantic checks them against the hints. A parameter with the hint `Sandbox` receives the
+trajectory's sandbox and is hidden from the policy. A plain `def` runs in a thread of its own and cannot be stopped there: code
+that may hang belongs in an `async def`, or in the sandbox. (docs/guides/tools.md)
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from nmoe.types import Failure
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
-# More than this of a reason helps no policy.
+# A longer reason does not help the policy.
 _REASON_CHARS = 500
 
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """What a tool says: text, or bytes that have to be UTF-8, and how it went. `reason` is what the policy is told of a failure.
+    """A tool's output: text, or bytes in UTF-8, and how the call went. `reason` tells the policy about a failure.
 
-    A function returns one where a plain value does not say it all: `ToolOutput("", "command_not_found", "gcc: not here")`.
+    A function returns one if a plain value is not enough: `ToolOutput("", "command_not_found", "gcc: not here")`.
     """
 
     content: str | bytes
@@ -45,14 +45,14 @@ class ToolOutput:
 
 
 class ArgumentsError(Exception):
-    """The policy's arguments are not JSON, or not what the function takes. The message is meant for the policy."""
+    """The policy's arguments are not JSON, or do not match the function's parameters. The policy is shown the message."""
 
 
 class Tool:
-    """A function with what a policy needs to call it."""
+    """A function with the schema that a policy needs to call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises UserError for a function whose hints, docstring or name say too little, naming what is missing."""
+        """Raises UserError for a function with an invalid name or missing hints or docstring; the message names what is missing."""
         where = f"tool {function.__module__}:{function.__qualname__}"
         self.function = function
         self.name = function.__name__
@@ -95,7 +95,7 @@ class Tool:
         return inspect.iscoroutinefunction(self.function)
 
     def parse(self, arguments: str) -> dict[str, Any]:
-        """The function's arguments. Raises ArgumentsError, whatever the text; no text at all stands for no arguments."""
+        """Parses the function's arguments; an empty text means no arguments. Raises ArgumentsError for any invalid text."""
         try:
             return self._arguments.validate_json(arguments.strip() or "{}")
         except ValidationError as error:
@@ -104,7 +104,7 @@ class Tool:
 
 
 def as_output(value: Any) -> ToolOutput:
-    """What a function returned, as output: text as it is, None as nothing, anything else as JSON."""
+    """Converts a function's return value to output: text unchanged, None as empty, anything else as JSON."""
     if isinstance(value, ToolOutput):
         return value
     if isinstance(value, str | bytes):
@@ -113,13 +113,13 @@ def as_output(value: Any) -> ToolOutput:
 
 
 def shortened(text: str) -> str:
-    """A reason on one line, no longer than helps."""
+    """Shortens a reason to one line of limited length."""
     text = " ".join(text.split())
     return text if len(text) <= _REASON_CHARS else text[: _REASON_CHARS - 3] + "..."
 
 
 def _simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with its references in place, `X | None` as nullable, defaults where JSON has them, and no titles."""
+    """Simplifies a schema: references resolved, `X | None` as nullable, defaults that JSON can express, no titles."""
     definitions = schema.get("$defs", {})
 
     def walk(node: Any, seen: tuple[str, ...] = ()) -> Any:
@@ -130,7 +130,7 @@ def _simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
         if "$ref" in node:
             name = node["$ref"].rpartition("/")[2]
             rest = {key: value for key, value in node.items() if key != "$ref"}
-            # A type that holds itself has no finite form.
+            # A recursive type has no finite form.
             return walk({"type": "object"} if name in seen else {**definitions[name], **rest}, (*seen, name))
         options = [one for one in node.get("anyOf", ()) if one != {"type": "null"}]
         if len(options) == 1:
@@ -147,10 +147,10 @@ def _simplified(schema: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
         return walked
 
     simple: dict[str, Any] = walk(schema)
-    simple.pop("description", None)  # of the arguments as a whole: the function's docstring says it
+    simple.pop("description", None)  # the function's docstring already describes the arguments as a whole
     for name, default in defaults.items():
         try:
             simple["properties"][name]["default"] = json.loads(json.dumps(default, allow_nan=False))
         except (TypeError, ValueError):
-            continue  # a default that JSON has no word for: the parameter is optional all the same
+            continue  # JSON cannot express this default; the parameter stays optional
     return simple
