@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.api import Limits, SandboxSetupError
 
-# A cgroup whose children have limits holds no processes itself: those that were there move to this child.
+# A cgroup whose children have limits cannot hold processes itself; its processes move to this child.
 _LEAF = "nmoe"
 _PREFIX = "nmoe-sandbox-"
 _CPU_PERIOD_US = 100_000
 _MIB = 1 << 20
-# What is not the code's: the launcher and the agent, as processes and with their interpreter's memory.
+# Added for the launcher and the agent: their processes and their interpreters' memory.
 _KEEPERS, _KEEPERS_MB = 2, 32
-# How often a request passes through the agent's memory until its files are written.
+# How many copies of a request the agent's memory holds until the files are written.
 _COPIES = 4
 
 
@@ -95,7 +95,7 @@ class Cgroups:
             fcntl.flock(lock, fcntl.LOCK_SH)
         made = Cgroup(path, disk_mb, lock)
         try:
-            if os.path.exists(f"{path}/memory.swap.max"):  # a kernel that counts no swap has none of it
+            if os.path.exists(f"{path}/memory.swap.max"):  # absent if the kernel does not account for swap
                 _write(f"{path}/memory.swap.max", "0")
             if self.cpus is not None:
                 _write(f"{path}/cpu.max", f"{round(self.cpus * _CPU_PERIOD_US)} {_CPU_PERIOD_US}")
@@ -110,7 +110,7 @@ class Cgroups:
             raise NotDelegatedError(f"{self.directory} has no controller {' and '.join(sorted(missing))}")
         if set(controllers) <= set(_read(f"{self.directory}/cgroup.subtree_control").split()):
             return
-        # The root of the hierarchy, which has no type, may keep its processes.
+        # The root of the hierarchy has no type, and may keep its processes.
         if os.path.exists(f"{self.directory}/cgroup.type"):
             leaf = f"{self.directory}/{_LEAF}"
             os.makedirs(leaf, exist_ok=True)
@@ -200,7 +200,7 @@ class Cgroup:
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     break
-                time.sleep(0.002)  # the last process has ended and is not yet taken off
+                time.sleep(0.002)  # the last process has ended, but is still listed
         os.close(self._lock)
         self._lock = -1
 
@@ -220,7 +220,7 @@ def _own_directory() -> str:
     for name in ("cgroup.procs", "cgroup.subtree_control"):
         if not os.access(f"{path}/{name}", os.W_OK):
             raise NotDelegatedError(f"{path}/{name} is not writable")
-    # Root may write everywhere: only the mark of a delegation, or being the root of the hierarchy, makes a cgroup its own.
+    # Root may write everywhere, so only a delegation mark, or being the hierarchy's root, makes a cgroup its own.
     if os.getuid() == 0 and beneath.strip("/") and not _is_marked(path):
         raise NotDelegatedError(f"{path} is not marked as delegated")
     return path
@@ -252,6 +252,6 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    # Unbuffered: the kernel's answer to each write is that of one call.
+    # Unbuffered, so that the kernel's error belongs to this one write.
     with open(path, "wb", buffering=0) as file:
         file.write(text.encode())

@@ -16,7 +16,7 @@ from nmoe.sandbox.interpreter import beside
 if TYPE_CHECKING:
     from nmoe.sandbox.sandboxes import Sandboxes
 
-# Each attempt prints the name of what it got away with.
+# Each attempt prints its name if it succeeds.
 _ATTEMPTS = """
 import ctypes, json, os, socket
 target = json.loads({target!r})

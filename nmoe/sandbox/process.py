@@ -20,7 +20,7 @@ from nmoe.sandbox.cgroups import Cgroup
 from nmoe.sandbox.inside.protocol import SIZES, parse_answer, request
 from nmoe.types import FAILURES, Failure
 
-# The agent keeps the time; this is how long after it the host stops believing that it does.
+# The agent keeps the time. This long after its deadline the host gives it up.
 _GRACE_S = 2.0
 _MAX_HEADER = 256
 _CREDENTIALS = struct.Struct("iii")
@@ -53,7 +53,7 @@ class Process:
             os.close(self.agent)
             self.agent = -1
         elif self.launcher >= 0:
-            # Not yet an agent: the socket's end stops it where the launcher's end does not.
+            # Not yet an agent, so the launcher's end may not stop it; the socket's end does.
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.launcher, signal.SIGKILL)
 
@@ -236,7 +236,7 @@ class ProcessSandbox:
         process = await self._end()
         if process is not None:
             async with self._lock:
-                # A call that was under way has heard of the end by now.
+                # A running call has seen the end by now.
                 process.control.close()
 
     async def _end(self) -> Process | None:
@@ -262,7 +262,7 @@ class ProcessSandbox:
         await self.close()
 
     def _file_limits(self) -> Limits:
-        # Reading a file is output: as much of it as a file may have.
+        # A file is read as output, so the output limit is the size of a file.
         limits = asdict(self._limits)
         limits.update(output_kb=self._limits.file_mb * 1024, wall_s=max(10.0, self._limits.wall_s))
         return Limits(**limits)
@@ -297,7 +297,7 @@ class ProcessSandbox:
                     result = replace(result, failure="out_of_memory", exit_code=None)
                 return result
             except (TimeoutError, LostError, OSError, ValueError) as error:
-                # An agent that is late is held up by what it runs; one that is gone was killed by something else.
+                # A late agent is held up by the code that it runs; a missing one was killed by something else.
                 self._lost = "timeout" if isinstance(error, TimeoutError) else self._why_lost(killed)
                 if await self._end() is not None:
                     process.control.close()

@@ -22,14 +22,14 @@ from nmoe.sandbox.workspace import entries_of
 _ROOT = str(Path(__file__).parents[2])
 _START_DEADLINE_S = 20.0
 _INODES_PER_MB = 256
-# All that a process inside finds in its environment. A fixed hash seed: a trajectory that is replayed iterates over sets as before.
+# The whole environment of a process inside. The hash seed is fixed so that a replay iterates over sets in the same order.
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": WORKSPACE,
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
-    # Each arena reserves 64 MB of address space, which has a limit.
+    # Few arenas, because each reserves 64 MB of the limited address space.
     "MALLOC_ARENA_MAX": "2",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
@@ -46,14 +46,14 @@ class Sandboxes:
         self.settings = settings or SandboxSettings()
         self.limits = limits or Limits()
         self.interpreter = interpreter_of(self.settings)
-        # What a script calls python is the same interpreter.
+        # So that `python` in a script is the same interpreter.
         path = ":".join([*self.interpreter.directories, _ENVIRONMENT["PATH"]])
         self._starter = Starter(self.interpreter.python, _ROOT, {**_ENVIRONMENT, "PATH": path})
         self._bubblewrap = _find_bubblewrap() if self.settings.level == "bubblewrap" else None
         self._cgroups, self._cgroups_said = cgroups_of(self.settings)
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
-        # Imported here, for the checks open sandboxes by this class.
+        # Imported here because the checks import this class to open sandboxes.
         from nmoe.sandbox.probe import probe
 
         try:

@@ -56,6 +56,6 @@ def _known(kind: str) -> range:
 
 
 def _round_from(first: int, count: int, offset: int) -> Iterator[int]:
-    # Another process most likely begins elsewhere, so that the first try is free.
+    # Starts at a place that depends on the process, so that the first try is usually free.
     for index in range(count):
         yield first + (offset * 61 + index) % count

@@ -32,7 +32,7 @@ class WarmSandboxes:
         taken = self._ready.pop() if self._ready else None
         if self._count and self._loop is None:
             self._loop = asyncio.new_event_loop()
-            # A daemon: a process that ends without closing its sandboxes must not wait for them; they end with its sockets.
+            # A daemon, so that a process can end without closing its sandboxes; they end with its sockets.
             self._thread = threading.Thread(target=self._loop.run_forever, name="nmoe-sandboxes", daemon=True)
             self._thread.start()
         for _ in range(self._count - len(self._ready) - len(self._starting)):
@@ -57,7 +57,7 @@ class WarmSandboxes:
         self._loop.close()
 
     async def _start_one(self) -> None:
-        # One that does not start is left for whoever opens the next, who is told why.
+        # A failure to start is not reported here; the next caller of open gets the same error.
         with contextlib.suppress(UserError):
             self._ready.append(await self._start())
 

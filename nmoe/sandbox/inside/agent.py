@@ -7,7 +7,7 @@ It holds no secrets from the code that it runs: neither tests nor the host's env
 
 from __future__ import annotations
 
-# The modules that do not begin with an underscore load enum, re and others: 15 ms of a cold start.
+# The modules without the underscore import enum, re and others, which adds 15 ms to a cold start.
 import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import fcntl
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _WATCH_EVERY_S = 0.02
 _IDLE_S = 0.005
 _MIB = 1 << 20
-# Beyond `memory_mb`, which bounds what is resident: room in the address space for libraries and the stacks of threads.
+# Address space beyond `memory_mb`, which limits resident memory, for libraries and thread stacks.
 _ADDRESS_SPACE_SLACK_MB = 1024
 _OPEN_FILES = 256
 _FIRST_TO_GO = b"1000"
-# A disk with less left counts as full: a program that filled it may have had its last few pages taken back.
+# A disk with less free space counts as full: a program that filled it may have had its last pages taken back.
 _FULL_BYTES = 64 * 1024
 
 _LIKELY = ("collections", "functools", "itertools", "json", "linecache", "math", "random", "re", "traceback")
@@ -42,25 +42,26 @@ _STATED = frozenset({"out_of_memory", "disk_full", "sandbox_denied", "command_no
 
 class Agent:
     def __init__(self, control: socket.socket, workspace: str, readable: list[str], held: int, score: int) -> None:
-        """`readable`: what is visible outside the workspace. `held`: how many processes of the user namespace are not a call's.
-        `score`: a descriptor of this process's own oom_score_adj."""
+        """`readable` is visible outside the workspace. `held` is the number of processes of the user namespace that belong to no
+        call. `score` is a descriptor of this process's own oom_score_adj.
+        """
         self._control = control
         self._workspace = workspace
         self._cwd = workspace
         self._readable = readable
         self._held = held
         self._score, self._own_score = score, os.pread(score, 16, 0)
-        self._rules: list[tuple[str, int]] | None = None  # what `access` leaves of the workspace
+        self._rules: list[tuple[str, int]] | None = None  # the access rules for the workspace
 
     def serve(self) -> NoReturn:
         """Answers requests until the host is gone."""
-        # A handler, which Python has for SIGINT alone, would let the signal through to pid 1.
+        # Python has a handler for SIGINT alone; any handler would let the signal reach pid 1.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-        os.environ.pop("PWD", None)  # bubblewrap sets it, and it would be wrong after the first change of directory
+        os.environ.pop("PWD", None)  # set by bubblewrap, and wrong after the first change of directory
         self._send(answer("ok", None, (0.0, 0.0, 0.0), b"", b""))
         if not select.select([self._control], [], [], _IDLE_S)[0]:
-            # Nobody is waiting: what most code imports, so that a call finds it there.
+            # Before the first call: preload what most code imports.
             for name in _LIKELY:
                 __import__(name)
         gc.collect()
@@ -111,7 +112,7 @@ class Agent:
         out, err, status = os.pipe(), os.pipe(), os.pipe()
         feed = os.pipe() if stdin else (os.open(os.devnull, os.O_RDONLY), -1)
         began = time.monotonic()
-        # A child inherits this: where memory ends, the kernel takes one of the call's processes and leaves the agent.
+        # Inherited by the child, so that the out-of-memory killer takes a process of the call, not the agent.
         os.pwrite(self._score, _FIRST_TO_GO, 0)
         pid = os.fork()
         if pid == 0:
@@ -135,12 +136,12 @@ class Agent:
     def _enter(
         self, limits: dict[str, float], stdin: int, stdout: int, stderr: int, status: int, channel: int | None
     ) -> None:
-        """In the child: its descriptors and no others, its limits, its directory."""
+        """Sets up the child: its descriptors and no others, its limits, its directory."""
 
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        # Two steps, because what is to move may lie where the other has to go.
+        # Two steps, because a descriptor to move may have the number that another needs.
         status = _above(status, child.STATUS)
         if channel is not None:
             os.dup2(_above(channel, child.STATUS), child.CHANNEL)
@@ -156,7 +157,7 @@ class Agent:
             (resource.RLIMIT_FSIZE, int(limits["file_mb"] * _MIB)),
             (resource.RLIMIT_NPROC, int(limits["processes"]) + self._held),
             (resource.RLIMIT_NOFILE, _OPEN_FILES),
-            # 1 rather than 0, which a handler that the host pipes core dumps into does not heed (core(5)).
+            # 1, not 0: the kernel ignores a limit of 0 if the host pipes core dumps to a handler (core(5)).
             (resource.RLIMIT_CORE, 1),
             (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0),
@@ -174,9 +175,9 @@ class Agent:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
     def _failure(self, exit_code: int | None, stated: bytes) -> str:
-        """The name of an end that no limit brought about, from the exit code and what the child says of itself.
+        """The failure name of a call that no limit ended, from the exit code and the child's own report.
 
-        A child that lies names its own end wrongly, and nothing else.
+        A child that lies only misnames its own end.
         """
         failure = "ok" if exit_code == 0 else "nonzero_exit"
         for line in stated.decode(errors="replace").splitlines():
@@ -186,7 +187,7 @@ class Agent:
                 failure = line
         if failure == "nonzero_exit" and exit_code is not None:
             disk = os.statvfs(self._workspace)
-            # A shell whose command was ended by a signal exits with 128 more than its number.
+            # A shell whose command a signal ended exits with 128 plus its number.
             number = -exit_code if exit_code < 0 else exit_code - 128
             if number == signal.SIGXFSZ or disk.f_bavail * disk.f_frsize < _FULL_BYTES or not disk.f_favail:
                 failure = "disk_full"
@@ -242,12 +243,14 @@ class _Call:
         self._began = self._looked = began
         self._deadline = began + limits["wall_s"]
         self._room = int(limits["output_kb"] * 1024)
-        self.cpu_s = 0.0  # of what has ended
+        self.cpu_s = 0.0  # of ended processes
         self.starvation = watch.Starvation()
         self._status: int | None = None
 
     def watch(self) -> tuple[str | None, int | None]:
-        """The name of the limit that was passed, if any was, and the exit code unless the child was stopped."""
+        """Watches the call. Returns the name of the limit that was passed, if any, and the exit code unless the child was
+        stopped.
+        """
         poll = select.poll()
         poll.register(self._control, 0)
         pidfd = os.pidfd_open(self._pid)
@@ -271,7 +274,7 @@ class _Call:
             ended = False
             for descriptor, events in poll.poll(max(0.0, min(self._deadline, next_watch) - now) * 1000):
                 if descriptor == self._control.fileno():
-                    os._exit(0)  # the host is gone, and with pid 1 everything else
+                    os._exit(0)  # the host is gone; everything else ends with pid 1
                 elif descriptor == pidfd:
                     ended = True
                 elif descriptor == self._feed:
@@ -309,11 +312,11 @@ class _Call:
             self._looked = now
             more_s = min(self.starvation.seconds, self._limits["starved_s"])
             self._deadline = self._began + self._limits["wall_s"] + more_s
-        # A child that ended in time is not late because this process is.
+        # A child that ended in time is not late, even if this process looks late.
         return "timeout" if self._status is None and time.monotonic() >= self._deadline else None
 
     def _read(self, stream: int) -> bool:
-        """Takes what there is, up to the limit; False where there is nothing more now."""
+        """Reads the available output, up to the limit; False if there is no more for now."""
         try:
             data = os.read(stream, 65536)
         except BlockingIOError:
@@ -335,7 +338,7 @@ class _Call:
             self._feed = -1
 
     def _reap(self, options: int = os.WNOHANG) -> bool:
-        """Waits for one child or orphan that has ended; False where there is none."""
+        """Waits for one child or orphan that has ended; False if there is none."""
         try:
             pid, status, used = os.wait4(-1, options)
         except ChildProcessError:
@@ -346,9 +349,9 @@ class _Call:
         return bool(pid)
 
     def _kill(self) -> None:
-        """Kills all in the namespace but this process, until nothing is left: a fork under way is caught by the next turn."""
+        """Kills everything in the namespace but this process until nothing is left. The next turn catches a fork in progress."""
         while True:
-            # The child may have ended by itself; the first signal must not overtake its status.
+            # The child may have ended by itself; this signal must not replace its own status.
             try:
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:

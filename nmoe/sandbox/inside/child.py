@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 CHANNEL, STATUS = 3, 4
 _NAME = "<python>"
-# Where a workspace's bootstrap installs (nmoe.sandbox.workspaces.bootstrap). Set here, in the child, and never for the agent,
-# which must not import what a policy can write.
+# The directory where a workspace's bootstrap installs (nmoe.sandbox.workspaces.bootstrap). It is on the child's import path
+# only: the agent must not import code that a policy can write.
 _PACKAGES = "/workspace/.packages"
 _DENIED = {errno.EACCES: "sandbox_denied", errno.EPERM: "sandbox_denied", errno.EROFS: "sandbox_denied"}
 _FULL = {errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EFBIG: "disk_full"}

@@ -34,11 +34,11 @@ def read_lines(workspace: str, path: str, first: int, count: int) -> Callable[[]
     def act() -> None:
         descriptor = _open(workspace, path, os.O_RDONLY | os.O_NONBLOCK)
         line, wanted = 1, range(first, first + count)
-        ended = True  # whether what was read so far ends with a newline
+        ended = True  # whether the text read so far ends with a newline
         while line < wanted.stop and (block := os.read(descriptor, 1 << 16)):
             start = 0
             while start < len(block) and line < wanted.stop:
-                # Lines before the first are counted block by block, those that are wanted one by one.
+                # Lines before the first are counted block by block, wanted ones one by one.
                 if line < first and line + (newlines := block.count(b"\n", start)) < first:
                     line, start, ended = line + newlines, len(block), block.endswith(b"\n")
                     continue
@@ -78,7 +78,7 @@ def write(workspace: str, path: str, data: bytes) -> Callable[[], None]:
     def act() -> None:
         relative = _relative(workspace, path)
         _make_directories(workspace, os.path.dirname(relative))
-        # Not truncated before it is known to be a regular file with one name: another name may lie where it must not change.
+        # Not truncated before it is known to be a regular file with one name: another name may lie in a protected place.
         descriptor = _open(workspace, path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, only_name=True)
         os.ftruncate(descriptor, 0)
         _write_all(descriptor, data)

@@ -16,7 +16,7 @@ RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH = 0x02, 0x04, 0x08
 
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
-# Numbers from 424 on are the same on every machine.
+# Numbers from 424 on are the same on every architecture.
 _MOUNT_SETATTR, _OPENAT2 = 442, 437
 _PIVOT_ROOT, _CAPSET = (155, 126) if os.uname().machine == "x86_64" else (41, 91)
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
-# How many rights over files each version of the interface knows.
+# The number of file rights in each version of the interface.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 
 LIST = _READ_DIR
 READ = _EXECUTE | _READ_FILE | _READ_DIR
 DEVICE = _READ_FILE | _WRITE_FILE
-# The making of device nodes and control of devices are left to nobody.
+# No rule ever grants making device nodes or controlling devices.
 WRITE = READ | ((1 << 15) - 1 & ~_MAKE_CHAR & ~_MAKE_BLOCK)
 
 

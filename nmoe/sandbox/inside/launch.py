@@ -24,8 +24,8 @@ CONTROL = 3
 WORKSPACE, INSIDE_ID = "/workspace", 1000
 _SCORE = "/proc/self/oom_score_adj"
 
-# A directory that every Linux has and that nothing which a sandbox shows lies in: here the parts are staged, seen by nobody
-# outside, because the mount namespace is this process's own.
+# A directory that every Linux has and no sandbox shows. The parts are staged here, invisible outside, because the mount
+# namespace is this process's own.
 _STAGE = "/sys"
 _ROOT = f"{_STAGE}/root"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -36,7 +36,7 @@ _MADE = {
     "group": f"sandbox:x:{INSIDE_ID}:\n",
     "hosts": "127.0.0.1 localhost\n",
 }
-# Loaded inside from their compiled form: the files of this package need not be readable there.
+# Loaded inside from bytecode, so that this package's files need not be readable there.
 _MODULES = (kernel, landlock, watch, protocol, child, files, agent)
 _BOOTSTRAP = """
 import marshal, os, sys
@@ -115,7 +115,7 @@ def _drop_user(uid: int | None) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        # Changing users made /proc/self root's, and with it the map of ids that is to be written there.
+        # Changing the uid made /proc/self owned by root, and with it the id maps that must be written.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 
@@ -190,7 +190,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     _map_ids(INSIDE_ID, uid, INSIDE_ID, gid)
     pid = os.fork()
     if pid:
-        # This process has to stay: the agent's parent tells the host how it ended. It holds nothing but that.
+        # This process stays, as the agent's parent, to tell the host how the agent ended.
         os.closerange(0, 1024)
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
@@ -205,10 +205,10 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     except OSError as error:
         print(error, file=sys.stderr)
         os._exit(1)
-    # The interpreter is this one: what it knows of the host's directories must go.
+    # The interpreter stays this one, so it must forget the host's directories.
     sys.path[:] = [*sys.path[1:], *plan["site"]]
     sys.argv = [""]
-    # The parent is in this user namespace as well.
+    # The parent is in this user namespace too.
     agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan), 2, score).serve()
 
 
@@ -235,7 +235,7 @@ def _build_root(plan: dict[str, Any]) -> None:
         os.makedirs(root + inside)
         kernel.bind(f"{_STAGE}/disk/{name}", root + inside)
         kernel.restrict_mount(root + inside, read_only=False)
-    # What is mounted below keeps its own rights.
+    # Mounts below keep their own flags.
     kernel.restrict_mount(root, recursive=False)
     kernel.pivot_root(root)
     os.chdir(WORKSPACE)

@@ -10,7 +10,7 @@ import errno
 import os
 import struct
 
-# Numbers on x86_64 and on aarch64, from the kernel's headers; None where there is no such call.
+# Numbers on x86_64 and aarch64, from the kernel's headers; None if there is no such call.
 DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
@@ -20,7 +20,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
     "open_tree": (428, 428), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268), "statmount": (457, 457), "listmount": (458, 458),
-    # kernel interfaces that sandboxes have been left by
+    # kernel interfaces that have been used to escape from sandboxes
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
     "perf_event_open": (298, 241), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "userfaultfd": (323, 282), "modify_ldt": (154, None), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
@@ -32,16 +32,16 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
     "sethostname": (170, 161), "setdomainname": (171, 162), "syslog": (103, 116), "vhangup": (153, 58),
     "uselib": (134, None), "ustat": (136, None), "sysfs": (139, None), "_sysctl": (156, None),
-    # memory that no process's size shows
+    # memory that counts in no process's size
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190),
     "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    # a smaller share of the CPU by choice: what waits for one would look starved by others (nmoe.grading.code.verify)
+    # lowering one's own CPU priority, which would look like starvation (nmoe.grading.code.verify)
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
 }  # fmt: skip
 
-# (x86_64, aarch64) of the calls that some arguments make harmful, and of clone3, whose flags no filter can read.
+# (x86_64, aarch64) of calls that are harmful with some arguments, and of clone3, whose flags a filter cannot read.
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _SETSOCKOPT, _FCNTL, _IOCTL, _PERSONALITY, _PRLIMIT = (
     (56, 220),
     (435, 435),
@@ -58,7 +58,7 @@ _NEWER_THAN_THIS_LIST = 463
 _NEW_NAMESPACES = 0x7E020000
 _AF_UNIX = 1
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
-# Larger buffers hold memory that no process's size shows.
+# Larger buffers hold memory that counts in no process's size.
 _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
 _F_SETPIPE_SZ = 1031
 
@@ -103,7 +103,7 @@ def filter_program() -> bytes:
     # 0 is the ordinary personality, all ones asks for the current one.
     ordinary = [_line(_EQUAL, 0, 2, 0), _line(_EQUAL, 0xFFFFFFFF, 1, 0), _line(_RETURN, _ERROR | errno.EPERM)]
     lines += _argument(_PERSONALITY[column], 0, ordinary)
-    # Limits of oneself only: another process may be the one that holds this sandbox.
+    # A process's own limits only: another process may be the agent.
     lines += _argument(_PRLIMIT[column], 0, _unless(_EQUAL, 0, _ERROR | errno.EPERM))
     lines.append(_line(_RETURN, _ALLOW))
     return b"".join(lines)

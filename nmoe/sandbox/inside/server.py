@@ -28,7 +28,7 @@ _DESCRIPTORS = struct.Struct("ii")
 
 def main() -> NoReturn:
     requests = socket.socket(fileno=os.dup(0))
-    # Launchers that have ended leave no zombie; who waits for one has its pidfd.
+    # Ended launchers leave no zombies; the host waits for one by its pidfd.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         plan, ancillary, _, _ = requests.recvmsg(

@@ -87,7 +87,7 @@ def shared_memory_once() -> int:
             with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
                 total += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) * 1024
         except (OSError, StopIteration):
-            # It ended, or hides its maps: then all that it has resident counts.
+            # It ended, or hides its maps: count all of its resident memory.
             try:
                 with open(f"/proc/{pid}/statm", "rb") as file:
                     total += int(file.read().split()[1]) * _PAGE

@@ -20,7 +20,7 @@ from typing import Any
 from nmoe.config.tables.tools import WorkspaceSettings
 
 PACKAGES = ".packages"
-_OUTPUT_KEPT = 4000  # characters of the output: its end says what went wrong
+_OUTPUT_KEPT = 4000  # characters from the end of the output, where errors are
 
 
 def bootstrap(settings: WorkspaceSettings, tree: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def bootstrap(settings: WorkspaceSettings, tree: Path) -> dict[str, Any]:
         what = ["-r", "requirements.txt"]
         directory = tree
         if mode != "requirements":
-            # A build writes beside its sources; the workspace has to stay what was committed.
+            # Built in a copy: a build writes beside its sources, and the workspace must stay as committed.
             directory = Path(scratch) / tree.name
             shutil.copytree(tree, directory, symlinks=True)
             what = ["."]

@@ -26,7 +26,7 @@ def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[
     found, strangers = _survey(root)
     kept_mb: dict[str, float] = {}
     removed = 0.0
-    # From the last used to the first, so that each environment's quota holds its newest.
+    # Most recently used first, so that each environment's quota keeps its newest.
     for one in sorted(found, key=lambda one: -one.used):
         why = one.why_past(now, kept_mb.get(one.env_id, 0.0))
         if why is not None and not one.is_free():
@@ -36,7 +36,7 @@ def collect(root: Path, *, dry_run: bool, now: float | None = None) -> Iterator[
             if not dry_run:
                 shutil.rmtree(
                     one.path / "tree", ignore_errors=True
-                )  # the marker goes last: a half removed one is still ours
+                )  # the marker goes last, so that a half-removed workspace is still recognised
                 shutil.rmtree(one.path)
             removed += one.mb
             yield f"{'would remove ' if dry_run else 'removed      '} {one.path.name}: {one.mb:.1f} MB, {why}"

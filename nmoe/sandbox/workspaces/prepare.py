@@ -37,7 +37,7 @@ from nmoe.sandbox.workspaces.sources import Source, WorkspaceError, extract, fil
 from nmoe.sandbox.workspaces.store import MAKING, MARKER, lock, now_utc, workspaces_root
 from nmoe.types import Problem
 
-# A file name may have 255 bytes.
+# Leaves room for the rest of a file name, which may have 255 bytes.
 _KEPT_NAME_CHARS = 200
 
 
@@ -79,7 +79,7 @@ class Workspaces:
             raise WorkspaceError(str(error)) from error
         if source not in self._ready:
             self._ready[source] = self._makers.submit(self._prepare, source)
-        # A trajectory that is cancelled must not take the workspace from the others that wait for it.
+        # Shielded: cancelling one trajectory must not cancel the workspace that others wait for.
         return await asyncio.shield(asyncio.wrap_future(self._ready[source]))
 
     async def save(
@@ -141,11 +141,11 @@ class Workspaces:
             if not (final / MARKER).exists():
                 self._make(source, identity, final)
             self._locks.append(lock(final, fcntl.LOCK_SH))
-            if (final / MARKER).exists():  # else it was collected before the lock was ours
+            if (final / MARKER).exists():  # else it was removed before this lock was taken
                 break
         os.utime(final / MARKER)  # its age counts from its last use
         record = json.loads((final / MARKER).read_text())
-        # The same files may have been made from another place, for another environment.
+        # The same files may have been prepared from another source, for another environment.
         return Prepared(final / "tree", {**record, "target_commit": None, **identity, **self._about()})
 
     def _make(self, source: Source, identity: Mapping[str, Any], final: Path) -> None:
@@ -166,12 +166,12 @@ class Workspaces:
             try:
                 os.rename(making, final)
             except OSError:
-                if not (final / MARKER).exists():  # else another process was faster, with the same files
+                if not (final / MARKER).exists():  # else another process was first, with the same files
                     raise
 
     @contextmanager
     def _making(self, record: Mapping[str, Any]) -> Iterator[Path]:
-        """A directory to fill and to rename: locked and marked from the start, and gone at the end if it was not renamed."""
+        """A directory to fill and rename. It is locked and marked from the start, and removed at the end unless it was renamed."""
         with storage_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             making = Path(tempfile.mkdtemp(prefix=MAKING, dir=self._root))

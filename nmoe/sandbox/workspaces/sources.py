@@ -20,7 +20,7 @@ from nmoe.config.tables.tools import WorkspaceSettings
 from nmoe.errors import UserError
 from nmoe.types import Failure, Problem
 
-# What is kept of one trajectory's workspace: more than this is no longer for people to look at.
+# Limits of a saved workspace: people do not read more than this.
 MOST_KEPT = 4096
 _UNPACK_S = 60.0
 
@@ -116,7 +116,7 @@ def fill(source: Source, identity: Mapping[str, Any], tree: Path) -> None:
     assert source.repository is not None, "a source is a directory or a repository"
     tree.mkdir()
     with tempfile.TemporaryDirectory() as scratch:
-        # `git archive` would leave out what .gitattributes marks export-ignore, which often is the tests.
+        # Not `git archive`, which leaves out what .gitattributes marks export-ignore, often the tests.
         index = {"GIT_INDEX_FILE": f"{scratch}/index"}
         repository = Path(source.repository)
         _git(repository, "read-tree", identity["base_commit"], **index)
