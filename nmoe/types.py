@@ -57,9 +57,9 @@ class Sampling:
 
 @dataclass
 class Sample:
-    """One completion. `logprobs` are taken from the distribution that was sampled from, after temperature, top-k and top-p (so
-    0.0 under greedy). If a stop token was sampled, it is part of the completion.
+    """One completion. If a stop token was sampled, it is part of it.
 
+    `logprobs` are taken from the distribution that was sampled from, after temperature, top-k and top-p (so 0.0 under greedy).
     `versions` holds the weight version of each token. `kept_ids` holds each token's kept set if top-k or top-p cut the
     support. `routes` holds every router pick as int16 `[prompt + completion - 1, layers, K]`, for engines that record them.
     """

@@ -53,8 +53,9 @@ class ConversationTask(QuestionTask, ABC):
 
     @abstractmethod
     def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
-        """Responds to any turn, however strange. `rng` is seeded by the run's seed, the problem's position, the sample and the
-        turn.
+        """Responds to any turn, however strange.
+
+        `rng` is seeded by the run's seed, the problem's position, the sample and the turn.
         """
 
     def exchange(self, problem: Problem, before: Exchange | None, said: Said, *, turn: int, seed: int) -> Exchange:

@@ -1,5 +1,4 @@
-"""Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" after each guess until it is found or no tries
-are left.
+"""Guessing a number by hints: "Guess: 40 to 47, 4 tries", then "higher" or "lower" until it is found or no tries are left.
 
 There are 2**(difficulty + 1) numbers, and one try more than bisection needs.
 """

@@ -49,9 +49,8 @@ def read_score(answer: str) -> Fraction | None:
 class WrittenEvaluation:
     r"""The text of an evaluation, from its opening phrase to its score, and that score.
 
-    WrittenEvaluation("Here is my evaluation of the solution:\nStep 2 is wrong: 12+2=14\nBased on my evaluation, the final
-    "
-                      "overall score should be: 0", Fraction(0))
+    WrittenEvaluation("Here is my evaluation of the solution:\nStep 2 is wrong: 12+2=14\n"
+                      "Based on my evaluation, the final overall score should be: 0", Fraction(0))
     """
 
     text: str

@@ -92,10 +92,9 @@ class Task(Protocol):
         """
 
     async def same(self, problem: Problem, one: str, other: str) -> bool:
-        """Whether two answers to a problem, right or wrong, count as equal in a vote among samples. Accepts any answers, as
-        `verify`.
+        """Whether two answers to a problem, right or wrong, count as equal in a vote among samples.
 
-        Raises InfrastructureError if a comparison was lost, which is not a verdict.
+        Accepts any answers, as `verify`. Raises InfrastructureError if a comparison was lost, which is not a verdict.
         """
 
 

@@ -38,8 +38,9 @@ class ToolRuntime:
             raise
 
     def record(self) -> dict[str, Any] | None:
-        """Returns the record for replays: {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp,
-        ..."}.
+        """Returns the record for replays.
+
+        {"settings": {"level": "bubblewrap", ...}, "in_force": "bubblewrap 0.8.0, seccomp, ..."}
         """
         if self.sandboxes is None:
             return None

@@ -47,7 +47,7 @@ class ToolSession:
             self.prepared = await self._workspace()
 
     async def sandbox(self) -> Sandbox:
-        """Returns the trajectory's sandbox. Raises SandboxSetupError if it is unavailable, WorkspaceError if its files are."""
+        """Returns the trajectory's sandbox. Raises SandboxSetupError without a sandbox, WorkspaceError without its files."""
         async with self._opening:
             if self.opened is None:
                 assert self.sandboxes is not None, (
