@@ -14,5 +14,5 @@ ruff check .
 ruff format --check .
 echo "== mypy"
 mypy
-echo "== pytest (tests that this machine can not run are listed with their reason at the end)"
+echo "== pytest (tests that this machine cannot run are listed with their reason at the end)"
 exec python -m pytest -rs --durations=10 "$@"

@@ -3,7 +3,7 @@
     python benchmarks/head.py                     # V = 151,936 and D = 1024, as Qwen3-0.6B has them
 
 Three ways of use: training (gradients of states and head), a frozen head (adapters: of the states alone), and no gradient. Each is
-held against the matrix products that it can not do without, over all rows at once: one, two or three. Beside them stands what
+held against the matrix products that it cannot do without, over all rows at once: one, two or three. Beside them stands what
 torch does with whole logits: F.linear, log_softmax and the entropy. Sides take turns; the figures are medians of CPU seconds, which
 other work on the machine disturbs less than the clock's.
 """

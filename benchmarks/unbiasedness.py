@@ -194,7 +194,7 @@ def bias(gradient: Tensor, meant: Tensor) -> float:
 
 
 def worst_error(estimate: tuple[Tensor, Tensor], meant_PV: Tensor) -> float:
-    """The largest distance of a coordinate, in its standard errors; coordinates that can not move are left out."""
+    """The largest distance of a coordinate, in its standard errors; coordinates that cannot move are left out."""
     mean_PV, error_PV = estimate
     moving_PV = error_PV > 1e-12
     return float(((mean_PV - meant_PV).abs() / error_PV)[moving_PV].max())

@@ -8,7 +8,7 @@ class UserError(Exception):
 
 
 class StorageError(UserError):
-    """The disk is full or can not be written: nothing is wrong with the input, so the exit code is 1."""
+    """The disk is full or cannot be written: nothing is wrong with the input, so the exit code is 1."""
 
     exit_code = 1
 

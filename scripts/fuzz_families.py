@@ -280,7 +280,7 @@ def try_one(seed: int, number: int) -> tuple[Outcome, str]:
             make(raw, directory, number, oddity == DISTINCT_HEAD)
             reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
             reference(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
-        except Exception as error:  # whatever transformers makes of what it can not load
+        except Exception as error:  # whatever transformers makes of what it cannot load
             return "refused by transformers", f"{shown}: {error!r}"
         try:
             apart = difference(reference, directory, number)

@@ -134,7 +134,7 @@ def _read_object(path: Path) -> dict[str, Any]:
             f"{path}: no such file; a checkpoint is a directory with config.json and model.safetensors"
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can not be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: not a JSON object")
     return raw

@@ -85,7 +85,7 @@ class Shards:
         try:
             tensor: Tensor = self._opened[1].get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {name} can not be read: {error}") from None
+            raise UserError(f"{path}: {name} cannot be read: {error}") from None
         self._mapped += tensor.nbytes
         return tensor
 
@@ -106,7 +106,7 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
         weight_map = raw["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: can not be read as an index of shards: {error!r}") from None
+        raise UserError(f"{path}: cannot be read as an index of shards: {error!r}") from None
     shards: dict[Path, list[str]] = {}
     for name, file in pairs:
         if file != Path(file).name or "\\" in file or file in ("", ".", ".."):

@@ -40,7 +40,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         if reason is None:
             raise
         raise StorageError(
-            f"{path}: can not be written: {reason} ({_bytes_free(path):,} bytes free on its disk). "
+            f"{path}: cannot be written: {reason} ({_bytes_free(path):,} bytes free on its disk). "
             "Make room or permit writing there; a run goes on from its last checkpoint with --run.resume=true."
         ) from error
 

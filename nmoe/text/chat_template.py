@@ -61,7 +61,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._end = end
         self._tools: list[Any] | None = [tool.as_function() for tool in tools] or None
-        # A name of one character can not be broken up, and is never structure.
+        # A name of one character cannot be broken up, and is never structure.
         added = sorted((name for name in tokenizer.added_tokens if len(name) > 1), key=len, reverse=True)
         self._added = {name: tokenizer.added_tokens[name] for name in added}
         alternatives = "|".join(map(re.escape, added))
@@ -71,7 +71,7 @@ class ChatTemplate:
         controls = [name for name in added if self._added[name] in tokenizer.control_ids and name not in TAGS]
         self._foreign_starts = _starts(controls)
         self.stop_ids = (tokenizer.special_id(end),)
-        if tools:  # a template that can not go on should say so before a run starts
+        if tools:  # a template that cannot go on should say so before a run starts
             said = ToolAnswer(tools[0].name, "ok", "0/0")
             self.continuation_ids([Message("user", "?")], [[said], [said]])
 

@@ -69,10 +69,10 @@ class Segment:
 
 
 def check_message(message: Message) -> None:
-    """Raise HarmonyError where rendering `message` would lose something that parsing can not bring back."""
+    """Raise HarmonyError where rendering `message` would lose something that parsing cannot bring back."""
 
     def refuse(reason: str) -> NoReturn:
-        raise HarmonyError(f"can not render {message!r}: {reason}")
+        raise HarmonyError(f"cannot render {message!r}: {reason}")
 
     if message.role not in ROLES:
         refuse(f"unknown role {message.role!r}; the roles are {', '.join(ROLES)}")

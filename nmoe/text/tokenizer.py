@@ -123,7 +123,7 @@ class Tokenizer:
             for name, text in {_MODEL_FILE: self._backend.to_str(pretty=True), **self._side_files}.items():
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"can not write the tokenizer to {directory}: {error}") from error
+            raise StorageError(f"cannot write the tokenizer to {directory}: {error}") from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -231,7 +231,7 @@ def _read(path: Path) -> str:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; a tokenizer directory holds {_MODEL_FILE}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can not be read: {error}") from error
+        raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:

@@ -51,7 +51,7 @@ cp -r '{disk}/base' '{kept}/resumed'
     done = subprocess.run([*PRIVATE_MOUNTS, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done
     assert [line for line in done.stdout.splitlines() if line.startswith("code")] == ["code 1", "code 0"]
-    assert done.stderr.startswith(f"error: {disk}/base/checkpoints/step_000002: can not be written: ")
+    assert done.stderr.startswith(f"error: {disk}/base/checkpoints/step_000002: cannot be written: ")
     assert "bytes free" in done.stderr
     assert "--run.resume=true" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -74,6 +74,6 @@ def test_a_file_that_may_not_grow(workshop: Path, base: Path, tmp_path: Path) ->
 
     done = subprocess.run(run_of(workshop, tmp_path), preexec_fn=bounded, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done
-    assert done.stderr.startswith(f"error: {tmp_path}/base/checkpoints/step_000001: can not be written: ")
+    assert done.stderr.startswith(f"error: {tmp_path}/base/checkpoints/step_000001: cannot be written: ")
     assert done.stderr.count("\n") == 1
     assert list((tmp_path / "base" / "checkpoints").iterdir()) == []

@@ -142,7 +142,7 @@ def test_no_lines_and_no_file(nmoe: Nmoe, predictions: Callable[..., Path]) -> N
     assert nmoe("grade", predictions("")).code == 2
     missing = nmoe("grade", "missing.jsonl")
     assert missing.code == 2
-    assert "missing.jsonl: can not be read" in missing.err
+    assert "missing.jsonl: cannot be read" in missing.err
 
 
 def test_hostile_predictions(command: Nmoe, predictions: Callable[..., Path]) -> None:

@@ -130,7 +130,7 @@ def test_a_run_hands_generation_settings_on(tmp_path: Path, tiny_model: MakeMode
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == generation
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [3, 4]
     (tmp_path / "base" / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"base/generation_config\.json: can not be read"):
+    with pytest.raises(UserError, match=r"base/generation_config\.json: cannot be read"):
         load_model(tmp_path / "base")
 
 

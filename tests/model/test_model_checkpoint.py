@@ -82,8 +82,8 @@ NARROW = torch.zeros(32)
 COMMON = [
     (remove("config.json"), r"config\.json: no such file; a checkpoint is a directory with"),
     (remove("model.safetensors"), r"model\.safetensors: no such file"),
-    (write("config.json", b"{"), r"config\.json: can not be read"),
-    (write("config.json", b"\xff\xfe"), r"config\.json: can not be read"),
+    (write("config.json", b"{"), r"config\.json: cannot be read"),
+    (write("config.json", b"\xff\xfe"), r"config\.json: cannot be read"),
     (write("config.json", b"[]"), r"config\.json: not a JSON object"),
     (
         edit_config(model_type="bert"),

@@ -89,9 +89,9 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: edit_index(d, norm="/etc/passwd"), r"{index}: .* '/etc/passwd', which is not a file of this directory$"),
     (lambda d: edit_index(d, norm=".."), r"{index}: .* '\.\.', which is not a file of this directory$"),
     (lambda d: edit_index(d, norm=""), r"{index}: .* '', which is not a file of this directory$"),
-    (lambda d: (d / INDEX).write_text("{"), r"{index}: can not be read as an index of shards"),
-    (lambda d: (d / INDEX).write_text("[]"), r"{index}: can not be read as an index of shards"),
-    (lambda d: (d / INDEX).write_text('{"weight_map": []}'), r"{index}: can not be read as an index of shards"),
+    (lambda d: (d / INDEX).write_text("{"), r"{index}: cannot be read as an index of shards"),
+    (lambda d: (d / INDEX).write_text("[]"), r"{index}: cannot be read as an index of shards"),
+    (lambda d: (d / INDEX).write_text('{"weight_map": []}'), r"{index}: cannot be read as an index of shards"),
     (lambda d: (d / INDEX).unlink(), r"model\.safetensors: no such file"),
     (
         lambda d: edit_tensor(d, set_to(float("nan"))),

@@ -67,7 +67,7 @@ def test_routes_stand_where_their_token_is_read() -> None:
     batch = policy_batch(trajectories, ADVANTAGES_B, "token", 4)
     assert batch.routes_TYK is not None
     assert batch.routes_TYK.tolist() == [*routes.tolist(), [[77, 77], [77, 77]]]
-    trajectories[1].turns[0].sample.routes = None  # a part can not be replayed
+    trajectories[1].turns[0].sample.routes = None  # a part cannot be replayed
     assert policy_batch(trajectories, ADVANTAGES_B, "token", 4).routes_TYK is None
 
 

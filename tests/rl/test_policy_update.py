@@ -301,7 +301,7 @@ def test_a_critic_learns_the_returns(run: Callable[..., Run], critic: dict[str, 
     assert ("critic_grad_norm" in first) == ("shared" not in critic)
     for step in range(2, 60):
         last = one.update(step, right)
-    # The value before the first token can not know which answer follows; that before the second knows: 3/4 of the variance at 3/4.
+    # The value before the first token cannot know which answer follows; that before the second knows: 3/4 of the variance at 3/4.
     assert last["explained_variance"] > 0.4
     assert last["value_loss"] < 0.1
 

@@ -1,4 +1,4 @@
-"""Runs with rewards of one's own: they are trained on, what they can not judge is masked, and what is no reward stops the run."""
+"""Runs with rewards of one's own: they are trained on, what they cannot judge is masked, and what is no reward stops the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on environments with tools and workspaces: what is in force is said, and what can not be had is named."""
+"""Runs on environments with tools and workspaces: what is in force is said, and what cannot be had is named."""
 
 from __future__ import annotations
 

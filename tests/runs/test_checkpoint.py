@@ -114,7 +114,7 @@ def test_a_failed_write_leaves_the_earlier_checkpoint_alone(
     with pytest.raises(raised) as caught:
         save_checkpoint(tmp_path, 20, fail, keep=1)
     if raised is StorageError:
-        assert str(caught.value).startswith(f"{tmp_path}/step_000020: can not be written")
+        assert str(caught.value).startswith(f"{tmp_path}/step_000020: cannot be written")
         assert "bytes free" in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_000010"]
     assert checkpoint_step(tmp_path / "latest") == 10
@@ -146,7 +146,7 @@ print(sorted(os.listdir(disk)))
     done = small_disk(code)
     assert done.stderr == ""
     message, state = done.stdout.splitlines()
-    assert message.startswith(f"{tmp_path}/disk/step_000002: can not be written: ")
+    assert message.startswith(f"{tmp_path}/disk/step_000002: cannot be written: ")
     assert "bytes free" in message
     assert state == "['latest', 'step_000001']"
 

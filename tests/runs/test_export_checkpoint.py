@@ -98,7 +98,7 @@ def test_what_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "export_model", full)
-    with pytest.raises(StorageError, match=r"out: can not be written: No space left"):
+    with pytest.raises(StorageError, match=r"out: cannot be written: No space left"):
         export_checkpoint(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

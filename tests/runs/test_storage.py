@@ -26,7 +26,7 @@ from nmoe.runs.storage import append_whole, remove_partials, storage_errors, wri
 )
 def test_storage_refusals_become_storage_errors(tmp_path: Path, error: Exception) -> None:
     path = tmp_path / "absent" / "model.safetensors"
-    message = r"model\.safetensors: can not be written: .*bytes free"
+    message = r"model\.safetensors: cannot be written: .*bytes free"
     with pytest.raises(StorageError, match=message) as caught, storage_errors(path):
         raise error
     assert caught.value.exit_code == 1
@@ -88,8 +88,8 @@ print((disk / "lines").read_bytes(), (disk / "whole").read_bytes(), sorted(os.li
     done = small_disk(code)
     assert done.stderr == ""
     first, second, state = done.stdout.splitlines()
-    assert first.startswith(f"{tmp_path}/disk/lines: can not be written: No space left on device (")
-    assert second.startswith(f"{tmp_path}/disk/whole: can not be written: No space left on device (")
+    assert first.startswith(f"{tmp_path}/disk/lines: cannot be written: No space left on device (")
+    assert second.startswith(f"{tmp_path}/disk/whole: cannot be written: No space left on device (")
     assert state == "b'first\\n' b'first' ['lines', 'whole']"
 
 

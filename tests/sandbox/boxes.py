@@ -28,7 +28,7 @@ class Box(Protocol):
 
 
 def sandboxes_of(level: Literal["bubblewrap", "landlock"], warm: int = 0, **more: Any) -> Sandboxes:
-    """Skips the test where the level can not be had here; one that starts and does not hold is a failure."""
+    """Skips the test where the level cannot be had here; one that starts and does not hold is a failure."""
     if level == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed (apt-get install bubblewrap): the bubblewrap level is not tested")
     try:

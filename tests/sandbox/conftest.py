@@ -1,4 +1,4 @@
-"""Both levels of sandbox, opened once; a level that this machine can not have skips its tests and says why."""
+"""Both levels of sandbox, opened once; a level that this machine cannot have skips its tests and says why."""
 
 from __future__ import annotations
 

@@ -468,7 +468,7 @@ def test_an_answer_can_hold_whole_files(judge: Judge) -> None:
     assert judge("code_edit", solution).outcome == "incorrect", "no block says which file"
 
 
-# what can not be graded
+# what cannot be graded
 
 
 def test_a_workspace_that_is_lost_is_no_verdict(graders: Sandboxes, loop: asyncio.Runner) -> None:

@@ -65,6 +65,6 @@ def test_what_can_not_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'began with \{"seed": 0\}, which \{"seed": 1\} does not go on'):
         pipeline(tmp_path, [], resume=True, seed=1)
     (tmp_path / "stages.json").write_text(json.dumps({"settings": {"seed": 0}, "done": [{"name": "one"}]}))
-    with pytest.raises(UserError, match=r"stages\.json: can not be read: .*seconds"):
+    with pytest.raises(UserError, match=r"stages\.json: cannot be read: .*seconds"):
         pipeline(tmp_path, [], resume=True)
     assert (tmp_path / "one").exists()

@@ -1,4 +1,4 @@
-"""The tokenizer: text survives, control tokens can not be forged, files are Hugging Face's."""
+"""The tokenizer: text survives, control tokens cannot be forged, files are Hugging Face's."""
 
 import json
 import random
@@ -204,7 +204,7 @@ class TestFiles:
 
     def test_a_file_that_is_not_text(self, tmp_path):
         (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-        with pytest.raises(UserError, match=r"tokenizer\.json: can not be read"):
+        with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read"):
             Tokenizer.load(tmp_path)
 
     def test_a_missing_file(self, tmp_path):
@@ -213,5 +213,5 @@ class TestFiles:
 
     def test_a_place_that_can_not_be_written(self, tokenizer, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(StorageError, match="can not write the tokenizer"):
+        with pytest.raises(StorageError, match="cannot write the tokenizer"):
             tokenizer.save(tmp_path / "file")

@@ -104,7 +104,7 @@ def test_an_expression_of_one_s_own_finds_the_score(environment: Make, play: Pla
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (says("I can not say."), "no score in the judge's answer 'I can not say.'"),
+        (says("I cannot say."), "no score in the judge's answer 'I cannot say.'"),
         (says("Score: 11"), "the judge's score 11 is not between 0 and 10"),
         (says("Score: -1"), "is not between 0 and 10"),
         (says("Score: 7", "length"), "cut at max_tokens"),
