@@ -61,6 +61,7 @@ from nmoe.rl.policy import policy_learner, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.teacher import Teacher
+from nmoe.rollout.collector import GradingError
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
@@ -161,11 +162,16 @@ class PolicyGradient(Recipe):
         return Step(metrics, shown(metrics))
 
     def evaluate(self) -> HeldOut | None:
-        """The share of held-out problems solved, the same problems each time."""
+        """The share of held-out problems solved, the same problems each time. Raises GradingError with its sample saved."""
         if self.held_out is None:
             return None
         self.engine.forget_prefixes()
-        results = self.held_out.evaluate(self.engine, self.learner.model.config.context_tokens)
+        try:
+            results = self.held_out.evaluate(self.engine, self.learner.model.config.context_tokens)
+        except GradingError as error:
+            lost = error.trajectory
+            self.run.ledger.failure(lost.record(self.learner.version, self.tokenizer.decode(lost.token_ids)))
+            raise
         records = [result.record() for result in results]
         self.rates.append(rates_of(records))
         return HeldOut({}, f"held-out {results[0]}", records)

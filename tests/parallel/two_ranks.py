@@ -4,7 +4,6 @@ Prints a line ending in "agrees" for every kind of model and rank; an assertion 
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,7 +41,7 @@ def batch_of(lengths: list[int], seed: int) -> Batch:
 def model_of(family: str) -> Transformer:
     model = tiny_family(family)
     if model.moe_layers():
-        model.config = replace(model.config, router_aux_loss_coef=0.5, router_bias_rate=0.01)
+        model.config = model.config.model_copy(update={"router_aux_loss_coef": 0.5, "router_bias_rate": 0.01})
     return model.double().set_numerics("exact")
 
 

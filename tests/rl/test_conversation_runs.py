@@ -112,10 +112,28 @@ def test_a_task_that_raises_stops_the_run_with_the_sample_saved(
 
     monkeypatch.setattr(ReverseTwice, "respond", broken)
     with pytest.raises(GradingError, match="answering a sample of problem reverse/") as error:
-        reinforce(*SETTINGS)
+        reinforce(*SETTINGS, "--eval.every_steps=0")
     assert str(error.value.__cause__) == "no more digits"
     (line,) = (tmp_path / "rl/failures.jsonl").read_text().splitlines()
     assert json.loads(line)["failure"] == "grader_error"
     (bundle,) = (tmp_path / "rl/replay").glob("step_000001-*")
     saved, raised = read_bundle(bundle).trajectory(), error.value.trajectory
     assert (saved.token_ids, saved.exchanges, saved.problem) == (raised.token_ids, (), raised.problem)
+
+
+def test_a_task_that_raises_in_an_evaluation_stops_the_run_with_the_sample_saved(
+    reinforce: Reinforce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> Response:
+        raise RuntimeError("no more digits")
+
+    monkeypatch.setattr(ReverseTwice, "respond", broken)
+    with pytest.raises(GradingError) as error:
+        reinforce(*SETTINGS)
+    (line,) = (tmp_path / "rl/failures.jsonl").read_text().splitlines()
+    saved = json.loads(line)
+    assert (saved["step"], saved["failure"]) == (0, "grader_error")
+    assert (saved["problem"], saved["token_ids"]) == (
+        error.value.trajectory.problem.id,
+        error.value.trajectory.token_ids,
+    )
