@@ -41,7 +41,7 @@ def config(base: Path, tmp_path: Path) -> Callable[..., str]:
     [
         (
             [GOOD, GOOD | {"chosen": "12"}],
-            "pairs.jsonl:2: 'chosen' and 'rejected' are equal, so that neither is preferred",
+            "pairs.jsonl:2: 'chosen' and 'rejected' are equal, so neither is preferred",
         ),
         ([GOOD | {"rejected": ""}], "pairs.jsonl:1: 'rejected' is empty; fill it in or remove the record"),
         (
