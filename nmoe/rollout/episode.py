@@ -94,9 +94,9 @@ class Player:
         """
         environment, budget = self._environment, self._environment.budget
         last = episode.turns[-1].sample
-        calls = (
-            environment.renderer.calls(len(episode.turns) - 1, last.token_ids) if last.finish_reason == "stop" else []
-        )
+        # Without tools, a turn that calls one is an answer out of form, as in a task that does not converse.
+        may_call = environment.tools and last.finish_reason == "stop"
+        calls = environment.renderer.calls(len(episode.turns) - 1, last.token_ids) if may_call else []
         if not calls:
             return await self._next_answer(episode)
         if len(episode.turns) >= budget.turns or len(episode.tool_events) + len(calls) > budget.tool_calls:

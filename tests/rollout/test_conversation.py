@@ -161,6 +161,21 @@ def test_a_chat_template_with_tools_is_refused(environment: Make, tmp_path: Path
         Environment.from_settings(settings, qwen(tmp_path))
 
 
+@pytest.mark.parametrize("made", [llama, qwen])
+def test_a_call_without_tools_is_out_of_form_and_ends_no_run(
+    made: Callable[[Path], Tokenizer], environment: Make, tmp_path: Path
+) -> None:
+    chat = made(tmp_path)
+    settings = environment(POOL + RUBRIC).settings.model_copy(update={"format": "chat"})
+    demo = Environment.from_settings(settings, chat)
+    texts = ['<tool_call>{"name": "x", "arguments": {}}</tool_call>', "41", "43"]
+    turns = [[*chat.encode(f"<think>\nhm\n</think>\n\n{text}"), *demo.stop_ids] for text in texts]
+    (trajectory,), _ = play(demo, turns)
+    assert (len(trajectory.turns), trajectory.tool_events, trajectory.exchanges) == (1, (), ())
+    assert trajectory.grade.failure == "parse_error"
+    assert differences(kept(tmp_path / "replay", demo, chat, trajectory), chat) == {}
+
+
 def test_calls_and_their_answers_stay_in_the_history(environment: Make, harmony: Harmony) -> None:
     demo = environment(f'{POOL}{RUBRIC}[tools]\nuse = ["tool_cases:add"]\n')
     to_tool = Message("assistant", '{"x": 40, "y": 1}', "commentary", recipient="functions.add", content_type="json")
