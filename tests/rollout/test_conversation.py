@@ -176,9 +176,10 @@ def test_a_call_without_tools_is_out_of_form_and_ends_no_run(
     assert differences(kept(tmp_path / "replay", demo, chat, trajectory), chat) == {}
 
 
-def test_calls_and_their_answers_stay_in_the_history(environment: Make, harmony: Harmony) -> None:
+@pytest.mark.parametrize("channel", ["commentary", "analysis"])
+def test_calls_and_their_answers_stay_in_the_history(channel: str, environment: Make, harmony: Harmony) -> None:
     demo = environment(f'{POOL}{RUBRIC}[tools]\nuse = ["tool_cases:add"]\n')
-    to_tool = Message("assistant", '{"x": 40, "y": 1}', "commentary", recipient="functions.add", content_type="json")
+    to_tool = Message("assistant", '{"x": 40, "y": 1}', channel, recipient="functions.add", content_type="json")
     call = harmony.render_completion([Message("assistant", "add", channel="analysis"), to_tool])
     (trajectory,), _ = play(demo, [call, said(harmony, "41"), said(harmony, "43")])
     first, second = trajectory.branches

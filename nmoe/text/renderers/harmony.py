@@ -55,7 +55,8 @@ class HarmonyRenderer:
         for one in rounds:
             for token_ids, events in zip(one.turns, one.answers, strict=True):
                 said = self._harmony.parse_completion(token_ids).messages
-                history += [message for message in said if message.channel != "analysis"]
+                # A call may stand on the analysis channel; without it, its answer would answer nothing.
+                history += [message for message in said if message.channel != "analysis" or message.is_call]
                 history += [self._answer(event) for event in events]
             history.append(Message("user", one.user))
         return "prompt", self.prompt_ids(history)
