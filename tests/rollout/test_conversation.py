@@ -550,6 +550,20 @@ def test_halving_finds_every_number_in_time(seed: int, difficulty: int) -> None:
     assert (exchange.user, exchange.reward) == (None, 1.0)
 
 
+@pytest.mark.parametrize(("gold", "guess"), [("1,000", "1000"), ("43.0", "43")])
+def test_a_hidden_number_is_read_by_its_value(gold: str, guess: str) -> None:
+    task, problem = GuessTask(), replace(PROBLEM, gold=gold)
+    task.check_gold(problem)
+    state = task.start(problem)
+    assert task.respond(problem, state, Said("7", "7"), random.Random(0)).user == "higher"
+    assert task.respond(problem, state, Said(guess, guess), random.Random(0)).reward == 1.0
+
+
+def test_a_hidden_number_that_is_not_whole_is_refused_before_a_run() -> None:
+    with pytest.raises(UserError, match=r"a whole number, not '12\.5'"):
+        GuessTask().check_gold(replace(PROBLEM, gold="12.5"))
+
+
 def test_rewards_read_the_users_words_between_the_turns(
     environment: Make, harmony: Harmony, tokenizer: Tokenizer
 ) -> None:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import random
 import re
+from fractions import Fraction
 
 from nmoe.envs.tasks.conversation import ConversationTask, Response, Said, State
 from nmoe.envs.tasks.numeric import NumericTask
+from nmoe.errors import UserError
+from nmoe.grading.math.normalization import normalize
+from nmoe.grading.math.numbers import read_number
 from nmoe.types import Problem
 
 _TRIES = re.compile(r"\b([1-9][0-9]{0,3}) tries\b")
@@ -27,6 +31,11 @@ class GuessTask(ConversationTask, NumericTask):
         hidden = rng.randrange(first, first + numbers)
         return f"Guess: {first} to {first + numbers - 1}, {difficulty + 2} tries", str(hidden)
 
+    def check_gold(self, problem: Problem) -> None:
+        super().check_gold(problem)
+        if _value(problem.gold).denominator != 1:
+            raise UserError(f"the hidden number of a problem of type guess is a whole number, not {problem.gold!r}")
+
     def start(self, problem: Problem) -> State:
         named = _TRIES.search(problem.question)
         return {"left": int(named[1]) if named else _DEFAULT_TRIES}
@@ -36,8 +45,15 @@ class GuessTask(ConversationTask, NumericTask):
         guess = said.answer.strip()
         if not _NUMBER.fullmatch(guess):
             hint = "a number, please"
-        elif int(guess) == int(problem.gold):
+        elif int(guess) == (hidden := _value(problem.gold)):
             return Response(left, None, reward=1.0)
         else:
-            hint = "higher" if int(guess) < int(problem.gold) else "lower"
+            hint = "higher" if int(guess) < hidden else "lower"
         return Response(left, hint if left["left"] > 0 else None)
+
+
+def _value(gold: str) -> Fraction:
+    """The value of a gold, which a dataset may write as 1,000 or 43.0."""
+    number = read_number(normalize(gold))
+    assert number is not None, "check_gold refuses a gold that is no number"
+    return number.value
