@@ -126,7 +126,10 @@ class Cgroups:
             if not name.startswith(_PREFIX):
                 continue
             path = f"{self.directory}/{name}"
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another run has just closed this sandbox, which takes no lock of the directory
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

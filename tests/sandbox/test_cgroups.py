@@ -149,6 +149,15 @@ def test_what_a_killed_run_left_is_removed_and_what_is_in_use_is_not(kernel: Ker
     assert kernel.children() == ["another", "nmoe"]
 
 
+def test_a_sandbox_that_another_run_closes_meanwhile_costs_no_limits(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [*listed(path), "nmoe-sandbox-just-closed"])
+    found, described = cgroups.cgroups_of(SandboxSettings(cgroup_directory=str(kernel.top)))
+    assert found is not None, described
+
+
 def test_two_that_claim_at_once_do_not_meet(kernel: Kernel) -> None:
     """The directory is locked while it is changed."""
     held = os.open(kernel.top, os.O_RDONLY)
