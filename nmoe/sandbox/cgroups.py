@@ -115,6 +115,10 @@ class Cgroups:
             leaf = f"{self.directory}/{_LEAF}"
             os.makedirs(leaf, exist_ok=True)
             while members := _read(f"{self.directory}/cgroup.procs").split():
+                if "0" in members:
+                    raise NotDelegatedError(
+                        f"{self.directory} has processes of another pid namespace, which cannot be moved from here"
+                    )
                 for pid in members:
                     with contextlib.suppress(ProcessLookupError):
                         _write(f"{leaf}/cgroup.procs", pid)

@@ -106,6 +106,24 @@ def test_a_claimed_directory_keeps_no_processes(kernel: Kernel) -> None:
     assert kernel.read("cgroup.subtree_control") == "memory pids cpu"
 
 
+def test_processes_that_this_pid_namespace_does_not_see_are_a_reason(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lists each as 0, and takes a 0 that is written for the writer: moving them would never end."""
+    (kernel.top / "cgroup.procs").write_text("0\n12\n")
+    moved: list[str] = []
+
+    def write(path: str, text: str) -> None:
+        moved.append(text)
+        assert len(moved) < 20, "it does not end"
+        if text != "0":
+            kernel.write(path, text)
+
+    monkeypatch.setattr(cgroups, "_write", write)
+    with pytest.raises(NotDelegatedError, match="has processes of another pid namespace"):
+        Cgroups.claim(str(kernel.top))
+
+
 def test_the_root_of_a_hierarchy_keeps_its_processes(kernel: Kernel) -> None:
     (kernel.top / "cgroup.type").unlink()
     (kernel.top / "cgroup.procs").write_text("1\n2\n")
