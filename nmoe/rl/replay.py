@@ -109,7 +109,11 @@ class _Sandboxes:
         if self._sandboxes is None:
             recorded = self._bundle.sandbox or {}
             where = Locator(Place(f"{self._bundle.path}: sandbox.settings"))
-            settings = parse(recorded.get("settings", {}), SandboxSettings, where).model_copy(update={"warm": 0})
+            settings = parse(recorded.get("settings", {}), SandboxSettings, where)
+            # Cgroups are this machine's: a bundle from elsewhere neither names a directory to move processes in nor turns
+            # limits off.
+            update = {"warm": 0, "cgroup": "auto", "cgroup_directory": None, "cpus": None}
+            settings = settings.model_copy(update=update)
             self._sandboxes = Sandboxes(settings, sandbox_limits(self._bundle.settings.budget))
         return await self._sandboxes.open(workspace)
 

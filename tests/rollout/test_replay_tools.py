@@ -355,6 +355,12 @@ def test_a_trajectory_in_a_sandbox_replays_by_the_command(
     assert "tools        3 calls and what they returned: the same" in lines
     assert lines[-1] == "all the same"
     content = json.loads((path / FILE).read_text())
+    # Cgroups are of the machine that replays: a bundle names no directory of it, and demands none.
+    elsewhere = {"cgroup": "required", "cgroup_directory": str(tmp_path / "elsewhere"), "cpus": 1.5}
+    content["sandbox"]["settings"] |= elsewhere
+    (path / FILE).write_text(json.dumps(content))
+    with pytest.raises(ReplayDifferenceError, match="first difference: digests: changed since it was written: sandbox"):
+        list(replay_command(path, None, None, allow_user_code=True))
     content["trajectory"]["tool_events"][1]["output"] = "43 {'b', 'a'}\n"
     (path / FILE).write_text(json.dumps(content))
     with pytest.raises(
