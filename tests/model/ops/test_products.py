@@ -1,5 +1,8 @@
 """Products by oneDNN against torch's own, in values and gradients."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -106,6 +109,29 @@ def test_packed_weights_give_the_same_bits_and_follow_changes(dtype: torch.dtype
     with packs.active():  # a gradient is asked for
         assert OPS.linear(x, weight).requires_grad
     assert not packs._packed
+
+
+_LOW_PRECISION_ON_AN_OLDER_PROCESSOR = """
+import torch
+from torch import nn
+from nmoe.model.ops.cpu.ops import CpuOps
+from nmoe.model.ops.cpu.packing import PackedWeights
+
+x, weight = torch.randn(6, 32).bfloat16(), nn.Parameter(torch.randn(48, 32).bfloat16())
+experts = nn.Parameter(torch.randn(3, 32, 16).bfloat16())
+with torch.no_grad():
+    plain = [CpuOps().linear(x, weight), CpuOps().linear_by_group(x, experts, [2, 0, 4])]
+    with PackedWeights().active():
+        packed = [CpuOps().linear(x, weight), CpuOps().linear_by_group(x, experts, [2, 0, 4])]
+assert all(map(torch.equal, packed, plain))
+"""
+
+
+def test_where_onednn_has_no_bf16_it_is_torchs() -> None:
+    """oneDNN raises on bf16 without AVX-512 or AVX-NE-CONVERT, where a machine without a compiler decodes by `CpuOps`."""
+    older = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", _LOW_PRECISION_ON_AN_OLDER_PROCESSOR]
+    subprocess.run(command, check=True, env=older)
 
 
 def test_a_weight_whose_changes_do_not_show_is_not_packed() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.cpu import operations, packing
-from nmoe.model.ops.cpu.packing import can_pack, packed
+from nmoe.model.ops.cpu.packing import can_pack, can_pack_for_onednn, packed
 from nmoe.model.ops.gradients import Linear, LinearByGroup
 from nmoe.model.ops.torch import Norms, TorchOps
 
@@ -31,7 +31,7 @@ class CpuOps(TorchOps):
     """torch's operations, with fp32 products by oneDNN."""
 
     def linear(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        if can_pack(x_ND, weight_FD):
+        if can_pack_for_onednn(x_ND, weight_FD):
             return _by_onednn(x_ND, packed(weight_FD, packing.for_onednn)[0], bias_F, weight_FD.shape[0])
         if not by_onednn(x_ND):
             return F.linear(x_ND, weight_FD, bias_F)
@@ -57,7 +57,7 @@ class CpuOps(TorchOps):
         return _by_onednn(grad_NF.t(), x_ND.t(), None, x_ND.shape[1])
 
     def linear_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
-        if can_pack(x_RD, weight_EDF):
+        if can_pack_for_onednn(x_RD, weight_EDF):
             weights, outputs = packed(weight_EDF, packing.each_for_onednn), weight_EDF.shape[2]
             parts = enumerate(x_RD.split(list(counts)))
             return torch.cat([_by_onednn(part, weights[e], None, outputs) for e, part in parts])

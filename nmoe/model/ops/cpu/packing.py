@@ -15,6 +15,8 @@ from nmoe.model.ops.cpu import operations
 
 # torch reaches oneDNN's linear layer by an operator of its compiler's back end.
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# oneDNN multiplies bf16 only where there are instructions for it, AVX-512 or AVX-NE-CONVERT, and raises elsewhere.
+ONEDNN_BF16 = ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 Packing = Callable[[Tensor], list[Tensor]]
 
@@ -73,6 +75,11 @@ def can_pack(x: Tensor, weight: Tensor) -> bool:
         and isinstance(weight, nn.Parameter)
         and not weight.is_inference()
     )
+
+
+def can_pack_for_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether it is kept as oneDNN reads it."""
+    return can_pack(x, weight) and (x.dtype == torch.float32 or ONEDNN_BF16)
 
 
 def packed(weight: Tensor, packing: Packing) -> list[Tensor]:
