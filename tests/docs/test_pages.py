@@ -25,6 +25,15 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_without_their_folder_exist(page: Path) -> None:
+    files = {
+        path.name for folder in ("nmoe", "tests", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
+    }
+    files.add("conf.py")  # a solution's, in the guide to sandboxes
+    assert sorted(set(re.findall(r"`(\w+\.py)`", page.read_text())) - files) == []
+
+
 def test_pages_that_the_code_names_exist() -> None:
     files = [path for folder in ("nmoe", "configs", "scripts", ".ci") for path in (ROOT / folder).rglob("*")]
     named = {
