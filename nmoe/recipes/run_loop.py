@@ -150,7 +150,9 @@ class Run:
         # The run may have been killed between the checkpoint and its mark.
         if self.ledger.is_best(first):
             mark_best(checkpoint)
-        if (reason := recipe.reason_to_end()) is not None:
+        # Only where the step was evaluated: the run went on after any other, whatever its last evaluation or the baseline said.
+        evaluated = bool(recipe.evaluate_every) and first % recipe.evaluate_every == 0
+        if evaluated and (reason := recipe.reason_to_end()) is not None:
             self.note(f"step {first}: ended here, since {reason}")
             return self._steps
         return first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -118,6 +119,23 @@ def test_a_recipe_may_end_the_run_at_an_evaluation_and_a_resumed_one_stays_ended
     log = (run.directory.path / "log.txt").read_text()
     assert "step 4: ends here, since it has counted enough" in log
     assert "step 4: ended here, since it has counted enough" in log
+
+
+def test_a_baseline_that_suffices_ends_a_resumed_run_no_earlier_than_an_uninterrupted_one(tmp_path: Path) -> None:
+    class Content(Counting):
+        def reason_to_end(self) -> str:
+            return "the baseline was good enough"
+
+    values = {0: 0.9, 4: 0.9}
+    whole = Content(values, every=4)
+    follow(tmp_path / "whole", whole, steps=9)
+    cut = Content(values, every=4)
+    run = follow(tmp_path / "cut", cut, steps=9)
+    shutil.rmtree(run.directory.checkpoints / "step_000004")
+    resumed = Content(values, every=4)
+    follow(tmp_path / "cut", resumed, steps=9, resume=True)
+    assert resumed.log[:2] == ["load 2", "resume"]
+    assert resumed.log[2:] == whole.log[-4:] == ["step 3", "step 4", "evaluate 4", "save 4"]
 
 
 def test_a_run_from_before_a_key_existed_resumes_where_the_key_has_its_default(tmp_path: Path) -> None:
