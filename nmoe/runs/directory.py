@@ -62,8 +62,8 @@ class RunDirectory:
         writing the run, if `config_toml` differs from the run's own in a key that changes what is computed (every such key
         is named), or if the checkpoint is not whole; StorageError if the disk is full.
         """
-        _refuse_unless_free(path, resume)
         with storage_errors(path), ExitStack() as undo:
+            _refuse_unless_free(path, resume)
             path.mkdir(parents=True, exist_ok=True)
             lock = RunLock(path / ".lock")
             undo.callback(lock.release)
@@ -121,6 +121,10 @@ def read_provenance(path: Path) -> dict[str, Any]:
 def _refuse_unless_free(path: Path, resume: bool) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file, not the directory of a run; choose another name with --run.name=NAME")
+    if (file := next((above for above in path.parents if above.is_file()), None)) is not None:
+        raise UserError(
+            f"{path}: {file} is a file, so no run can lie below it; choose another --run.directory=DIRECTORY"
+        )
     # Hidden files do not count: a start that was killed early leaves a lock and nothing else.
     if not path.exists() or all(entry.name.startswith(".") for entry in path.iterdir()):
         return

@@ -1,5 +1,6 @@
 """The run directory: refusals, resumption, and one writer at a time, kills and forked workers included."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nmoe.errors import UserError
+from nmoe.errors import StorageError, UserError
 from nmoe.runs.checkpoint import save_checkpoint
 from nmoe.runs.directory import RunDirectory, read_provenance, recorded_threads
 from nmoe.runs.ledger import read_metrics
@@ -82,7 +83,24 @@ def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
         create(tmp_path, resume=True)
     with pytest.raises(UserError, match=r"thesis\.tex: is a file"):
         create(tmp_path / "thesis.tex")
+    for below in ("thesis.tex/x", "thesis.tex/runs/x"):
+        with pytest.raises(
+            UserError, match=rf"{below}: .*thesis\.tex is a file, so no run .* --run\.directory=DIRECTORY"
+        ):
+            create(tmp_path / below)
     assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool) -> None:
+    create(tmp_path / "x").close()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(StorageError, match=r"x: .*Permission denied"):
+        create(tmp_path / "x", resume=resume)
 
 
 @pytest.mark.parametrize("resume", [False, True])
