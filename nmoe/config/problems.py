@@ -115,6 +115,8 @@ def explain(
         yield at(where, path, f"must be {words} {str(context[bound]).removesuffix('.0')}", value)
     elif kind == "too_long":
         yield at(where, path, f"expected {context['max_length']} items, got {len(value)}", value)
+    elif kind == "string_too_short" and context["min_length"] == 1:
+        yield at(where, path, "must not be empty", value)
     elif kind == "finite_number":
         yield at(where, path, "must be a finite number", value)
     elif kind in _EXPECTED:

@@ -83,6 +83,12 @@ def test_a_name_is_one_directory(config: Write, name: str) -> None:
     assert "is a directory's name" in line
 
 
+def test_a_path_without_characters_is_refused_in_plain_words(config: Write) -> None:
+    overrides = ["--run.directory=", "--data.documents=''"]
+    expected = [f"{override}: must not be empty" for override in overrides]
+    assert refusals(config(SHAPE + DATA), PretrainConfig, *overrides) == expected
+
+
 def test_each_verb_requires_its_own_table(config: Write) -> None:
     path = config(SHAPE)
     assert load_run(path, RunConfig).run.steps == 100
