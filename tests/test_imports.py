@@ -30,8 +30,8 @@ LEVELS = [
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
-# `python -m nmoe.rl` is the command line under a documented name.
-ENTRY_POINTS = {"nmoe.rl.__main__": "cli"}
+# `python -m nmoe` and `python -m nmoe.rl` are the command line.
+ENTRY_POINTS = {"nmoe.__main__": "cli", "nmoe.rl.__main__": "cli"}
 # Environments and rollouts know tokens and the engine's protocol; what is behind it must not matter to them. Sandboxes and graders
 # know nothing of reinforcement learning, nor of models.
 NEVER = {

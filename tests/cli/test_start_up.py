@@ -4,7 +4,7 @@ import resource
 import subprocess
 import sys
 
-HELP = [sys.executable, "-c", "import sys; sys.argv = ['nmoe', '--help']; from nmoe.cli import main; main()"]
+HELP = [sys.executable, "-m", "nmoe", "--help"]
 
 
 def test_help_takes_under_half_a_second_of_cpu() -> None:
@@ -12,7 +12,8 @@ def test_help_takes_under_half_a_second_of_cpu() -> None:
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(HELP, stdout=subprocess.DEVNULL, check=True)
+        shown = subprocess.run(HELP, capture_output=True, text=True, check=True).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "speedrun" in shown
     assert 0 < min(seconds) < 0.5
