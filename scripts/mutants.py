@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from commits import BEFORE, ROOT, checked_out, environment, resolved
 from count_code import imports, sources
 from mutation import Mutation, functions, indexed, mutations, place, planted
@@ -109,7 +110,8 @@ class Failures:
 
 
 def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
-    """The first test that fails of these files or tests, None where all pass. Too much processor time fails as "limit".
+    """The first test that fails of these files or tests, None where all pass. Too much processor time fails as "limit", and a
+    pytest that breaks down over the mutant as "crash".
 
     The tests run in a fork of this process, which has loaded torch: starting anew would take as long as the tests themselves.
     """
@@ -132,13 +134,14 @@ def first_failure(tree: Path, tests: Sequence[str]) -> str | None:
         return None
     if code < 0 or failed:
         return failed or "limit"
+    if code == pytest.ExitCode.INTERNAL_ERROR:
+        return "crash"
     raise RuntimeError(f"pytest ended with {code} and no failure: {' '.join(tests)}")
 
 
 def _be_pytest(tree: Path, tests: Sequence[str], pipe: int) -> None:
     """Becomes a pytest over the tests and ends the process."""
     import hypothesis
-    import pytest
 
     code = 3
     try:
@@ -166,26 +169,31 @@ def mistaken(tree: Path, path: str, text: str) -> Iterator[None]:
         file.write_text(before)
 
 
-def check(tree: Path, mutants: Sequence[tuple[str, Mutation]]) -> Iterator[dict[str, object]]:
-    """Plants each mutant in the code of `tree` and says what became of it. Raises RuntimeError where the test that fails does so
-    without the mutant, too."""
+def check(
+    tree: Path, mutants: Sequence[tuple[str, Mutation]], killers: Sequence[str | None]
+) -> Iterator[dict[str, object]]:
+    """Plants each mutant in the code of `tree` and says what became of it. `killers` are the tests that kill the mutants at
+    `BEFORE`: they are run first where their files still exist, because a module that absorbed others has other nearest tests.
+    Raises RuntimeError where the test that fails does so without the mutant, too."""
     files = list(sources(tree))
     texts, tests = {str(path): text for path, _, text in files}, nearest_tests(tree, files)
-    index, sound = indexed(texts), {"limit"}
-    for path, mutation in mutants:
+    index, sound = indexed(texts), {"limit", "crash"}
+    for (path, mutation), killer in zip(mutants, killers, strict=True):
         record = {"function": mutation.function, "unit": mutation.unit, "mistake": mutation.mistake}
         found = place(index, mutation, path)
         text = planted(texts[found[0]], found[1], mutation) if found else None
         if found is None or text is None:
             yield {"file": path, **record, "end": "gone"}
             continue
+        killing = [killer.split("::")[0]] if killer and (tree / killer.split("::")[0]).exists() else []
+        files_run = list(dict.fromkeys([*killing, *tests[found[0]]]))
         with mistaken(tree, found[0], text):
-            failed = first_failure(tree, tests[found[0]]) if tests[found[0]] else None
+            failed = first_failure(tree, files_run) if files_run else None
         if failed is not None and failed not in sound:
             if first_failure(tree, [failed]) is not None:
                 raise RuntimeError(f"{failed} fails without a mutant")
             sound.add(failed)
-        yield {"file": found[0], **record, "end": "killed" if failed else "survived", "by": failed or tests[found[0]]}
+        yield {"file": found[0], **record, "end": "killed" if failed else "survived", "by": failed or files_run}
 
 
 def summary(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
@@ -212,7 +220,10 @@ def main() -> None:
         sys.dont_write_bytecode = True
         for heavy in ("torch", "transformers", "safetensors.torch", "sympy", "math_verify", "hypothesis", "pytest"):
             __import__(heavy)
-        for record in check(tree, mutants[len(records) :]):
+        before = results.get(resolved(BEFORE), []) if commit != resolved(BEFORE) else []
+        killers = [str(record["by"]) if record["end"] == "killed" else None for record in before]
+        killers += [None] * (len(mutants) - len(killers))
+        for record in check(tree, mutants[len(records) :], killers[len(records) :]):
             records.append(record)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
             print(record["end"], record["file"], record["function"], record["mistake"], flush=True)
