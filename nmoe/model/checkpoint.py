@@ -1,7 +1,7 @@
 """Model checkpoints: a directory with `config.json` and safetensors, in nmoe's own layout or a known Hugging Face family's.
 
-Loading streams: each stored tensor is read, converted into its place in the model, and freed, so peak memory is little more
-than the model.
+Loading streams: each stored tensor is read, in pieces where it can be, converted into its place in the model, and freed, so that
+peak memory is little more than the model (`benchmarks/loading.py`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ SHARD_BYTES = 5 * 10**9
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Loads the model of a checkpoint directory, with parameters in `dtype`; routers and buffers stay in fp32.
+def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
+    """Loads the model of a checkpoint directory onto `device`, with parameters in `dtype`; routers and buffers stay in fp32.
 
     Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not
-    fit the configuration or are not finite. Peak memory is the model, one stored tensor and 16 MiB.
+    fit the configuration or are not finite. Peak memory is the model and its largest stored tensor, of tables and stacked experts
+    20 MiB.
     """
     family, config = read_config(directory)
     with torch.device("meta"):
         model = cast(Transformer(config), dtype)
-    model = model.to_empty(device="cpu")
+    model = model.to_empty(device=device)
     model.reset_tables()
     model.generation = _read_generation(directory)
     fill(model.state_dict(), family, config, Shards(directory))

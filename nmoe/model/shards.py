@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,21 @@ class Shards:
         """The dtype as safetensors writes it, such as BF16."""
         return self._codes[name]
 
-    def read(self, name: str) -> Tensor:
-        """Reads one tensor, as stored. The caller must free it before reading the next, or the bound on memory does not
-        hold."""
+    def nbytes(self, name: str) -> int:
+        """The size of a stored tensor; 0 if its dtype is not supported here."""
+        dtype = self.dtype(name)
+        return 0 if dtype is None else math.prod(self.shapes[name]) * dtype.itemsize
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Reads one tensor, as stored, or only these rows of its first axis. The caller must free it before reading the next, or
+        the bound on memory does not hold."""
         path = self.files[name]
         if self._opened is None or self._opened[0] != path or self._mapped > _MAPPED_BYTES:
             self._opened = None  # the old mapping goes before a new one comes
             self._opened, self._mapped = (path, self._open(path)), 0
         try:
-            tensor: Tensor = self._opened[1].get_tensor(name)
+            opened = self._opened[1]
+            tensor: Tensor = opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: {name} cannot be read: {error}") from None
         self._mapped += tensor.nbytes

@@ -65,6 +65,16 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 100_000])
+def test_experts_are_the_same_read_one_by_one_or_several_at_once(
+    released: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    whole = load_model(released).state_dict()
+    monkeypatch.setattr("nmoe.model.families.base._PIECE_BYTES", piece_bytes)
+    pieces = load_model(released).state_dict()
+    assert all(torch.equal(pieces[name], tensor) for name, tensor in whole.items())
+
+
 @torch.no_grad()
 def test_a_quantised_checkpoint_has_transformers_logits(released: Path, tmp_path: Path) -> None:
     model = load_model(released)

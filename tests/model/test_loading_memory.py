@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ MOE = ModelConfig(
 # The interpreter, torch and what a first load makes once are there before the memory is read: a tiny model goes first.
 MEASURE = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import torch
 from nmoe.model.checkpoint import load_model
@@ -91,3 +93,18 @@ def test_loading_peaks_below_1_3_times_the_model(
     # At least the model itself: the figure is one of memory that is really there.
     ratio = (peak - before) / model_kilobytes
     assert 0.97 < ratio < 1.3, ratio
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not tell a process's peak")
+@pytest.mark.parametrize("name", ["stacked experts", "stacked experts in MXFP4"])
+def test_stacked_experts_are_read_a_few_at_a_time(tmp_path: Path, name: str) -> None:
+    """The checkpoints of `benchmarks/loading.py` at 170 MB, the largest tensor of which has 50 MB."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import loading
+
+    case = loading.CASES[name]
+    config = case.config.model_copy(update={"layers": 2, "experts": 12, "vocab_size": 4096})
+    found = loading.measure(replace(case, config=config), tmp_path)
+    assert found["model"] > 170e6
+    assert found["largest"] == 12 * 1024 * 2048 * 2
+    assert 0.97 * found["model"] < found["beyond"] < found["model"] + loading.BOUND * found["largest"]

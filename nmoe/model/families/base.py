@@ -1,11 +1,12 @@
 """What a family is, and the walk over its entries that copies a checkpoint's tensors into a model or makes them from one.
 
-A family's file only maps names and settings. Entries are handled in order; each stored tensor is read once, copied into its
-part of ours, and freed.
+A family's file only maps names and settings. Entries are handled in order; each stored tensor is read once, in pieces of 4 MiB
+where its rows fill rows of ours, copied into its part of ours, and freed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from nmoe.model.shards import Shards
 # Llama's name of the head, which a checkpoint may contain although the head is tied to the embedding.
 TIED_HEAD = "lm_head.weight"
 
-# Rows of a table compared at once.
-_ROWS = 4096
+# A tensor is read in pieces of this size where its rows can be read one by one.
+_PIECE_BYTES = 4 * 2**20
 
 # The number of problems listed in a message; the rest are only counted.
 _SHOWN = 5
@@ -52,6 +53,10 @@ class Entry:
     index: tuple[slice | int, ...] = ()
     read: Callable[[Tensor], Tensor] = identity  # gives a view where it can
     write: Callable[[Tensor], Tensor] = identity
+    # Whether `read` treats every row of the first axis alone, experts saved as one tensor above all: `read(theirs)[e]` is
+    # `read(theirs[e : e + 1])[0]`, and so it is with a packing's `unpack`. They are then read a few at a time, or several
+    # copies of the largest tensor of the model would be in memory at once.
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,35 +101,60 @@ def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: 
     for name in state.keys() - {entry.ours for entry in entries}:
         state[name].zero_()
     for entry in entries:
-        names, unpack = stored[entry.theirs]
-        file = shards.files[names[0]]
-        parts = [shards.read(name) for name in names]
-        try:
-            tensor = unpack(*parts)
-        except UserError as error:
-            raise UserError(f"{file}: {entry.theirs}: {error}") from None
-        del parts
-        if tensor.shape != entry.shape:
-            raise UserError(f"{file}: {_wrong_shape(entry, tuple(tensor.shape))}")
-        part = state[entry.ours][entry.index]
-        part.copy_(entry.read(tensor))
-        # One pass without extra memory; isfinite would make a mask of every element.
-        if part.numel() and not all(bound.isfinite() for bound in torch.aminmax(part.detach())):
-            overflow = f" once converted to {part.dtype}" if tensor.float().isfinite().all() else ""
-            raise UserError(f"{file}: {entry.theirs} holds NaN or infinite values{overflow}")
-        del tensor
+        _fill_entry(state[entry.ours][entry.index], entry, *stored[entry.theirs], shards)
     if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
         _compare_tied_head(state["embedding.weight"], shards)
+
+
+def _fill_entry(
+    part: Tensor, entry: Entry, names: tuple[str, ...], unpack: Callable[..., Tensor], shards: Shards
+) -> None:
+    """Copies one stored tensor, the names of which are several if it is packed, into its part of the model."""
+    file = shards.files[names[0]]
+    for rows in _pieces(entry, names, shards):
+        stored = [shards.read(name, rows) for name in names]
+        try:
+            tensor = unpack(*stored)
+        except UserError as error:
+            raise UserError(f"{file}: {entry.theirs}: {error}") from None
+        del stored
+        wanted = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
+        if tensor.shape != wanted:
+            found = tuple(tensor.shape) if rows is None else (entry.shape[0], *tensor.shape[1:])
+            raise UserError(f"{file}: {_wrong_shape(entry, found)}")
+        piece = part if rows is None else part[rows]
+        piece.copy_(entry.read(tensor))
+        # One pass without extra memory; isfinite would make a mask of every element.
+        if piece.numel() and not all(bound.isfinite() for bound in torch.aminmax(piece.detach())):
+            overflow = f" once converted to {piece.dtype}" if tensor.float().isfinite().all() else ""
+            raise UserError(f"{file}: {entry.theirs} holds NaN or infinite values{overflow}")
+        del tensor
+
+
+def _pieces(entry: Entry, names: tuple[str, ...], shards: Shards) -> Iterator[slice | None]:
+    """The rows of the first axis to read at a time; None for the whole tensor."""
+    plain = names == (entry.theirs,) and entry.read is identity
+    alike = bool(entry.shape) and all(shards.shapes[name][:1] == entry.shape[:1] for name in names)
+    if not alike or not (plain or entry.stacked):
+        yield None
+        return
+    count = entry.shape[0]
+    # What is packed is larger once it is unpacked.
+    size = max(sum(shards.nbytes(name) for name in names), 4 * math.prod(entry.shape), 1)
+    step = max(1, _PIECE_BYTES * count // size)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
 
 
 def _compare_tied_head(embedding_VD: Tensor, shards: Shards) -> None:
     """Raises UserError if a head that should be tied to the embedding is stored with other values: transformers would untie the
     two."""
-    stored_VD = shards.read(TIED_HEAD)
-    same = stored_VD.shape == embedding_VD.shape and all(
-        torch.equal(part_nD.to(embedding_nD.dtype), embedding_nD.cpu())
-        for part_nD, embedding_nD in zip(stored_VD.split(_ROWS), embedding_VD.detach().split(_ROWS), strict=True)
-    )
+    same = shards.shapes[TIED_HEAD] == embedding_VD.shape
+    step = max(1, _PIECE_BYTES * len(embedding_VD) // max(1, shards.nbytes(TIED_HEAD)))
+    for first in range(0, len(embedding_VD) if same else 0, step):
+        ours_nD = embedding_VD.detach()[first : first + step].cpu()
+        rows = slice(first, first + len(ours_nD))
+        same = same and torch.equal(shards.read(TIED_HEAD, rows).to(ours_nD.dtype), ours_nD)
     if not same:
         raise UserError(
             f"{shards.files[TIED_HEAD]}: config.json ties the head to the embedding (tie_word_embeddings = true), and {TIED_HEAD} "

@@ -100,8 +100,10 @@ def entries(config: ModelConfig) -> Iterator[Entry]:
         yield Entry(theirs + "router.bias", ours + "router.linear_bias", (experts,))
         theirs += "experts."
         for name, shape in (("", (experts, width, 2 * intermediate)), ("_bias", (experts, 2 * intermediate))):
-            yield Entry(f"{theirs}gate_up_proj{name}", f"{ours}gate_up{name}", shape, (), halves, interleaved)
-        yield Entry(theirs + "down_proj", ours + "down", (experts, intermediate, width))
+            yield Entry(
+                f"{theirs}gate_up_proj{name}", f"{ours}gate_up{name}", shape, (), halves, interleaved, stacked=True
+            )
+        yield Entry(theirs + "down_proj", ours + "down", (experts, intermediate, width), stacked=True)
         yield Entry(theirs + "down_proj_bias", ours + "down_bias", (experts, width))
 
 
