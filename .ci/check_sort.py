@@ -1,4 +1,4 @@
-"""Holds runs of configs/sort_grpo.toml and configs/sort_ppo.toml against docs/guides/algorithms.md, with answers sampled at
+"""Holds runs of sort_grpo.toml and sort_ppo.toml against docs/guides/algorithms.md, with answers sampled at
 temperature 1 to held-out problems: `python .ci/check_sort.py runs/speedrun/base runs/speedrun/sort_grpo runs/speedrun/sort_ppo`"""
 
 import sys
@@ -7,6 +7,7 @@ from statistics import fmean
 
 from holding import hold
 
+from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import evaluate
@@ -15,7 +16,7 @@ from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
-ENVIRONMENT = Path(__file__).parents[1] / "environments/sort.toml"
+ENVIRONMENT = ENVIRONMENTS / "sort.toml"
 
 
 def sampled_correctness(run: Path) -> float:

@@ -27,6 +27,7 @@ from typing import Any
 from calibration import calibration_s
 from machine import machine, versions
 
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
@@ -49,7 +50,7 @@ def sampled_correctness(run: Path, environment: str, max_new_tokens: int) -> flo
     """Of 200 held-out problems with eight samples each, at temperature 1."""
     directory = resolve_checkpoint(run)
     tokenizer, model = Tokenizer.load(directory), load_model(directory)
-    held_out = Environment.from_toml(ROOT / f"environments/{environment}.toml", tokenizer).held_out()
+    held_out = Environment.from_toml(ENVIRONMENTS / f"{environment}.toml", tokenizer).held_out()
     with ToolRuntime(held_out, SandboxSettings()) as runtime:
         results = evaluate(
             NativeEngine(model, 256),
@@ -80,7 +81,7 @@ def last(name: str) -> Callable[[Path], float]:
 
 
 PAIRS = (
-    *("data", "pairs", "runs/speedrun/base", "environments/skills.toml", "runs/speedrun/pairs.jsonl"),
+    *("data", "pairs", "runs/speedrun/base", "skills", "runs/speedrun/pairs.jsonl"),
     *("--problems", "4000", "--samples", "6"),
 )
 RECIPES: Mapping[str, Recipe] = {
@@ -90,7 +91,7 @@ RECIPES: Mapping[str, Recipe] = {
         ("rl", "train"),
         lambda run: sampled_correctness(run, "tools", 96),
         0.9,
-        (("pretrain", "configs/tools_base.toml"),),
+        (("pretrain", "tools_base"),),
     ),
     "verifier": Recipe(("verifier",), last("verifier_f1"), 0.9),
     "dpo": Recipe(("dpo",), last("held_out_accuracy"), 0.93, (PAIRS,)),
@@ -107,10 +108,8 @@ def nmoe(*arguments: str) -> None:
 
 def configuration(name: str) -> str:
     """12 hexadecimal digits over the recipe's configuration and the base's."""
-    files = [f"configs/{name}.toml", "configs/speedrun_base.toml"] + (
-        ["configs/tools_base.toml"] if name == "tools" else []
-    )
-    return hashlib.sha256(b"\0".join((ROOT / file).read_bytes() for file in files)).hexdigest()[:12]
+    names = [name, "speedrun_base"] + (["tools_base"] if name == "tools" else [])
+    return hashlib.sha256(b"\0".join((CONFIGS / f"{one}.toml").read_bytes() for one in names)).hexdigest()[:12]
 
 
 def measure(name: str, seed: int) -> Record:
@@ -119,7 +118,7 @@ def measure(name: str, seed: int) -> Record:
     where = machine()
     began, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     if not (run / "checkpoints/latest").exists():
-        nmoe(*recipe.verb, f"configs/{name}.toml", f"--run.name={run.name}", f"--run.seed={seed}")
+        nmoe(*recipe.verb, name, f"--run.name={run.name}", f"--run.seed={seed}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "recipe": name,

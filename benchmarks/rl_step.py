@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 from machine import machine, versions
-from speedrun_seeds import KERNELS, ROOT
+from speedrun_seeds import KERNELS
 
+from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
@@ -43,7 +44,7 @@ PROMPTS, PROMPT_TOKENS, SAMPLES, NEW_TOKENS = 16, 24, 16, 48
 def steps(count: int) -> list[dict[str, float]]:
     """CPU seconds of sampling and of learning in each of `count` steps of a fresh model, after one to warm up."""
     keep_freed_memory()
-    shape = tomllib.loads((ROOT / "configs/speedrun_base.toml").read_text())["model"]["shape"]
+    shape = tomllib.loads((CONFIGS / "speedrun_base.toml").read_text())["model"]["shape"]
     model = Transformer(ModelConfig(vocab_size=VOCABULARY, **shape)).initialize(0).set_numerics("exact")
     engine = NativeEngine(model, max_sequences=512)
     learner = Learner(model, OptimizerSection(learning_rate=4e-4), total_steps=10**6, tokens_per_microbatch=16384)

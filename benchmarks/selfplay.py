@@ -4,7 +4,7 @@ meets.
     python benchmarks/selfplay.py runs/speedrun/base --out runs/selfplay_benchmark
 
 From a base of the speedrun: it learns to add, then the form of the three roles with reviewers that overlook most errors
-(`nmoe.speedrun.roles`), once; then, for each seed, two rounds of `configs/selfplay.toml` with --train. A verifier agrees
+(`nmoe.speedrun.roles`), once; then, for each seed, two rounds of `selfplay.toml` with --train. A verifier agrees
 where it gives a solution the score that the oracle gives; a reply without a score disagrees. Paired by solution, before the first
 round against after the last.
 """
@@ -23,6 +23,7 @@ import torch
 from nmoe.config.commands import load_run
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import SFTConfig
+from nmoe.config.packaged import CONFIGS
 from nmoe.data.prm import split_steps
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
@@ -37,7 +38,6 @@ from nmoe.speedrun.steps import score, write_problems
 from nmoe.text.tokenizer import Tokenizer
 
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8
-ROOT = Path(__file__).parents[1]
 ENVIRONMENT = """env_id = "verifications"
 version = "1"
 format = "harmony"
@@ -72,7 +72,7 @@ def warm_up(base: Path, out: Path) -> Path:
             "records.tokens_per_step": tokens,
             "optimizer.learning_rate": rate,
         }
-        config = load_run(ROOT / "configs/selfplay_roles.toml", SFTConfig, options(overrides))
+        config = load_run(CONFIGS / "selfplay_roles.toml", SFTConfig, options(overrides))
         start = sft(config)
     return start
 
@@ -94,7 +94,7 @@ def play(roles: Path, out: Path, seed: int) -> tuple[Path, float]:
         "selfplay.problem_source": f"deepseek_math_v2_inputs:{out / 'inputs.json'}",
     }
     began = time.perf_counter()
-    run = selfplay(load_run(ROOT / "configs/selfplay.toml", SelfplayConfig, options(overrides)))
+    run = selfplay(load_run(CONFIGS / "selfplay.toml", SelfplayConfig, options(overrides)))
     return run, time.perf_counter() - began
 
 

@@ -36,6 +36,7 @@ from typing import Any
 from calibration import calibration_s
 from machine import machine, versions
 
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.speedrun.corpus import corpus_texts, write_corpus
 from nmoe.text.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ SKILLS = ("add", "reverse", "sort")
 # Seeds 0 to 19, every fourth of them under AVX2 and every fourth without the project's kernels.
 PLAN = [(seed, {1: "avx2", 3: "plain"}.get(seed % 4, "native")) for seed in range(20)]
 # The settings that decide a result; the corpus does, too.
-_SETTINGS = ("configs/speedrun.toml", "configs/speedrun_base.toml", "environments/skills.toml")
+_SETTINGS = (CONFIGS / "speedrun.toml", CONFIGS / "speedrun_base.toml", ENVIRONMENTS / "skills.toml")
 
 Record = dict[str, Any]
 
@@ -59,7 +60,7 @@ Record = dict[str, Any]
 @cache
 def recipe() -> str:
     """12 hexadecimal digits over the settings and the first documents of a corpus: the recipe, however its code is written."""
-    settings = [tomllib.loads((ROOT / name).read_text()) for name in _SETTINGS]
+    settings = [tomllib.loads(path.read_text()) for path in _SETTINGS]
     with tempfile.TemporaryDirectory() as directory:
         corpus = Path(directory) / "corpus.jsonl"
         write_corpus(corpus, Tokenizer.train(corpus_texts(0, 500), 400), 0, 500)

@@ -1,8 +1,8 @@
 """Lists the commands of README.md and docs/, each with what executes it: python scripts/documented_commands.py
 
 A command is executed by a line of .ci/run or .ci/long, or by a test that says so in a comment (`# documented: nmoe env list`): one
-that has its verb, the files of this repository that it names, and all of its options, and that takes no input from elsewhere which
-the command has from its file. `OWED` are those that nothing can execute here. Exit code 1 where one is neither.
+that has its verb, its packaged names and files of this repository, and all of its options, and that takes no input from elsewhere
+which the command has from its file. `OWED` are those that nothing can execute here. Exit code 1 where one is neither.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ _SHELL = ("", "bash", "sh")
 _INLINE = re.compile(r"`([^`]+)`")
 _SCRIPT = re.compile(r"python \w+/\w+\.py|[./\w]+\.sh")
 _MARK = re.compile(r"^ *# documented: (.+)$", re.MULTILINE)
-_OURS = re.compile(r"(?:\./)?(?:configs|environments|benchmarks|scripts|examples)/[\w.]+|\./speedrun\.sh")
+_OURS = re.compile(r"(?:\./)?(?:benchmarks|scripts|examples)/[\w.]+|\./speedrun\.sh")
+# Not those whose data set has to be downloaded: of their commands another environment shows that the form is right.
+_PACKAGED = {
+    path.parent.name if path.stem == "environment" else path.stem
+    for path in (ROOT / "nmoe/packaged").rglob("*.toml")
+    if 'type = "hf"' not in path.read_text()
+}
 _OPTION = re.compile(r"--[\w.-]+")
-_GROUPS = ("rl", "data", "env")
+_GROUPS = ("rl", "data", "env", "config")
 # With one of these a command runs on other data than its configuration names.
 _INPUTS = {"--model.path", "--model.tokenizer", "--records.path", "--problem_source", "--prm_source", "--verifier.path"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """`nmoe rl train configs/sort_grpo.toml --run.steps=20` of README.md: verb "rl train", files {"configs/sort_grpo.toml"},
-    options {"--run.steps"}."""
+    """`nmoe rl train sort_grpo --run.steps=20` of README.md: verb "rl train", files {"sort_grpo"}, options {"--run.steps"}."""
 
     text: str
     page: str
@@ -68,12 +73,14 @@ def command(text: str, page: str) -> Command:
     if words[0] == "./speedrun.sh":
         words = ["nmoe", "speedrun", *words[1:]]
     verb = words[0]
+    files = {word.removeprefix("./") for word in words if _OURS.fullmatch(word)}
     if verb == "nmoe":
-        verb = " ".join(words[1:3]) if words[1:2] and words[1] in _GROUPS else " ".join(words[1:2])
+        after = 3 if words[1:2] and words[1] in _GROUPS else 2
+        verb = " ".join(words[1:after])
+        files |= _PACKAGED.intersection(words[after:])
     # The same command by two names.
     verb = {"rl selfplay": "selfplay", "rl verifier": "verifier"}.get(verb, verb)
-    files = frozenset(word.removeprefix("./") for word in words if _OURS.fullmatch(word))
-    return Command(text, page, verb, files, frozenset(_OPTION.findall(" ".join(words))))
+    return Command(text, page, verb, frozenset(files), frozenset(_OPTION.findall(" ".join(words))))
 
 
 def documented() -> list[Command]:

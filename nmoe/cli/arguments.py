@@ -25,7 +25,7 @@ ConfigAndOverrides = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG [--section.key=value]",
-        help="The run's TOML file, and values that replace those of the file.",
+        help="The run's TOML file or a packaged name, and values that replace those of the file.",
         show_default=False,
     ),
 ]

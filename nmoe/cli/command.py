@@ -94,7 +94,7 @@ def reinforcement_learning() -> None:
 
     \b
     Example:
-      nmoe rl train configs/sort_grpo.toml
+      nmoe rl train sort_grpo
     """
 
 
@@ -114,7 +114,7 @@ def environments() -> None:
 
     \b
     Example:
-      nmoe env check environments/skills.toml
+      nmoe env check skills
     """
 
 

@@ -28,7 +28,7 @@ def pairs(
 
     \b
     Example:
-      nmoe data pairs runs/speedrun/base environments/skills.toml pairs.jsonl --problems 4000 --samples 6
+      nmoe data pairs runs/speedrun/base skills pairs.jsonl --problems 4000 --samples 6
     """
     from nmoe.recipes.sampled_pairs import write_pairs
 

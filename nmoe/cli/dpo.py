@@ -8,7 +8,7 @@ def dpo(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe dpo configs/dpo.toml --preference.loss=ipo
+      nmoe dpo dpo --preference.loss=ipo
     """
     from nmoe.config.commands.supervised import DPOConfig
 

@@ -24,7 +24,7 @@ def check(
 
     \b
     Example:
-      nmoe env check environments/skills.toml
+      nmoe env check skills
     Example, with the tokens of a trained model:
       nmoe env check my_environment --tokenizer runs/speedrun
     """

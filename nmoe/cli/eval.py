@@ -51,13 +51,13 @@ def evaluate(
 
     \b
     Example, greedy:
-      nmoe eval runs/speedrun/sort_grpo environments/sort.toml --out sort.json
+      nmoe eval runs/speedrun/sort_grpo sort --out sort.json
     Example, eight samples per problem:
-      nmoe eval runs/speedrun/sort_grpo environments/sort.toml --samples 8 --temperature 0.6
+      nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6
     Example, the best of eight samples by a reward model, and the majority vote:
-      nmoe eval runs/speedrun/sort_grpo environments/sort.toml --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
+      nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
     Example, whether a model is ready for reinforcement learning:
-      nmoe eval runs/base environments/math.toml --format-check
+      nmoe eval runs/base math --format-check
     """
     if format_check:
         if samples > 1 or temperature > 0 or best_of is not None:

@@ -8,7 +8,7 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe pretrain configs/tools_base.toml --run.steps=200 --optimizer.learning_rate=3e-4
+      nmoe pretrain tools_base --run.steps=200 --optimizer.learning_rate=3e-4
     """
     from nmoe.config.commands.supervised import PretrainConfig
 

@@ -8,7 +8,7 @@ def reward(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe reward configs/reward.toml --records.path=pairs.jsonl
+      nmoe reward reward --records.path=pairs.jsonl
     """
     from nmoe.config.commands.supervised import RewardConfig
 

@@ -10,9 +10,9 @@ def train(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16
+      nmoe rl train sort_grpo --run.name=wide --batch.group_size=16
     Example, resuming after an interruption:
-      nmoe rl train configs/sort_grpo.toml --run.name=wide --batch.group_size=16 --run.resume=true
+      nmoe rl train sort_grpo --run.name=wide --batch.group_size=16 --run.resume=true
     """
     from nmoe.config.commands.rl import RLConfig
 

@@ -44,9 +44,9 @@ def selfplay(
 
     \b
     Example, data only:
-      nmoe selfplay configs/selfplay.toml --problem_source=jsonl:problems.jsonl --output_dir=runs/proofs --max_problems=1000
+      nmoe selfplay selfplay --problem_source=jsonl:problems.jsonl --output_dir=runs/proofs --max_problems=1000
     Example, two rounds of generation and training:
-      nmoe selfplay configs/selfplay.toml --train --selfplay.rounds=2
+      nmoe selfplay selfplay --train --selfplay.rounds=2
     """
     from nmoe.config.commands.selfplay import SelfplayConfig
 

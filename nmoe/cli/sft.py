@@ -10,7 +10,7 @@ def sft(arguments: ConfigAndOverrides) -> None:
 
     \b
     Example:
-      nmoe sft configs/sft.toml --records.path=train.jsonl --records.epochs=3
+      nmoe sft sft --records.path=train.jsonl --records.epochs=3
     """
     from nmoe.config.commands.supervised import SFTConfig
 

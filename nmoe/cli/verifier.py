@@ -25,9 +25,9 @@ def verifier(
 
     \b
     Example:
-      nmoe verifier configs/verifier.toml --prm_source=prm800k --prm_split=train[:1024]
+      nmoe verifier verifier --prm_source=prm800k --prm_split=train[:1024]
     Example, scores of whole solutions, from a file:
-      nmoe verifier configs/verifier.toml --prm_source=labelled.jsonl --mode=score
+      nmoe verifier verifier --prm_source=labelled.jsonl --mode=score
     """
     from nmoe.config.commands.supervised import VerifierConfig
 

@@ -1,11 +1,14 @@
-"""Environments by name: what `environments/` holds, and what installed packages offer under the entry point group
-`nmoe.environments`.
+"""What has a name: the environments and configurations in `nmoe/packaged`, and those that installed packages offer under the entry
+point groups `nmoe.environments` and `nmoe.configs`.
 
 A package offers the environment NAME by a line of its metadata whose value says where in the package it lies:
 
     [project.entry-points."nmoe.environments"]
     countdown = "my_environments.countdown"            # my_environments/countdown/environment.toml
     digits = "my_environments:digits.toml"             # my_environments/digits.toml
+
+    [project.entry-points."nmoe.configs"]
+    countdown_grpo = "my_environments:countdown_grpo.toml"
 
 No code of the package is imported to find it: of the value only the first name is looked up, as a module to import would
 be, and the rest is a path below it.
@@ -15,24 +18,25 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from nmoe.errors import UserError
 
-GROUP = "nmoe.environments"
-FILE = "environment.toml"
-SHIPPED = Path(__file__).parents[2] / "environments"
+PACKAGED = Path(__file__).parents[1] / "packaged"
+ENVIRONMENTS = PACKAGED / "environments"
+CONFIGS = PACKAGED / "configs"
 
-_BARE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NAME = re.compile(r"(?P<name>[A-Za-z0-9_-]+)(?P<suffix>\.toml)?")
 _VALUE = re.compile(r"(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<resource>\w+(?:\.\w+)*))?")
 
 
 @dataclass(frozen=True)
 class Packaged:
-    """One environment that has a name: `Packaged("skills", "nmoe", Path(".../environments/skills.toml"), None)`.
+    """One that has a name: `Packaged("skills", "nmoe", Path(".../environments/skills.toml"), None)`.
 
     `package` is the distribution it came with. `problem` says why an entry point leads nowhere; then there is no `path`.
     """
@@ -43,75 +47,128 @@ class Packaged:
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """Environments or configurations: where those of nmoe lie, and the file that stands for a directory of them."""
+
+    noun: str
+    directory: Path
+    file: str
+    listed_by: str
+
+    def all(self) -> list[Packaged]:
+        shipped = [(path.stem, path) for path in self.directory.glob("*.toml")]
+        shipped += [(path.parent.name, path) for path in self.directory.glob(f"*/{self.file}")]
+        offered = [self._offered(entry) for entry in entry_points(group=f"nmoe.{self.directory.name}")]
+        return [
+            *(Packaged(name, "nmoe", path) for name, path in sorted(shipped)),
+            *sorted(offered, key=lambda one: (one.name, one.package)),
+        ]
+
+    def find(self, named: str, path: Path) -> Path:
+        """The file that `named` means, where no such file lies at `path`."""
+        match = _NAME.fullmatch(named)
+        if match is None:
+            return self._find_moved(named, path)
+        known, name = self.all(), match["name"]
+        found = [one for one in known if one.name == name]
+        if not found:
+            alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
+            if path.exists() or (match["suffix"] and not alike):
+                return path
+            hint = f"; did you mean {alike[0]!r}?" if alike else ""
+            raise UserError(
+                f"{path}: no such file or directory, nor is there a packaged {self.noun} of that name{hint} "
+                f"(`{self.listed_by}` shows them)"
+            )
+        if len(found) > 1:
+            packages = ", ".join(one.package for one in found)
+            raise UserError(f"several packages offer the {self.noun} {name!r}: {packages}; give the path of one")
+        if found[0].path is None:
+            raise UserError(f"{self.noun} {name!r} of the package {found[0].package}: {found[0].problem}")
+        return found[0].path
+
+    def _find_moved(self, named: str, path: Path) -> Path:
+        """The packaged file of a path such as `configs/sort_grpo.toml`, from when the repository's top held the folder."""
+        old = PurePath(named.removesuffix(f"/{self.file}"))
+        match = _NAME.fullmatch(old.name)
+        if match is None or old.parent.name != self.directory.name:
+            return path
+        found = next((one.path for one in self.all() if (one.name, one.package) == (match["name"], "nmoe")), None)
+        if found is None:
+            return path
+        warnings.warn(
+            f"{path} is not there; the packaged {self.noun} {match['name']!r} is read: write its name instead of the path",
+            stacklevel=3,
+        )
+        return found
+
+    def _offered(self, entry: EntryPoint) -> Packaged:
+        package = "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+        try:
+            return Packaged(entry.name, package, self._resource(entry.value))
+        except UserError as error:
+            return Packaged(entry.name, package, None, str(error))
+
+    def _resource(self, value: str) -> Path:
+        match = _VALUE.fullmatch(value)
+        if match is None:
+            raise UserError(
+                f"the entry point {value!r} is no place in a package; write package.directory or package:file.toml"
+            )
+        top, *below = match["module"].split(".")
+        try:
+            spec = find_spec(top)
+        except (ImportError, ValueError):  # a ValueError where a module without a spec lies in sys.modules
+            spec = None
+        if spec is None or spec.submodule_search_locations is None:
+            raise UserError(f"the entry point {value!r} names the package {top!r}, which is not there")
+        looked_at = []
+        for location in spec.submodule_search_locations:
+            directory = Path(location, *below)
+            resource = match["resource"]
+            if resource is not None and (directory / resource).is_file():
+                return directory / resource
+            file = (directory if resource is None else directory.joinpath(*resource.split("."))) / self.file
+            if file.is_file():
+                return file
+            looked_at.append(str(file if resource is None or "." not in resource else directory / resource))
+        raise UserError(f"the entry point {value!r} leads to no {self.noun}: there is no {' or '.join(looked_at)}")
+
+
+_ENVIRONMENT = _Kind("environment", ENVIRONMENTS, "environment.toml", "nmoe env list")
+_CONFIGURATION = _Kind("configuration", CONFIGS, "config.toml", "nmoe config list")
+
+
 def packaged_environments() -> list[Packaged]:
     """All of them, those of nmoe first, each kind in the order of its names."""
-    shipped = [(path.stem, path) for path in SHIPPED.glob("*.toml")]
-    shipped += [(path.parent.name, path) for path in SHIPPED.glob(f"*/{FILE}")]
-    offered = [_offered(entry) for entry in entry_points(group=GROUP)]
-    return [
-        *(Packaged(name, "nmoe", path) for name, path in sorted(shipped)),
-        *sorted(offered, key=lambda one: (one.name, one.package)),
-    ]
+    return _ENVIRONMENT.all()
+
+
+def packaged_configurations() -> list[Packaged]:
+    """All of them, those of nmoe first, each kind in the order of its names."""
+    return _CONFIGURATION.all()
 
 
 def find_environment(named: str, directory: Path = Path()) -> Path:
-    """The TOML file that `named` means: a file, a directory that holds environment.toml, or else a packaged environment's name.
+    """The TOML file that `named` means: a file, a directory that holds environment.toml, or else a packaged environment's name,
+    `skills` or `skills.toml`.
 
-    Relative paths start from `directory`. A path that does not exist is returned as it is, for its reader to refuse; a
-    bare name that nothing has is refused here, by UserError, as is one that two packages offer.
+    Relative paths start from `directory`. Of paths that do not exist, `environments/NAME.toml` means the packaged NAME, with a
+    warning, and any other is returned as it is, for its reader to refuse. A bare name that nothing has is refused here, by
+    UserError, as is one that two packages offer.
     """
     path = directory / named
     if path.is_dir():
-        return path / FILE
-    if path.exists() or not _BARE_NAME.fullmatch(named):
-        return path
-    known = packaged_environments()
-    found = [one for one in known if one.name == named]
-    if not found:
-        alike = difflib.get_close_matches(named, [one.name for one in known], n=1)
-        hint = f"; did you mean {alike[0]!r}?" if alike else ""
-        raise UserError(
-            f"{path}: no such file or directory, nor is there a packaged environment of that name{hint} "
-            "(`nmoe env list` shows them)"
-        )
-    if len(found) > 1:
-        raise UserError(
-            f"several packages offer an environment {named!r}: {', '.join(one.package for one in found)}; give the path of one"
-        )
-    if found[0].path is None:
-        raise UserError(f"environment {named!r} of the package {found[0].package}: {found[0].problem}")
-    return found[0].path
+        return path / _ENVIRONMENT.file
+    return path if path.exists() else _ENVIRONMENT.find(named, path)
 
 
-def _offered(entry: EntryPoint) -> Packaged:
-    package = "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
-    try:
-        return Packaged(entry.name, package, _resource(entry.value))
-    except UserError as error:
-        return Packaged(entry.name, package, None, str(error))
+def find_configuration(named: str) -> Path:
+    """The TOML file that `named` means: a file, or else a packaged configuration's name, `sft` or `sft.toml`; what is neither is
+    treated as in `find_environment`.
 
-
-def _resource(value: str) -> Path:
-    match = _VALUE.fullmatch(value)
-    if match is None:
-        raise UserError(
-            f"the entry point {value!r} is no place in a package; write package.directory or package:file.toml"
-        )
-    top, *below = match["module"].split(".")
-    try:
-        spec = find_spec(top)
-    except (ImportError, ValueError):  # a ValueError where a module without a spec lies in sys.modules
-        spec = None
-    if spec is None or spec.submodule_search_locations is None:
-        raise UserError(f"the entry point {value!r} names the package {top!r}, which is not there")
-    looked_at = []
-    for location in spec.submodule_search_locations:
-        directory = Path(location, *below)
-        resource = match["resource"]
-        if resource is not None and (directory / resource).is_file():
-            return directory / resource
-        file = (directory if resource is None else directory.joinpath(*resource.split("."))) / FILE
-        if file.is_file():
-            return file
-        looked_at.append(str(file if resource is None or "." not in resource else directory / resource))
-    raise UserError(f"the entry point {value!r} leads to no environment: there is no {' or '.join(looked_at)}")
+    A directory does not stand in a name's way: beside a folder `sft`, too, `sft` means the packaged one.
+    """
+    path = Path(named)
+    return path if path.is_file() else _CONFIGURATION.find(named, path)

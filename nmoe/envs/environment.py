@@ -1,7 +1,7 @@
 """An environment: problems, the prompt for each, and the grade of each completion.
 
 It binds a task pool, an output format, a rubric and a curriculum under one name; a trainer needs nothing else about a domain.
-The packaged ones are in `environments/`. `Environment.from_toml` reads and checks them.
+The packaged ones are in `nmoe/packaged/environments`. `Environment.from_toml` reads and checks them.
 """
 
 from __future__ import annotations

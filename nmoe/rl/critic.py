@@ -2,7 +2,7 @@
 
 Schulman et al. 2017 (arXiv:1707.06347), as used on language models by Ouyang et al. 2022 (arXiv:2203.02155). PPO is the loop of
 `nmoe/rl/train.py` with this critic: `nmoe rl train CONFIG` with `algorithm.advantage = "gae"` and a [critic] table, as in
-configs/sort_ppo.toml.
+sort_ppo.toml.
 """
 
 # Shapes: N scored tokens.

@@ -20,7 +20,7 @@ def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fa
         {"started_utc": "2026-01-02T03:04:05Z", "nmoe": "0.1.0", "git_commit": "9f2c...", "git_dirty": false,
          "python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6", "transformers": "5.14.1",
          "platform": "Linux-6.18-x86_64-with-glibc2.36", "cpu": "AMD EPYC 9B14", "cores": 2, "threads": 2,
-         "device": "cpu", "numerics": "exact", "seed": 0, "argv": ["nmoe", "rl", "configs/arithmetic.toml"]}
+         "device": "cpu", "numerics": "exact", "seed": 0, "argv": ["nmoe", "rl", "arithmetic.toml"]}
 
     The git entries are None unless the package runs from its own checkout. A CUDA `device` comes with the name of the
     card and the CUDA version. In `argv` the home directory is written `~`.

@@ -82,7 +82,7 @@ def _sort(rng: random.Random, question: str, gold: str) -> Worked:
 
 # How often each skill is drawn: adding takes the longest to learn.
 _DRAWN = ("add", "add", "add", "reverse", "reverse", "sort", "sort")
-# Difficulties as in environments/skills.toml.
+# Difficulties as in skills.toml.
 SKILLS: dict[str, tuple[tuple[int, int], Callable[[random.Random, str, str], Worked]]] = {
     "add": ((2, 2), _add),
     "reverse": ((4, 6), _reverse),

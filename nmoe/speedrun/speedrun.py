@@ -16,6 +16,7 @@ from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, SFTConfig, VerifierConfig
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.documents import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.errors import ShortfallError, UserError
@@ -36,7 +37,6 @@ from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.verifier.train import verifier
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 768
 TOKENIZER_DOCUMENTS = 4_000
 TOKENIZER_JUDGEMENTS = 50
@@ -142,7 +142,7 @@ class Pipeline:
         )
 
     def tokenizer_and_corpus(self) -> Figures:
-        out, seed, tools = self._out, self._seed, ROOT / "environments/tools.toml"
+        out, seed, tools = self._out, self._seed, ENVIRONMENTS / "tools.toml"
         with storage_errors(out):
             texts = chain(
                 corpus_texts(seed, TOKENIZER_DOCUMENTS),
@@ -191,7 +191,7 @@ class Pipeline:
 
     def evaluation(self) -> Figures:
         before, after = (
-            examine(self._out / run, self._rl, ROOT / "environments/skills_longer.toml", self._seed)
+            examine(self._out / run, self._rl, ENVIRONMENTS / "skills_longer.toml", self._seed)
             for run in ("base", "rl")
         )
         write_atomically(self._examinations, _EXAMINATIONS.dump_json([before, after]))
@@ -234,10 +234,10 @@ class Pipeline:
         return self._out / "examinations.json"
 
     def _load(self, name: str, schema: type[C], values: Mapping[str, str | int | float]) -> C:
-        """Loads `configs/NAME.toml` with this directory and this seed."""
+        """Loads the packaged NAME.toml with this directory and this seed."""
         overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
-        return load_run(ROOT / f"configs/{name}.toml", schema, arguments)
+        return load_run(CONFIGS / f"{name}.toml", schema, arguments)
 
 
 _COURSE = {

@@ -173,7 +173,7 @@ def evaluation_text(solution: Solution) -> str:
 
 
 def write_domain(out: Path, seed: int) -> None:
-    """Writes the data of configs/verifier.toml, configs/sums.toml and configs/selfplay.toml: `prm800k/` with both phases,
+    """Writes the data of verifier.toml, sums.toml and selfplay.toml: `prm800k/` with both phases,
     `sums.jsonl` and `problems.json`."""
     (out / "prm800k").mkdir(exist_ok=True)
     write_prm800k(out / "prm800k/phase1_train.jsonl", seed, LABELLED // 40, "train", phase=1)

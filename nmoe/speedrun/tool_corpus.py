@@ -1,6 +1,6 @@
-"""Conversations that use the python tool badly: the tool corpus of mid-training, before `configs/tools.toml`.
+"""Conversations that use the python tool badly: the tool corpus of mid-training, before `tools.toml`.
 
-Every document asks for a sum of environments/tools.toml, in well-formed Harmony. Most practise one of two parts: a call that
+Every document asks for a sum of the environment `tools`, in well-formed Harmony. Most practise one of two parts: a call that
 copies the sum, without an answer, or the reading of an output without a call. The others are whole conversations with the
 environment's own prompt. In a minority of them the call computes the sum and its output is the answer. In the rest the call
 copies another sum, the output is ignored, the call is not JSON or names an unknown tool, or the answer is guessed without a

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import Result
 
-from nmoe.config.packaged import SHIPPED
+from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs import tasks
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def test_a_check_needs_no_tokenizer(nmoe: Nmoe, own: Path) -> None:
     assert max(ids) < 264
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("**/*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(ENVIRONMENTS.glob("**/*.toml")), ids=lambda path: path.stem)
 def test_what_is_shipped_passes_without_a_network(nmoe: Nmoe, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (path.stem in ("humaneval", "mbpp") or path.parent.name == "code_fix") and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed (apt-get install bubblewrap): code is not run without it")

@@ -17,6 +17,7 @@ import pytest
 from nmoe import cli
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.packaged import packaged_configurations, packaged_environments
 from nmoe.errors import StorageError, UserError
 from nmoe.verifier.scorers import load_scorer
 
@@ -359,9 +360,11 @@ sys.argv = ["nmoe", "report", "x"]
     assert time.monotonic() - begun < 10
 
 
-def test_every_configuration_that_help_names_is_there() -> None:
-    root = Path(__file__).parents[2]
-    text = "\n".join(path.read_text() for path in (root / "nmoe/cli").glob("*.py"))
-    named = set(re.findall(r"(?:configs|environments)/\w+\.toml", text))
-    assert {"configs/sort_grpo.toml", "configs/verifier.toml"} <= named
-    assert sorted(name for name in named if not (root / name).is_file()) == []
+def test_what_the_examples_of_help_name_is_packaged() -> None:
+    text = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "nmoe/cli").glob("*.py"))
+    configurations = re.findall(r" nmoe (?:rl train|pretrain|sft|dpo|reward|verifier|selfplay) (\w+)", text)
+    assert {"sort_grpo", "verifier"} <= set(configurations)
+    assert set(configurations) <= {one.name for one in packaged_configurations()}
+    environments = re.findall(r" nmoe (?:env check|eval \S+|data pairs \S+) (\w+)", text)
+    assert {"skills", "sort"} <= set(environments)
+    assert set(environments) <= {one.name for one in packaged_environments()} | {"my_environment"}

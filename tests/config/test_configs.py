@@ -1,4 +1,4 @@
-"""Every configuration in configs/ is one of the verb that its first lines name."""
+"""Every configuration in nmoe/packaged/configs is one of the verb that its first lines name."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from nmoe.config.commands import COMMANDS, load_run
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.supervised import PretrainConfig, SFTConfig
+from nmoe.config.packaged import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 # What no command of its own runs.
 BY_NAME: dict[str, type[RunConfig]] = {
     "speedrun_base": PretrainConfig,
@@ -20,10 +20,10 @@ BY_NAME: dict[str, type[RunConfig]] = {
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_it_loads_as_what_its_command_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(CONFIGS.parent)
+def test_it_loads_as_what_its_command_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     head = path.read_text().partition("[")[0]
-    commands = re.findall(rf"(?:nmoe|nmoe\.rl) ([a-z ]+?) configs/{path.stem}\.toml", head)
+    commands = re.findall(rf"(?:nmoe|nmoe\.rl) ([a-z ]+?) {path.stem}\b", head)
     schema = BY_NAME.get(path.stem) or COMMANDS[commands[-1]]
     config = load_run(path, schema)
     assert config.model.path or config.model.shape

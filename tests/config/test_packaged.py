@@ -1,7 +1,8 @@
-"""Environments by path, directory and name: what is found, without importing any package, and what is refused."""
+"""Environments and configurations by path, directory and name: what is found, without an import, and what is refused."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import invalidate_caches
@@ -13,7 +14,15 @@ from nmoe.config import ConfigError, load
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings, load_environment
-from nmoe.config.packaged import SHIPPED, Packaged, find_environment, packaged_environments
+from nmoe.config.packaged import (
+    CONFIGS,
+    ENVIRONMENTS,
+    Packaged,
+    find_configuration,
+    find_environment,
+    packaged_configurations,
+    packaged_environments,
+)
 from nmoe.config.tables.pools import MixturePool
 from nmoe.errors import UserError
 
@@ -29,16 +38,16 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
 
-    def install(package: str, files: dict[str, str], entries: dict[str, str], distribution: str = "") -> Path:
+    def install(package: str, files: dict[str, str], entries: dict[str, str], group: str = "environments") -> Path:
         for name, text in {"__init__.py": "raise SystemExit('imported')", **files}.items():
             path = site / package / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        info = site / f"{distribution or package}-1.2.dist-info"
+        info = site / f"{package}-1.2.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution or package}\nVersion: 1.2\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
         lines = [f"{name} = {value}" for name, value in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[nmoe.environments]", *lines]) + "\n")
+        (info / "entry_points.txt").write_text("\n".join([f"[nmoe.{group}]", *lines]) + "\n")
         invalidate_caches()
         return site / package
 
@@ -51,11 +60,11 @@ def by_name(name: str) -> list[Packaged]:
 
 
 def test_the_environments_that_nmoe_ships() -> None:
-    assert find_environment("skills") == SHIPPED / "skills.toml"
-    assert by_name("skills") == [Packaged("skills", "nmoe", SHIPPED / "skills.toml")]
+    assert find_environment("skills") == ENVIRONMENTS / "skills.toml"
+    assert by_name("skills") == [Packaged("skills", "nmoe", ENVIRONMENTS / "skills.toml")]
     assert {one.name for one in packaged_environments() if one.package == "nmoe"} == {
-        path.stem for path in SHIPPED.glob("*.toml")
-    } | {path.parent.name for path in SHIPPED.glob("*/environment.toml")}
+        path.stem for path in ENVIRONMENTS.glob("*.toml")
+    } | {path.parent.name for path in ENVIRONMENTS.glob("*/environment.toml")}
     assert load_environment(Path("skills")).env_id == "skills"
 
 
@@ -111,6 +120,78 @@ def test_what_a_name_means(install: Install, tmp_path: Path, monkeypatch: pytest
         load_environment(Path("empty"))
     with pytest.raises(ConfigError, match=r"^nowhere/at/all: no such file$"):
         load_environment(Path("nowhere/at/all"))
+
+
+def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RUN.format("sort")
+    package = install("mine", {"runs/own.toml": run}, {"own": "mine.runs:own.toml", "lost": "mine.lost"}, "configs")
+    monkeypatch.chdir(tmp_path)
+    assert {one.name for one in packaged_configurations() if one.package == "nmoe"} == {
+        path.stem for path in CONFIGS.glob("*.toml")
+    }
+    problem = f"the entry point 'mine.lost' leads to no configuration: there is no {package}/lost/config.toml"
+    assert [one for one in packaged_configurations() if one.package != "nmoe"] == [
+        Packaged("lost", "mine 1.2", None, problem),
+        Packaged("own", "mine 1.2", package / "runs/own.toml"),
+    ]
+    assert find_configuration("own") == find_configuration("own.toml") == package / "runs/own.toml"
+    loaded = load_run(Path("sort_grpo"), RLConfig)
+    assert (loaded.run.name, loaded.run.steps, loaded.environment.env_id) == ("sort_grpo", 100, "sort")
+    # A folder of the name does not hide it, a file does.
+    (tmp_path / "sort_grpo").mkdir()
+    assert find_configuration("sort_grpo") == CONFIGS / "sort_grpo.toml"
+    (tmp_path / "sort_grpo.toml").write_text(run)
+    assert find_configuration("sort_grpo.toml") == Path("sort_grpo.toml")
+    assert load_run(Path("sort_grpo.toml"), RLConfig).run.steps == 2
+    for wrong in ("sort_grop", "sort_grop.toml"):
+        with pytest.raises(
+            UserError, match=rf"^{wrong}: no such file .* packaged configuration .* did you mean 'sort_grpo'\?"
+        ):
+            load_run(Path(wrong), RLConfig)
+    with pytest.raises(ConfigError, match=r"^wholly-else\.toml: no such file$"):
+        load_run(Path("wholly-else.toml"), RLConfig)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"^folder: is a directory, not a TOML file$"):
+        load_run(Path("folder"), RLConfig)
+
+
+@pytest.mark.parametrize(
+    ("old", "found"),
+    [
+        ("environments/skills.toml", "skills.toml"),
+        ("../environments/skills.toml", "skills.toml"),
+        ("clone/environments/code_fix", "code_fix/environment.toml"),
+        ("environments/code_fix/environment.toml", "code_fix/environment.toml"),
+        ("environments/mine.toml", None),
+        ("elsewhere/skills.toml", None),
+        ("environments/x/skills.toml", None),
+    ],
+)
+def test_old_paths_of_environments(old: str, found: str | None, tmp_path: Path) -> None:
+    """They lay at the top of the repository."""
+    if found is None:
+        assert find_environment(old, tmp_path) == tmp_path / old
+        return
+    name = found.partition("/")[0].removesuffix(".toml")
+    with pytest.warns(
+        match=f"^{re.escape(str(tmp_path / old))} is not there; the packaged environment '{name}' is read: "
+    ):
+        assert find_environment(old, tmp_path) == ENVIRONMENTS / found
+    # What lies there comes first.
+    path = tmp_path / old
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert find_environment(old, tmp_path) == path
+
+
+def test_old_paths_of_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(
+        match=r"^configs/sort_grpo\.toml is not there; the packaged configuration 'sort_grpo' is read: write its name"
+    ):
+        assert load_run(Path("configs/sort_grpo.toml"), RLConfig).run.name == "sort_grpo"
+    with pytest.raises(ConfigError, match=r"^configs/mine\.toml: no such file$"):
+        load_run(Path("configs/mine.toml"), RLConfig)
 
 
 RUN = '[run]\nsteps = 2\n[model]\npath = "base"\n[environment]\npath = "{}"\n'

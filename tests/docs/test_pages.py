@@ -20,7 +20,7 @@ CURRENT = [page for page in PAGES if page.name not in ("decisions.md", "CHANGELO
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    roots = "nmoe|tests|configs|environments|benchmarks|scripts|examples"
+    roots = "nmoe|tests|benchmarks|scripts|examples"
     named = set(re.findall(rf"`((?:{roots})/[\w./-]+\.\w+)`", page.read_text()))
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
@@ -35,7 +35,7 @@ def test_files_that_a_page_names_without_their_folder_exist(page: Path) -> None:
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    files = [path for folder in ("nmoe", "configs", "scripts", ".ci") for path in (ROOT / folder).rglob("*")]
+    files = [path for folder in ("nmoe", "scripts", ".ci") for path in (ROOT / folder).rglob("*")]
     named = {
         (page, path.name)
         for path in files

@@ -11,6 +11,7 @@ from scripted_engine import ScriptedEngine
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
+from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
@@ -24,7 +25,6 @@ from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Trajectory
 from nmoe.types import Message, Sampling
 
-ROOT = Path(__file__).parents[2]
 Play = Callable[[list[list[int]]], Trajectory]
 
 
@@ -33,7 +33,7 @@ def play(tokenizer: Tokenizer) -> Play:
     """One trajectory on the problem of the median, turn by turn; its golds have all been graded by then."""
 
     def played(turns: list[list[int]]) -> Trajectory:
-        environment = Environment.from_toml(ROOT / "environments/code_fix/environment.toml", tokenizer)
+        environment = Environment.from_toml("code_fix", tokenizer)
         try:
             runtime = ToolRuntime(environment, SandboxSettings(level="landlock", warm=0))
         except SandboxSetupError as error:
@@ -88,7 +88,7 @@ def test_changing_the_tests_fixes_nothing(play: Play, harmony: Harmony) -> None:
 
 
 def test_the_packaged_config_runs(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     tokenizer.save(tmp_path / "tokenizer")
     overrides = {
         "run.directory": tmp_path,
@@ -101,8 +101,6 @@ def test_the_packaged_config_runs(tmp_path: Path, tokenizer: Tokenizer, monkeypa
         "sandbox.level": "landlock",
         "sandbox.warm": 0,
     }
-    config = load_run(
-        ROOT / "configs/code_fix.toml", RLConfig, [f"--{key}={value}" for key, value in overrides.items()]
-    )
+    config = load_run(CONFIGS / "code_fix.toml", RLConfig, [f"--{key}={value}" for key, value in overrides.items()])
     (row,) = read_metrics(train(config))
     assert (row["step"], row["correctness"]) == (1, 0.0)

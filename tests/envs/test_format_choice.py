@@ -8,11 +8,11 @@ import pytest
 from chat_templates import qwen, save
 
 from nmoe.config.environment import load_environment
+from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment, in_format
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 
-SHIPPED = Path(__file__).parents[2] / "environments"
 SETTINGS = """
 env_id = "demo"
 system = "Sort."
@@ -79,7 +79,7 @@ def test_harmony_asked_of_a_chat_model_names_the_other_format(file: Path, chat: 
         Environment.from_toml(file, chat)
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(ENVIRONMENTS.glob("*.toml")), ids=lambda path: path.stem)
 def test_packaged_system_messages_fit_their_format(path: Path, harmony: Tokenizer, chat: Tokenizer) -> None:
     """Harmony's has no box (REQUIREMENTS, C1), and a chat model has never heard of channels."""
     settings = load_environment(path)

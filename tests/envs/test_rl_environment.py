@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nmoe.config import ConfigError, load
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs import tasks
 from nmoe.envs.environment import Environment
 from nmoe.envs.grade import COMPONENTS
@@ -421,10 +422,7 @@ def test_mistakes_in_the_file_are_named(environment: Make, tmp_path: Path) -> No
         environment(POOL.replace("difficulty", "difficult"))
 
 
-PACKAGED = Path(__file__).parents[2] / "environments"
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(ENVIRONMENTS.glob("*.toml")), ids=lambda path: path.stem)
 def test_packaged_environments_are_valid(path: Path) -> None:
     assert load(path, EnvironmentSettings).env_id == path.stem
 
@@ -440,7 +438,7 @@ def test_the_packaged_mixture_runs_on_local_copies(
     ):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "train.jsonl").write_text(json.dumps(record) + "\n")
-    mixture = Environment.from_toml(PACKAGED / "gsm8k_math_mixture.toml", tokenizer)
+    mixture = Environment.from_toml(ENVIRONMENTS / "gsm8k_math_mixture.toml", tokenizer)
     answers = {"gsm8k": "She has 1200.", "math": r"\boxed{0.5}"}
     problems = mixture.pool.take(20)
     assert {problem.source for problem in problems} == set(answers)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings, load_environment
-from nmoe.config.packaged import SHIPPED
+from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment, identity_of
 from nmoe.errors import UserError
 from nmoe.rollout.bundle import FILE, read_bundle
@@ -210,7 +210,7 @@ tool_use = 1e-7
 """
 
 
-@pytest.mark.parametrize("path", [None, *sorted(SHIPPED.glob("**/*.toml"))], ids=lambda path: path and path.stem)
+@pytest.mark.parametrize("path", [None, *sorted(ENVIRONMENTS.glob("**/*.toml"))], ids=lambda path: path and path.stem)
 def test_settings_come_back_from_a_bundle_as_they_were(path: Path | None, tmp_path: Path) -> None:
     if path is None:
         path = tmp_path / "everything.toml"

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.packaged import CONFIGS
 from nmoe.envs.pools.generated import split_of
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
@@ -22,7 +23,7 @@ from nmoe.model.packed import PackedAttention
 from nmoe.recipes.setup import build_model
 from nmoe.speedrun import corpus
 from nmoe.speedrun.corpus import corpus_texts, write_corpus
-from nmoe.speedrun.speedrun import ROOT, speedrun
+from nmoe.speedrun.speedrun import speedrun
 from nmoe.text.harmony import Completion, Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Problem
@@ -139,7 +140,7 @@ def test_the_flagship_s_shape_has_a_family_that_others_load(tmp_path: Path) -> N
     """Experts are balanced by a loss: a bias would have no place in Qwen3-MoE's format."""
     tokenizer = Tokenizer.train(corpus_texts(0, 300), 384)
     overrides = [f"--run.directory={tmp_path}", f"--model.tokenizer={tmp_path}", f"--data.documents={tmp_path}"]
-    config = load_run(ROOT / "configs/speedrun_base.toml", PretrainConfig, overrides)
+    config = load_run(CONFIGS / "speedrun_base.toml", PretrainConfig, overrides)
     model = build_model(config.model, tokenizer, 0)
     assert (model.config.router_bias_rate, model.config.router_aux_loss_coef) == (0.0, 0.01)
     export_model(model, tmp_path)

@@ -6,17 +6,17 @@ from itertools import chain
 
 import pytest
 
+from nmoe.config.packaged import ENVIRONMENTS
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.generated import split_of
 from nmoe.speedrun import tool_corpus
 from nmoe.speedrun.corpus import corpus_texts
-from nmoe.speedrun.speedrun import ROOT
 from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message, Problem
 
-ENVIRONMENT = ROOT / "environments/tools.toml"
+ENVIRONMENT = ENVIRONMENTS / "tools.toml"
 DOCUMENTS = 1500
 
 

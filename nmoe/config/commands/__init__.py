@@ -10,6 +10,7 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
 from nmoe.config.loader import load
+from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
 
 __all__ = ["COMMANDS", "RunConfig", "load_run"]
@@ -29,8 +30,11 @@ C = TypeVar("C", bound=RunConfig)
 
 
 def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
-    """Loads a run's configuration. A run without a name is called after its file; an adapter without a learning rate has ten times
-    the command's default. Raises ConfigError with all problems."""
+    """Loads a run's configuration: a file, or a packaged name (`Path("sort_grpo")`).
+
+    A run without a name is called after its file; an adapter without a learning rate has ten times the command's default. Raises
+    ConfigError with all problems, and UserError for a name that nothing has."""
+    path = find_configuration(str(path))
     config = load(path, schema, overrides, COMMANDS)
     if "learning_rate" not in config.optimizer.model_fields_set:
         adapts = isinstance(config, AdaptableConfig) and config.lora is not None
