@@ -33,9 +33,12 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or one of its checkpoints.")
 ]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token.")
+    float,
+    typer.Option(
+        metavar="NUMBER", min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token."
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random draws.")]
 
 
 def configuration(arguments: list[str], schema: "type[C]") -> "C":

@@ -10,11 +10,15 @@ from nmoe.cli.arguments import Checkpoint, Seed, Temperature
 def chat(
     checkpoint: Checkpoint,
     temperature: Temperature = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The maximum number of tokens per answer.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The maximum number of tokens per answer.")
+    ] = 256,
     system: Annotated[
         str | None,
         typer.Option(
-            help="The system message; default: that of the environment that the run was trained on.", show_default=False
+            metavar="TEXT",
+            help="The system message; default: that of the environment that the run was trained on.",
+            show_default=False,
         ),
     ] = None,
     format: Annotated[

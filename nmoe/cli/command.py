@@ -5,6 +5,7 @@ is imported inside it, so that `nmoe --help` does not wait for torch.
 """
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -34,8 +35,18 @@ from nmoe.cli.speedrun import speedrun
 from nmoe.cli.verifier import verifier
 from nmoe.errors import UserError
 
+# Newer versions of typer write the Python type behind an argument: `CONFIG <list[str]>`.
+_ARGUMENT_TYPE = re.compile(r"^(  [^-\s].*?) <[\w\[\]]+>", re.MULTILINE)
 
-class TrainingVerb(typer.core.TyperCommand):
+
+class Verb(typer.core.TyperCommand):
+    """A verb whose help names its arguments without their Python types."""
+
+    def get_help(self, ctx: Any) -> str:
+        return _ARGUMENT_TYPE.sub(lambda found: found[1].ljust(len(found[0])), super().get_help(ctx))
+
+
+class TrainingVerb(Verb):
     """A verb with a configuration: its help ends with the configuration's keys."""
 
     def get_help(self, ctx: Any) -> str:
@@ -120,19 +131,19 @@ def environments() -> None:
 
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _training_verb(app, training_verb)
-app.command("eval")(evaluate)
+app.command("eval", cls=Verb)(evaluate)
 for plain_verb in (grade, chat, replay, report, export, speedrun):
-    app.command()(plain_verb)
+    app.command(cls=Verb)(plain_verb)
 app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 for training_verb in (train, selfplay, verifier):
     _training_verb(rl, training_verb)
 for data_verb in (show, pairs):
-    data.command()(data_verb)
-env.command()(check)
-env.command("list")(list_)
-env.command()(gc)
+    data.command(cls=Verb)(data_verb)
+env.command(cls=Verb)(check)
+env.command("list", cls=Verb)(list_)
+env.command(cls=Verb)(gc)
 
 
 def run(command: typer.Typer, program: str) -> None:

@@ -17,8 +17,8 @@ def pairs(
         ),
     ],
     file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write the pairs.")],
-    problems: Annotated[int, typer.Option(min=1, help="How many problems.")] = 1000,
-    samples: Annotated[int, typer.Option(min=2, help="Completions per problem.")] = 8,
+    problems: Annotated[int, typer.Option(metavar="N", min=1, help="How many problems.")] = 1000,
+    samples: Annotated[int, typer.Option(metavar="N", min=2, help="Completions per problem.")] = 8,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
 ) -> None:

@@ -16,7 +16,7 @@ def show(
         ),
     ],
     masks: Annotated[bool, typer.Option("--masks", help="Show the first records token by token.")] = False,
-    records: Annotated[int, typer.Option(min=1, help="How many records --masks shows.")] = 3,
+    records: Annotated[int, typer.Option(metavar="N", min=1, help="How many records --masks shows.")] = 3,
     tokenizer: Annotated[
         Path | None,
         typer.Option(metavar="DIR_OR_RUN", help="Whose tokenizer to render with; default: a byte tokenizer."),
@@ -28,14 +28,19 @@ def show(
         ),
     ] = "auto",
     kind: Annotated[
-        str | None, typer.Option(help="The format of the records; default: recognised by their columns.")
+        str | None,
+        typer.Option(metavar="KIND", help="The format of the records; default: recognised by their columns."),
     ] = None,
     column: Annotated[
         list[str] | None,
         typer.Option(metavar="COLUMN=NAME", help="Which column of the data to read, such as prompt=question."),
     ] = None,
-    subset: Annotated[str | None, typer.Option(help="The dataset's configuration, such as main.")] = None,
-    split: Annotated[str, typer.Option(help="The split, with an optional slice such as train[:100].")] = "train",
+    subset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The dataset's configuration, such as main.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="SPLIT", help="The split, with an optional slice such as train[:100].")
+    ] = "train",
 ) -> None:
     """Show the format, number and length of a dataset's records.
 
@@ -49,8 +54,9 @@ def show(
     Example, columns with other names:
       nmoe data show questions.csv --column prompt=question --column completion=answer
     """
-    from nmoe.eval.show_data import dataset_settings, show_data
+    from nmoe.data.show import dataset_settings, show_data
+    from nmoe.runs.resolve import resolve_tokenizer
 
     settings = dataset_settings(file, kind, column or [], subset, split)
-    for line in show_data(settings, tokenizer, format, masks, records):
+    for line in show_data(settings, tokenizer and resolve_tokenizer(tokenizer), format, masks, records):
         typer.echo(line)

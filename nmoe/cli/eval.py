@@ -14,7 +14,7 @@ def evaluate(
     environment: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[ENVIRONMENT]",
+            metavar="ENVIRONMENT",
             help="The environment to evaluate on: a TOML file, a directory, or a packaged name. With "
             "--format-check the default is that of the run.",
             show_default=False,
@@ -22,9 +22,11 @@ def evaluate(
     ] = None,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help="How many problems; default: 200, with --format-check 20.", show_default=False),
+        typer.Option(
+            metavar="N", min=1, help="How many problems; default: 200, with --format-check 20.", show_default=False
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions per problem.")] = 1,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Completions per problem.")] = 1,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     best_of: Annotated[

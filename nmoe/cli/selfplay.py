@@ -23,12 +23,13 @@ def selfplay(
         Path | None, typer.Option("--output_dir", metavar="DIR", help="The run's directory, in place of the file's.")
     ] = None,
     max_problems: Annotated[
-        int | None, typer.Option("--max_problems", min=1, help="The most problems of one round.")
+        int | None, typer.Option("--max_problems", metavar="N", min=1, help="The most problems of one round.")
     ] = None,
     replay_sample_rate: Annotated[
         float | None,
         typer.Option(
             "--replay_sample_rate",
+            metavar="SHARE",
             min=0.0,
             max=1.0,
             help="Share of the rejected trajectories kept as replay bundles; all accepted ones are kept.",

@@ -10,7 +10,7 @@ from nmoe.cli.arguments import Seed
 
 def speedrun(
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(help="The directory to write to.")] = Path("runs/speedrun"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write to.")] = Path("runs/speedrun"),
     full: Annotated[bool, typer.Option("--full", help="Add mid-training, SFT, a verifier and self-play.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the one in OUT; finished stages are not repeated.")

@@ -12,13 +12,21 @@ def verifier(
     arguments: ConfigAndOverrides,
     prm_source: Annotated[
         str | None,
-        typer.Option("--prm_source", help="prm800k, math_shepherd, both, or a file, directory or Hugging Face name."),
+        typer.Option(
+            "--prm_source",
+            metavar="SOURCE",
+            help="prm800k, math_shepherd, both, or a file, directory or Hugging Face name.",
+        ),
     ] = None,
     prm_split: Annotated[
-        str | None, typer.Option("--prm_split", help="A split, with an optional slice such as train[:1024].")
+        str | None,
+        typer.Option("--prm_split", metavar="SPLIT", help="A split, with an optional slice such as train[:1024]."),
     ] = None,
     mode: Annotated[
-        str | None, typer.Option("--mode", help="step: a label for every step; score: 0, 0.5 or 1 for whole solutions.")
+        str | None,
+        typer.Option(
+            "--mode", metavar="MODE", help="step: a label for every step; score: 0, 0.5 or 1 for whole solutions."
+        ),
     ] = None,
 ) -> None:
     """Train a verifier on labelled solution steps.

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import lay_over, malformed, override_document, read_override
-from nmoe.config.problems import ConfigError, Mistake, at, explain
+from nmoe.config.problems import ConfigError, Mistake, at, explain, renamed_key
 from nmoe.config.schema import follow, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
 from nmoe.errors import UserError
@@ -45,7 +45,12 @@ def load(
         raise ConfigError(error.problems + problems) from None
     _start_paths(data, schema, path.parent)
     for text in overrides:
-        if override := read_override(text):
+        if (override := read_override(text)) is None:
+            continue
+        if (renamed := renamed_key(override[0], schema)) is not None:
+            # Laid over, it would begin a table that the file may not have, with required keys of its own.
+            problems.append(Mistake(Place(text, is_override=True), renamed))
+        else:
             lay_over(data, where, *override_document(*override, text))
     return _check(data, schema, where, problems, commands)
 

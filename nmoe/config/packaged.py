@@ -114,7 +114,7 @@ class _Kind:
         match = _VALUE.fullmatch(value)
         if match is None:
             raise UserError(
-                f"the entry point {value!r} is no place in a package; write package.directory or package:file.toml"
+                f"the entry point {value!r} is not a place in a package; write package.directory or package:file.toml"
             )
         top, *below = match["module"].split(".")
         try:

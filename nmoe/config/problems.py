@@ -132,7 +132,7 @@ def _unknown_key(
     or the same key of another table."""
     keys = tuple(key for key in path if isinstance(key, str))
     if (today := key_today(keys)) is not None:
-        return f"unknown key; it is called {today} now"
+        return _renamed(today)
     owners = [f"`nmoe {command}`" for command, other in commands.items() if keys in paths_of(other)]
     if owners:
         this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
@@ -154,6 +154,16 @@ def _unknown_key(
         names = [f"--{'.'.join(found)}" if place.is_override else key_name(found[len(file) :]) for found in elsewhere]
         return f"unknown key; did you mean {' or '.join(names)}?"
     return f"unknown key; known here: {', '.join(known)}"
+
+
+def renamed_key(path: KeyPath, schema: type[Section]) -> str | None:
+    """What to say of an older name of a key that `schema` has; None for any other path."""
+    today = key_today(tuple(str(key) for key in path))
+    return None if today is None or tuple(today.split(".")) not in paths_of(schema) else _renamed(today)
+
+
+def _renamed(today: str) -> str:
+    return f"unknown key; it is called {today} now"
 
 
 def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Mistake:

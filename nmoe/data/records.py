@@ -300,7 +300,7 @@ def _common_prompt(prompt: Messages | None, chosen: Messages, rejected: Messages
         shared -= 1
     if shared == 0:
         raise UserError(
-            "there is no 'prompt', and 'chosen' and 'rejected' are no message lists that begin alike with one; give the prompt "
+            "there is no 'prompt', and 'chosen' and 'rejected' are not message lists that begin alike with one; give the prompt "
             "in a column of its own"
         )
     common = chosen[:shared]

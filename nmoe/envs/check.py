@@ -52,10 +52,9 @@ from nmoe.errors import UserError
 from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
+from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from nmoe.types import Grade, Problem, single_turn
-
-WIDTH = 110
 
 # Stands in for a dataset that is not available locally. Every task with short answers can pose and grade it.
 _STAND_IN = ("What is 6 * 7?", "42")
@@ -326,31 +325,6 @@ def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, 
     ids = prompt_ids + right.completion_ids
     yield from token_table(ids, [int(place >= len(prompt_ids)) for place in range(len(ids))], tokenizer)
     yield ""
-
-
-def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields rows of tokens, as many as fit: text above id above mask, with the index of the first token in front."""
-    columns = [
-        (_visible(tokenizer.decode([token_id])), str(token_id), str(trained))
-        for token_id, trained in zip(ids, mask, strict=True)
-    ]
-    widths = [max(map(len, column)) for column in columns]
-    first = 0
-    while first < len(columns):
-        end, used = first, 0
-        while end < len(columns) and (end == first or used + widths[end] + 1 <= WIDTH - 12):
-            used += widths[end] + 1
-            end += 1
-        for row, label in enumerate(("text", "id", "mask")):
-            place = str(first) if row == 0 else ""
-            cells = " ".join(columns[at][row].rjust(widths[at]) for at in range(first, end))
-            yield f"{place:>5} {label:<5}{cells}"
-        first = end
-
-
-def _visible(text: str) -> str:
-    """Returns a token's text with visible white space."""
-    return text.replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 
 def _indented(text: str) -> Iterator[str]:

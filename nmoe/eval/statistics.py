@@ -32,7 +32,7 @@ def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
     total > 0.
     """
     if not 0 <= successes <= total or total == 0:
-        raise ValueError(f"{successes} successes of {total} is no rate")
+        raise ValueError(f"{successes} successes of {total} is not a rate")
     interval = stats.binomtest(successes, total).proportion_ci(confidence_level=confidence, method="wilson")
     return Interval(float(interval.low), float(interval.high))
 

@@ -64,7 +64,7 @@ class RunDirectory:
         """
         with storage_errors(path), ExitStack() as undo:
             _refuse_unless_free(path, resume)
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
             lock = RunLock(path / ".lock")
             undo.callback(lock.release)
             # Again: another process may have created the run before the lock was taken.
@@ -116,6 +116,13 @@ def read_provenance(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or "resumed" not in record:
         raise UserError(f"{file}: not the provenance of a run (no 'resumed'); put back the file the run wrote")
     return record
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError:  # a file system such as /proc, which takes no directories
+        raise UserError(f"{path}: no directory can be made there; choose another --run.directory=DIRECTORY") from None
 
 
 def _refuse_unless_free(path: Path, resume: bool) -> None:

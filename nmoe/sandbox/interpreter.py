@@ -42,7 +42,7 @@ def interpreter_of(settings: SandboxSettings) -> Interpreter:
     """Finds what an interpreter needs. Raises SandboxSetupError if it or a `visible` path does not exist."""
     python = settings.python or os.path.realpath(sys.executable)
     if not os.access(python, os.X_OK):
-        raise SandboxSetupError(f"sandbox.python: {python} is no program; name a Python interpreter, 3.11 or newer")
+        raise SandboxSetupError(f"sandbox.python: {python} is not a program; name a Python interpreter, 3.11 or newer")
     for path in settings.visible:
         if not os.path.exists(path):
             raise SandboxSetupError(f"sandbox.visible: {path} does not exist")

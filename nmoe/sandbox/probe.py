@@ -7,14 +7,13 @@ import os
 import secrets
 import socket
 import tempfile
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from nmoe.sandbox.api import Result, SandboxSetupError
-from nmoe.sandbox.interpreter import beside
-
-if TYPE_CHECKING:
-    from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.sandbox.api import Limits, Result, SandboxSetupError
+from nmoe.sandbox.interpreter import Interpreter, beside
+from nmoe.sandbox.process import ProcessSandbox
 
 # Each attempt prints its name if it succeeds.
 _ATTEMPTS = """
@@ -71,8 +70,11 @@ time.sleep(10)
 """
 
 
-async def probe(sandboxes: Sandboxes) -> None:
-    """Runs every attempt. Raises SandboxSetupError, which names the attempts that succeeded."""
+async def probe(
+    start: Callable[[], Coroutine[Any, Any, ProcessSandbox]], limits: Limits, interpreter: Interpreter, level: str
+) -> None:
+    """Runs every attempt in a sandbox that `start` gives, which has a disk as in `limits`. Raises SandboxSetupError, which names
+    the attempts that succeeded."""
     name = f"nmoe-probe-{secrets.token_hex(8)}"
     with (
         tempfile.NamedTemporaryFile("w", prefix="nmoe-probe-") as file,
@@ -84,7 +86,7 @@ async def probe(sandboxes: Sandboxes) -> None:
         os.chmod(file.name, 0o644)
         abstract.bind(f"\0{name}")
         abstract.listen()
-        limits = replace(sandboxes.limits, wall_s=20.0, cpu_s=20.0, memory_mb=64, processes=8)
+        limits = replace(limits, wall_s=20.0, cpu_s=20.0, memory_mb=64, processes=8)
         limits = replace(limits, file_mb=limits.disk_mb + 2)
         target = {
             "file": file.name,
@@ -92,16 +94,16 @@ async def probe(sandboxes: Sandboxes) -> None:
             "name": name,
             "disk_mb": limits.disk_mb,
             "processes": limits.processes,
-            "beside": beside(sandboxes.interpreter),
+            "beside": beside(interpreter),
         }
-        async with await sandboxes.open_cold() as sandbox:
+        async with await start() as sandbox:
             attempts = await sandbox.python(_ATTEMPTS.format(target=json.dumps(target)), limits=limits)
             memory = await sandbox.python(_HOARD, limits=limits)
             late = await sandbox.bash("setsid sleep 60 & while :; do :; done", limits=replace(limits, wall_s=0.2))
-    _check(sandboxes, attempts, memory, late)
+    _check(level, attempts, memory, late)
 
 
-def _check(sandboxes: Sandboxes, attempts: Result, memory: Result, late: Result) -> None:
+def _check(level: str, attempts: Result, memory: Result, late: Result) -> None:
     through = attempts.stdout.decode(errors="replace").splitlines()
     if attempts.failure != "ok":
         through.append(
@@ -113,6 +115,6 @@ def _check(sandboxes: Sandboxes, attempts: Result, memory: Result, late: Result)
         through.append(f"running longer than allowed ({late.failure})")
     if through:
         raise SandboxSetupError(
-            f"sandbox_setup_failed: a sandbox of level {sandboxes.settings.level!r} does not hold on this machine; what got "
+            f"sandbox_setup_failed: a sandbox of level {level!r} does not hold on this machine; what got "
             f"through: {'; '.join(through)}"
         )

@@ -250,7 +250,7 @@ class ProcessSandbox:
                 await asyncio.shield(process.ended())
             finally:
                 if self._cgroup is not None:
-                    self._cgroup.remove()
+                    await asyncio.to_thread(self._cgroup.remove)  # may wait for the kernel
                 if self._uid_lock is not None:
                     self._uid_lock.close()
         return process

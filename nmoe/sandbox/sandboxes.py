@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
 from nmoe.sandbox.cgroups import cgroups_of
 from nmoe.sandbox.interpreter import interpreter_of
+from nmoe.sandbox.probe import probe
 from nmoe.sandbox.process import ProcessSandbox, Starter
 from nmoe.sandbox.uids import free_uid, has_uids
 from nmoe.sandbox.warm import WarmSandboxes
@@ -53,11 +54,8 @@ class Sandboxes:
         self._cgroups, self._cgroups_said = cgroups_of(self.settings)
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
-        # Imported here because the checks import this class to open sandboxes.
-        from nmoe.sandbox.probe import probe
-
         try:
-            _in_a_thread(probe, self)
+            _in_a_thread(probe(self.open_cold, self.limits, self.interpreter, self.settings.level))
         except BaseException:
             self._starter.close()
             raise
@@ -124,7 +122,7 @@ class Sandboxes:
         except BaseException as error:
             if cgroup is not None:
                 cgroup.kill()
-                cgroup.remove()
+                await asyncio.to_thread(cgroup.remove)
             if lock is not None:
                 lock.close()
             if isinstance(error, OSError):
@@ -156,13 +154,13 @@ def _remedy(level: str, reason: str) -> str:
     )
 
 
-def _in_a_thread(check: Callable[[Sandboxes], Coroutine[None, None, None]], sandboxes: Sandboxes) -> None:
+def _in_a_thread(check: Coroutine[None, None, None]) -> None:
     """Runs an asynchronous check to its end, even if this thread is running an event loop."""
     problem: list[BaseException] = []
 
     def run() -> None:
         try:
-            asyncio.run(check(sandboxes))
+            asyncio.run(check)
         except BaseException as error:
             problem.append(error)
 

@@ -45,7 +45,7 @@ def entries_of(directory: Path, most_mb: int) -> tuple[list[Entry], list[bytes]]
                     with open(one.path, "rb", opener=_not_a_link) as file:
                         blobs.append(file.read())
                 else:
-                    raise UserError(f"workspace {directory}: {path} is no file, directory or link; remove it")
+                    raise UserError(f"workspace {directory}: {path} is not a file, directory or link; remove it")
 
     try:
         walk("")

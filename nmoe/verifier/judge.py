@@ -49,7 +49,7 @@ class Description:
             described = cls(raw["mode"], raw["head"], raw["neutral"])
         except FileNotFoundError:
             raise UserError(
-                f"{path}: no such file: the checkpoint is no verifier; `nmoe verifier` trains one"
+                f"{path}: no such file: the checkpoint is not a verifier; `nmoe verifier` trains one"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not the description of a verifier: {error}") from None

@@ -240,6 +240,7 @@ def test_help_holds_an_example(nmoe: Nmoe, capsys: pytest.CaptureFixture[str], v
     help_text = capsys.readouterr().out
     example = help_text[help_text.index("Example") :].splitlines()[1]
     assert example.startswith(f"    nmoe {' '.join(verb)}".rstrip())
+    assert re.findall(r"<(?:int|float|str|path|list)\b.*", help_text) == []
 
 
 @pytest.mark.parametrize(

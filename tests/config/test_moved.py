@@ -61,6 +61,7 @@ def test_a_renamed_key_is_named_with_its_successor(tmp_path: Path) -> None:
     found = refusals(path, COMMANDS["rl train"], "--model.shape.router_bias_rate=1e-3")
     assert "7: [algorithm] dual_clip = 3.0: unknown key; it is called algorithm.dual_clip_bound now" in found
     assert "--model.shape.router_bias_rate=1e-3: unknown key; it is called model.router_bias_rate now" in found
+    assert len(found) == 2, "an override begins no [model.shape], whose required keys would be missing"
 
 
 def test_a_key_of_other_commands_is_refused_by_their_names(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (PAIR, PAIR | {"chosen": "b"}, "'chosen' and 'rejected' are equal, so neither is preferred; remove the record"),
         (PAIR, PAIR | {"chosen": ASKED + SAID, "rejected": ASKED + SAID}, "'chosen' and 'rejected' are equal"),
         (PAIR, PAIR | {"chosen": ASKED + SAID, "rejected": ASKED + MISSAID}, r"'prompt' is '\?', and 'chosen' and 'rejected'"),
-        (PAIR, PAIR | {"prompt": None}, "there is no 'prompt', and 'chosen' and 'rejected' are no message lists that begin alike"),
+        (PAIR, PAIR | {"prompt": None}, "there is no 'prompt', and 'chosen' and 'rejected' are not message lists that begin alike"),
         (PAIR, PAIR | {"rejected": ""}, "'rejected' is empty"),
         (STEPS, STEPS | {"labels": [True]}, "there are 2 completions and 1 labels"),
         (STEPS, STEPS | {"labels": [True, 2]}, r"labels\[1\] is 2; a label is true or false, 1, 0 or -1"),

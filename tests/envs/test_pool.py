@@ -99,7 +99,7 @@ def test_a_position_that_is_none_is_refused(
     make_pool: MakePool, pools: dict[str, dict[str, Any]], taken: object
 ) -> None:
     pool = make_pool(pools["endless"])
-    with pytest.raises(UserError, match="is no count of problems"):
+    with pytest.raises(UserError, match="is not a number of problems"):
         pool.load_state({**pool.state(), "taken": taken})
 
 

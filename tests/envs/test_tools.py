@@ -141,7 +141,7 @@ def test_without_user_code_nothing_is_imported() -> None:
         (("multiply", "{}"), "unknown_tool", "error (unknown_tool): there is no tool 'multiply'; there are add, echo"),
         (("fail", ""), "tool_error", "error (tool_error): LookupError: no such word"),
         (("quit_process", ""), "tool_error", "error (tool_error): SystemExit: 3"),
-        (("binary", ""), "tool_error", "error (tool_error): binary output: of 5 bytes that at 0 is no UTF-8"),
+        (("binary", ""), "tool_error", "error (tool_error): binary output: of 5 bytes that at 0 is not UTF-8"),
         (("nul", ""), "tool_error", "error (tool_error): binary output: a null byte among 3 characters"),
         (("flood", ""), "output_limit", "[99744 characters left out]"),
         (("missing", ""), "command_not_found", "looked\nerror (command_not_found): gcc: not here"),

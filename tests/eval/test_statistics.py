@@ -36,7 +36,7 @@ def test_wilson_in_figures() -> None:
 
 @pytest.mark.parametrize(("successes", "total"), [(-1, 3), (4, 3), (0, 0)])
 def test_wilson_refuses_what_is_no_rate(successes: int, total: int) -> None:
-    with pytest.raises(ValueError, match="is no rate"):
+    with pytest.raises(ValueError, match="is not a rate"):
         wilson(successes, total)
 
 

@@ -270,8 +270,8 @@ def test_chance_is_by_sample_and_turn_and_a_state_is_nobody_elses(environment: M
     ("answer", "error", "words"),
     [
         ("raise", RuntimeError, "dice on the floor"),
-        ("set", TypeError, r"state.rolls is no JSON: \{1\}"),
-        ("nan", TypeError, "state.rolls is no JSON: nan"),
+        ("set", TypeError, r"state.rolls is not JSON: \{1\}"),
+        ("nan", TypeError, "state.rolls is not JSON: nan"),
         ("list", TypeError, "a state is a JSON object, not list"),
         ("blank", ValueError, "the user says nothing"),
         ("infinite", ValueError, "a reward is a finite number, not inf"),
@@ -527,7 +527,7 @@ def test_a_state_is_copied_as_json_brings_it_back(value: Any) -> None:
     copied = plain_json(state)
     assert copied == state == json.loads(json.dumps(copied))
     assert copied is not state
-    with pytest.raises(TypeError, match=r"state.value\[0\] is no JSON: \(1, 2\)"):
+    with pytest.raises(TypeError, match=r"state.value\[0\] is not JSON: \(1, 2\)"):
         plain_json({"value": [(1, 2)]})
 
 

@@ -89,6 +89,8 @@ def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
         ):
             create(tmp_path / below)
     assert os.listdir(tmp_path) == ["thesis.tex"]
+    with pytest.raises(UserError, match=r"/proc/x: no directory can be made there; .* --run\.directory=DIRECTORY"):
+        create(Path("/proc/x"))
 
 
 @pytest.mark.parametrize("resume", [False, True])

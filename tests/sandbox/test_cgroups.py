@@ -358,6 +358,31 @@ def test_what_the_kernel_killed_is_out_of_memory(kernel: Kernel, said: str | Non
     assert kernel.children() == []
 
 
+def test_other_tasks_run_while_a_cgroup_is_removed() -> None:
+    """Removal waits for the kernel to let go of the last process; here it waits until another task of the loop has run."""
+    ran = threading.Event()
+    waited: list[bool] = []
+
+    class Slow(Cgroup):
+        def __init__(self) -> None:
+            super().__init__("/nowhere", 0, -1)
+
+        def remove(self) -> None:
+            waited.append(ran.wait(5))
+
+    async def close() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            closing = asyncio.create_task(ProcessSandbox(Process(-1, ours), LIMITS, None, Slow()).close())
+            while not waited and not closing.done():
+                await asyncio.sleep(0.001)
+                ran.set()
+            await closing
+
+    asyncio.run(close())
+    assert waited == [True]
+
+
 def test_a_cgroup_that_stays_busy_is_left_to_the_next_run(kernel: Kernel) -> None:
     made: Cgroup = Cgroups(str(kernel.top)).make(16)
     (Path(made.path) / "cgroup.procs").write_text("5\n")

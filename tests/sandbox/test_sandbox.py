@@ -324,7 +324,7 @@ def test_workspaces_that_can_not_be_copied(sandboxes: Sandboxes, loop: asyncio.R
     with pytest.raises(UserError, match="No such file"):
         loop.run(sandboxes.open(tmp_path / "nowhere"))
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UserError, match="fifo is no file, directory or link"):
+    with pytest.raises(UserError, match="fifo is not a file, directory or link"):
         loop.run(sandboxes.open(tmp_path))
     (tmp_path / "fifo").unlink()
     with (tmp_path / "big").open("wb") as file:

@@ -722,6 +722,28 @@ def test_an_exception_that_would_catch_the_tests_own_failures(judge: Judge, name
     assert judge("mbpp", raising, record).outcome == "correct"
 
 
+@pytest.mark.parametrize("name", ["RuntimeError", "TypeError"])
+def test_an_alias_of_a_builtin_exception_hides_none_of_the_tests_own(judge: Judge, name: str) -> None:
+    """A RuntimeError that the tests raise, and the TypeError that refuses to compare the solution's objects."""
+    record = {
+        "text": "Refuse an empty cart.",
+        "code": "class EmptyCart(Exception):\n    pass\ndef checkout(items):\n    if not items: raise EmptyCart\n    return 1",
+        "test_list": [
+            "try:\n    if checkout([]) != 1: raise RuntimeError('no')\n    assert False\nexcept EmptyCart:\n    pass",
+            "assert checkout([1]) == 1",
+        ],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    given = {"RuntimeError": "return 1 if items else 2", "TypeError": "return 1 if items else object()"}[name]
+    verdict = judge("mbpp", f"EmptyCart = {name}\ndef checkout(items):\n    {given}", record)
+    assert verdict.outcome == "incorrect", verdict
+    # A solution may call a builtin exception its own, and raise one of its subclasses.
+    raising = "EmptyCart = LookupError\ndef checkout(items):\n    if not items: raise KeyError('empty')\n    return 1"
+    assert judge("mbpp", raising, record).outcome == "correct"
+    taking = {**record, "test_list": [*record["test_list"], "assert checkout([EmptyCart]) == 1"]}
+    assert judge("mbpp", raising, taking).outcome == "correct"
+
+
 def test_a_function_as_an_argument_is_refused_by_its_name(judge: Judge) -> None:
     """What the judge cannot hand over fails the gold, too, so that the record is refused when the pool loads."""
     record = {

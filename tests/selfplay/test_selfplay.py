@@ -267,12 +267,16 @@ def test_problems_of_labelled_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "content", "message"),
     [
-        ("prm900k", "", "'prm900k' is no source of problems; those are prm800k[:PATH], math_shepherd[:PATH], hf:NAME"),
-        ("jsonl:", "", "is no source of problems"),
-        ("prm800k:", "", "is no source of problems"),
+        (
+            "prm900k",
+            "",
+            "'prm900k' is not a source of problems; those are prm800k[:PATH], math_shepherd[:PATH], hf:NAME",
+        ),
+        ("jsonl:", "", "is not a source of problems"),
+        ("prm800k:", "", "is not a source of problems"),
         ("prm800k:FILE.absent", "", "cannot be read"),
-        ("hf:name", "", "is no source of problems"),
-        ("hf::train", "", "is no source of problems"),
+        ("hf:name", "", "is not a source of problems"),
+        ("hf::train", "", "is not a source of problems"),
         ("jsonl:FILE.absent", "", "No such file"),
         ("deepseek_math_v2_inputs:FILE", json.dumps(INPUTS)[:-40], "FILE"),
         ("deepseek_math_v2_inputs:FILE", json.dumps([{"question": "?"}]), "no 'id'"),

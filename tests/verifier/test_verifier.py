@@ -257,7 +257,7 @@ def test_impossible_settings_are_refused(here: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_verifier_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"verifier\.json: no such file: the checkpoint is no verifier"):
+    with pytest.raises(UserError, match=r"verifier\.json: no such file: the checkpoint is not a verifier"):
         Judge.load(tmp_path)
     for text in ("{", '{"mode": "steps", "head": "generative", "neutral": false}', '{"mode": "step"}'):
         (tmp_path / "verifier.json").write_text(text)

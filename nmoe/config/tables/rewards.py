@@ -126,7 +126,7 @@ class JudgeRewardConfig(ServiceKeys):
         try:
             groups = re.compile(self.score).groups
         except re.error as error:
-            yield Conflict("score", f"is no regular expression: {error}")
+            yield Conflict("score", f"is not a regular expression: {error}")
         else:
             if groups != 1:
                 yield Conflict("score", f"has {groups} groups; one group is the score, the others are written (?:...)")

@@ -116,7 +116,7 @@ def _read_step(step: Any, place: str) -> tuple[_Completion | None, list[_Complet
     """The completion that the solution goes on from or ends in, None where there is none, and the others."""
     listed = _object(step, place).get("completions") or []
     if not isinstance(listed, list):
-        raise _MalformedError(f"{place}.completions is no list")
+        raise _MalformedError(f"{place}.completions is not a list")
     completions = [_read_completion(one, f"{place}.completions[{i}]") for i, one in enumerate(listed)]
     chosen, human = step.get("chosen_completion"), step.get("human_completion")
     if chosen is not None:

@@ -137,5 +137,5 @@ def check_sampling(request_id: str, settings: Sampling) -> None:
         raise UserError(f"request {request_id}: top_k = {top_k} must be 0 (off) or a positive number of 63 bits")
     if bad := [stop_id for stop_id in settings.stop_ids if not 0 <= stop_id <= _MOST_INTEGER]:
         raise UserError(
-            f"request {request_id}: stop_ids has {bad[0]}, which is no token id: they count from 0, in 63 bits"
+            f"request {request_id}: stop_ids has {bad[0]}, which is not a token id: they count from 0, in 63 bits"
         )

@@ -89,7 +89,7 @@ def checked_text(field: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"field {field!r} holds a lone surrogate, which is no character: {_shown(value)}") from None
+        raise UserError(f"field {field!r} holds a lone surrogate, which is not a character: {_shown(value)}") from None
     return value
 
 

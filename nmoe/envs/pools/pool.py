@@ -113,7 +113,7 @@ class Pool:
             )
         taken = state.get("taken")
         if not isinstance(taken, int) or isinstance(taken, bool) or taken < 0:
-            raise UserError(f"the saved position of pool {self.name!r} is {taken!r}, which is no count of problems")
+            raise UserError(f"the saved position of pool {self.name!r} is {taken!r}, which is not a number of problems")
         self._taken = taken
 
     def _shard_state(self) -> dict[str, int]:

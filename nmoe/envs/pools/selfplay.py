@@ -80,7 +80,7 @@ def _rows(source: str) -> Iterator[Row]:
         return read_rows(rest, form="jsonl")
     if kind == "hf" and len(parts) in (2, 3) and all(parts):
         return read_rows(parts[0], subset=parts[1] if len(parts) == 3 else None, split=parts[-1])
-    raise UserError(f"{source!r} is no source of problems; those are {', '.join(SOURCES)}")
+    raise UserError(f"{source!r} is not a source of problems; those are {', '.join(SOURCES)}")
 
 
 def _inputs(path: str) -> Iterator[Row]:
@@ -105,7 +105,7 @@ def _question(where: str, record: Mapping[str, Any], field: str | None) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where}: field {field!r} holds a lone surrogate, which is no character") from None
+        raise UserError(f"{where}: field {field!r} holds a lone surrogate, which is not a character") from None
     return text.strip()
 
 

@@ -100,7 +100,7 @@ class JudgeReward:
         try:
             score = float(found[-1])
         except ValueError:
-            raise UnavailableError(f"the judge's score {found[-1][:_SHOWN_CHARS]!r} is no number") from None
+            raise UnavailableError(f"the judge's score {found[-1][:_SHOWN_CHARS]!r} is not a number") from None
         if not min(worst, best) <= score <= max(worst, best):
             raise UnavailableError(f"the judge's score {score:g} is not between {worst:g} and {best:g}")
         return (score - worst) / (best - worst)
@@ -144,7 +144,7 @@ def _content_of(answer: Any) -> str:
         choice = answer["choices"][0]
         said, ended = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise UnavailableError(f"the answer is no chat completion: {str(answer)[:_SHOWN_CHARS]!r}") from None
+        raise UnavailableError(f"the answer is not a chat completion: {str(answer)[:_SHOWN_CHARS]!r}") from None
     if not isinstance(said, str):
         raise UnavailableError("the judge's answer has no text")
     if ended == "length":

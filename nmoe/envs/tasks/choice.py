@@ -47,7 +47,7 @@ class MultipleChoiceTask(QuestionTask):
         if "options" not in problem.metadata:
             raise UserError("a problem of type multiple_choice has options: give each record a field 'choices'")
         if problem.gold not in ascii_uppercase[: len(_texts(problem))]:
-            raise UserError(f"the gold answer {problem.gold!r} is no letter of an option")
+            raise UserError(f"the gold answer {problem.gold!r} is not the letter of an option")
 
     def example_answers(self, problem: Problem) -> tuple[str, str]:
         return problem.gold, "A" if problem.gold != "A" else "B"

@@ -103,4 +103,4 @@ def _copy(value: Any, path: str) -> Any:
         return [_copy(one, f"{path}[{place}]") for place, one in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _copy(one, f"{path}.{key}") for key, one in value.items()}
-    raise TypeError(f"{path} is no JSON: {value!r}")
+    raise TypeError(f"{path} is not JSON: {value!r}")

@@ -35,7 +35,7 @@ def files(record: Record, *names: str, default: Mapping[str, str] | None = None)
         if not isinstance(path, str) or not isinstance(content, str):
             raise UserError(f"field {names[0]!r}: {path!r} holds {type(content).__name__}, not text")
         if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-            raise UserError(f"field {names[0]!r}: {path!r} is no path within a workspace")
+            raise UserError(f"field {names[0]!r}: {path!r} is not a path within a workspace")
     return found
 
 

@@ -87,7 +87,7 @@ def _text(output: ToolOutput, limit: int) -> tuple[Any, str, str]:
             text = output.content.decode()
         except UnicodeDecodeError as error:
             size = len(output.content)
-            reason = f"binary output: of {size} bytes that at {error.start} is no UTF-8"
+            reason = f"binary output: of {size} bytes that at {error.start} is not UTF-8"
             # An earlier failure says more than the unreadable bytes.
             return (output.failure, "", output.reason) if output.failure != "ok" else ("tool_error", "", reason)
     else:

@@ -95,33 +95,36 @@ class Channel:
     def exception_class(self, kinds: list[str]) -> type[Exception]:
         """The class for the solution's exceptions named `kinds[0]`; the other names are its base classes.
 
-        A builtin class that would catch the tests' own failures is replaced by a new class of that name.
+        A builtin class becomes a new one of that name. As the builtin itself, such as TypeError, it would catch what the tests
+        raise and what this process raises to refuse a comparison, and so hide both.
         """
         if not kinds or not kinds[0].isidentifier():
             raise WireError("no class of exceptions")
-        known = _builtin_exception(kinds[0])
-        if known is not None and not issubclass(AssertionError, known):
-            return known
         if kinds[0] not in self._exceptions:
-            bases = [self._exceptions.get(name) or _builtin_exception(name) for name in kinds[1:]]
+            known = _builtin_exception(kinds[0])
+            own = [] if known is None or issubclass(AssertionError, known) else [known]
+            bases = [*own, *(self._exceptions.get(name) or _builtin_exception(name) for name in kinds[1:])]
             base = next((one for one in bases if one is not None), Exception)
             self._exceptions[kinds[0]] = type(kinds[0], (base,), {})
         return self._exceptions[kinds[0]]
 
     def _exception(self, kinds: list[Any], message: str) -> Exception:
-        """An exception of the most specific known class: one that the tests took from the solution, or a builtin one."""
-        for name in kinds:
-            kind = (self._exceptions.get(name) or _builtin_exception(name)) if type(name) is str else None
+        """An exception of the most specific known class: one that the tests took from the solution, or a builtin one. It is also
+        of any class that the tests took for one of its bases."""
+        names = [name for name in kinds if type(name) is str]
+        taken = next((self._exceptions[name] for name in names if name in self._exceptions), Exception)
+        for name in names:
+            kind = self._exceptions.get(name) or _builtin_exception(name)
             if kind is not None:
                 try:
-                    return kind(message)
+                    return (kind if issubclass(kind, taken) else type(name, (kind, taken), {}))(message)
                 except TypeError:  # UnicodeDecodeError and some others take more arguments
                     continue
         return RuntimeError(message)
 
 
 def _refuse(*_: Any) -> Any:
-    raise TypeError("the solution gave an object that is no plain data, which nothing here can be compared with")
+    raise TypeError("the solution gave an object that is not plain data, which nothing here can be compared with")
 
 
 def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
@@ -360,6 +363,8 @@ def _given(value: Any) -> dict[str, Any]:
         return {"handle": int(value.__dict__["_number"])}
     if isinstance(value, type):
         name = value.__name__
-        if getattr(builtins, name, None) is value:
+        known = getattr(builtins, name, None)
+        # The solution's alias of a builtin exception is a subclass of the same name here.
+        if isinstance(known, type) and issubclass(value, known):
             return {"builtin": name}
     raise TypeError(f"a {type(value).__name__} cannot be given to the solution: only plain data and builtin types can")

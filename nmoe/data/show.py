@@ -14,11 +14,10 @@ from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
 from nmoe.data.rendering import render
-from nmoe.envs.check import token_table
 from nmoe.errors import UserError
-from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.text.conversation import ChatMessage
 from nmoe.text.renderers import IGNORED, Rendered, Renderer, RenderFormat, make_renderer
+from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 _LEARNED, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -39,19 +38,18 @@ def dataset_settings(
 
 
 def show_data(
-    settings: DatasetSettings, tokenizer_of: Path | None, form: RenderFormat, masks: bool, records_shown: int
+    settings: DatasetSettings, directory: Path | None, form: RenderFormat, masks: bool, records_shown: int
 ) -> Iterator[str]:
-    """Yields the report line by line.
+    """Yields the report line by line, with the tokens of the tokenizer in `directory`; None: a byte tokenizer.
 
     Reads every record, and renders those that are learned as rendered. Raises UserError, with file and line, for a bad record.
     """
     records = read_records(settings)
     yield records.described
-    if tokenizer_of is None:
+    if directory is None:
         tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY)
         yield "tokenizer: nmoe's own, untrained: each byte a token (--tokenizer takes a run, checkpoint or tokenizer directory)"
     else:
-        directory = resolve_tokenizer(tokenizer_of)
         tokenizer = Tokenizer.load(directory)
         yield f"tokenizer: {directory}"
     renderer = make_renderer(tokenizer, form)
