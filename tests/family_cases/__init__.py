@@ -1,5 +1,6 @@
 """The checkpoints that every family is proved on, one file per family: its features switched on, for each of them a case."""
 
-from family_cases import deepseek_v3, gpt_oss, llama, qwen3, qwen3_moe
+from family_cases import deepseek_v3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
-CASES = [*llama.CASES, *qwen3.CASES, *qwen3_moe.CASES, *gpt_oss.CASES, *deepseek_v3.CASES]
+_FAMILIES = (llama, qwen3, qwen3_moe, gpt_oss, deepseek_v3, qwen2, mistral, mixtral)
+CASES = [case for family in _FAMILIES for case in family.CASES]

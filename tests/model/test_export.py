@@ -40,6 +40,9 @@ def unbiased(model: Transformer) -> Transformer:
         (DENSE, "qwen3"),
         (DENSE | {"windows": (0, 5)}, "qwen3"),
         (DENSE | {"qk_norm": False}, "llama"),
+        (DENSE | {"qk_norm": False, "qkv_bias": True, "windows": (0, 5)}, "qwen2"),
+        (DENSE | {"qk_norm": False, "windows": (5, 5)}, "mistral"),
+        (PLAIN_MOE | {"qk_norm": False}, "mixtral"),
     ],
     ids=str,
 )
@@ -64,7 +67,10 @@ def test_a_model_of_our_own_becomes_the_family_it_fits(
             "no Hugging Face family that nmoe knows has this model's features; qwen3_moe, the nearest, lacks shared_experts = 2",
         ),
         (PLAIN_MOE | {"router_scores": "sigmoid"}, "qwen3_moe, the nearest, lacks router_scores = 'sigmoid'"),
-        (PLAIN_MOE | {"qk_norm": False}, "qwen3_moe, the nearest, lacks qk_norm = False"),
+        (
+            PLAIN_MOE | {"qk_norm": False, "renormalize": False},
+            "qwen3_moe, the nearest, lacks qk_norm = False",
+        ),
         (DENSE | {"qk_norm": False, "windows": (0, 5)}, "llama, the nearest, lacks windows = [0, 5]"),
         (DENSE | {"qkv_bias": True}, "qwen3, the nearest, lacks output_bias = False"),
     ],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import deepseek_v3, gpt_oss, llama, native, qwen3, qwen3_moe
+from nmoe.model.families import deepseek_v3, gpt_oss, llama, mistral, mixtral, native, qwen2, qwen3, qwen3_moe
 from nmoe.model.families.base import Family
 
-HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe, gpt_oss, deepseek_v3)
+HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe, gpt_oss, deepseek_v3, qwen2, mistral, mixtral)
 FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (native, *HF_FAMILIES)}
 
 # Settings of training, which no family's checkpoint has.
@@ -44,6 +44,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, object]:
     """The settings of ours, with their values, that differ in theirs; settings that do not change the model are left out."""
     others = theirs.to_dict()
     silent = _OF_TRAINING if ours.experts else _OF_TRAINING | _OF_EXPERTS
+    if ours.experts and not ours.dense_layers:
+        silent = silent | {"intermediate_size"}
     return {name: value for name, value in ours.to_dict().items() if others[name] != value and name not in silent}
 
 

@@ -22,17 +22,21 @@ SHAPE_KEYS = (
 )
 
 
-def decoder_settings(settings: Settings, quantised: str = "") -> dict[str, Any]:
+# For families without `attention_bias`: readers ignore the key there.
+NO_BIASES = {"qkv_bias": False, "output_bias": False}
+
+
+def decoder_settings(settings: Settings, quantised: str = "", theta: float = 10_000.0) -> dict[str, Any]:
     """The settings that every family's ModelConfig takes from the same keys. Query, key, value and output projections have
     biases either all or none, as transformers' `attention_bias` means it. `quantised` is the storage that the family
-    unpacks."""
+    unpacks, `theta` the base of the rotary frequencies where no key has one."""
     settings.only("hidden_act", "silu")
     settings.only("is_causal", True)
     settings.refuse_null("is_causal")
     settings.only("per_layer_config", {})
     settings.refuse_quantised(quantised)
     heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
-    rope_theta, rope_scaling = settings.rope()
+    rope_theta, rope_scaling = settings.rope(theta)
     biases = settings.flag("attention_bias")
     return {
         "vocab_size": settings.whole("vocab_size"),
@@ -123,21 +127,24 @@ def dense(config: ModelConfig) -> Iterator[Entry]:
         yield from swiglu(mlp, ffn, config.hidden_size, config.intermediate_size)
 
 
-def experts_one_by_one(theirs: str, ours: str, config: ModelConfig) -> Iterator[Entry]:
-    """Experts each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on."""
+def experts_one_by_one(
+    theirs: str, ours: str, config: ModelConfig, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[Entry]:
+    """Experts each saved as a SwiGLU block, `{theirs}{e}.gate_proj.weight` and so on; `names` are those of gate, up and down."""
     width, intermediate = config.hidden_size, config.expert_width
+    gate, up, down = names
     for e in range(config.experts):
-        for name, first in (("gate", 0), ("up", intermediate)):
+        for name, first in ((gate, 0), (up, intermediate)):
             columns = slice(first, first + intermediate)
             yield Entry(
-                f"{theirs}{e}.{name}_proj.weight",
+                f"{theirs}{e}.{name}.weight",
                 f"{ours}gate_up",
                 (intermediate, width),
                 (e, slice(None), columns),
                 transpose,
                 transpose,
             )
-        yield Entry(f"{theirs}{e}.down_proj.weight", f"{ours}down", (width, intermediate), (e,), transpose, transpose)
+        yield Entry(f"{theirs}{e}.{down}.weight", f"{ours}down", (width, intermediate), (e,), transpose, transpose)
 
 
 def ignored_always(name: str, config: ModelConfig) -> bool:

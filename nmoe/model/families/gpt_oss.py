@@ -40,10 +40,9 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     limit, biases = settings.real("swiglu_limit"), settings.flag("attention_bias", True)
     if limit <= 0:
         raise UserError(f"swiglu_limit = {limit} is not positive")
-    rope_theta, rope_scaling = settings.rope(_THETA)
-    shared = decoder.decoder_settings(settings, "mxfp4")
+    shared = decoder.decoder_settings(settings, "mxfp4", _THETA)
     return ModelConfig(
-        **shared | {"rope_theta": rope_theta, "rope_scaling": rope_scaling, "qkv_bias": biases, "output_bias": biases},
+        **shared | {"qkv_bias": biases, "output_bias": biases},
         experts=settings.whole("num_local_experts"),
         experts_per_token=settings.whole("num_experts_per_tok"),
         expert_width=settings.whole("intermediate_size"),

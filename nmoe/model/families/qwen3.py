@@ -28,11 +28,12 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     return ModelConfig(
         **decoder.decoder_settings(Settings(shared, MODEL_TYPE)),
         intermediate_size=settings.whole("intermediate_size"),
-        windows=_windows(settings),
+        windows=windows(settings),
     )
 
 
-def _windows(settings: Settings) -> tuple[int, ...]:
+def windows(settings: Settings) -> tuple[int, ...]:
+    """The window of each layer by `layer_types` or, where they are missing, `max_window_layers`; empty if none has one."""
     layers = settings.whole("num_hidden_layers")
     window = sliding_window(settings)
     settings.refuse_null("max_window_layers")
@@ -56,10 +57,17 @@ def sliding_window(settings: Settings) -> int:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    window = max(config.windows, default=0)
     return {
         **decoder.decoder_to_hf(config, MODEL_TYPE, "Qwen3ForCausalLM"),
         "intermediate_size": config.intermediate_size,
+        **windows_to_hf(config),
+    }
+
+
+def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `windows`."""
+    window = max(config.windows, default=0)
+    return {
         "use_sliding_window": window > 0,
         "sliding_window": window or None,
         "max_window_layers": config.layers,
