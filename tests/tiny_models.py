@@ -29,7 +29,7 @@ DENSE: dict[str, Any] = {
 MOE: dict[str, Any] = DENSE | {"experts": 6, "experts_per_token": 2, "expert_width": 16, "shared_experts": 1}
 
 
-# The five families' features, small enough for a test. Windows and original contexts lie well below the context.
+# The families' features, small enough for a test. Windows and original contexts lie well below the context.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE
     | {
@@ -41,6 +41,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": DENSE | {"head_dim": 16, "tie_embeddings": True},
     "qwen3_moe": DENSE
     | {"head_dim": 16, "intermediate_size": 0, "experts": 6, "experts_per_token": 2, "expert_width": 16},
+    "qwen2": DENSE | {"qk_norm": False, "qkv_bias": True, "tie_embeddings": True, "windows": (0, 8)},
+    "mistral": DENSE | {"qk_norm": False, "windows": (8, 8)},
+    "mixtral": DENSE
+    | {"qk_norm": False, "intermediate_size": 0, "experts": 6, "experts_per_token": 2, "expert_width": 16},
     "gpt_oss": DENSE
     | {
         "layers": 4,

@@ -50,6 +50,38 @@ _QWEN: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+_QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+_MISTRAL: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 RELEASED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3.1-8B": (
         _LLAMA
@@ -132,6 +164,62 @@ RELEASED: dict[str, tuple[dict[str, Any], int]] = {
         },
         30_532_122_624,
     ),
+    "Qwen2.5-0.5B": (
+        _QWEN2
+        | {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (
+        _QWEN2
+        | {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "vocab_size": 152064,
+        },
+        7_615_616_512,
+    ),
+    "Mistral-7B-v0.1": (
+        _MISTRAL
+        | {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+        },
+        7_241_732_096,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        _MISTRAL
+        | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+        },
+        46_702_792_704,
+    ),
 }
 
 
@@ -142,11 +230,14 @@ def test_a_released_configuration(raw: dict[str, Any], parameters: int) -> None:
     assert sum(math.prod(entry.shape) for entry in family.entries(config)) == parameters
     assert config.rope_theta == raw["rope_theta"]
     assert config.context_tokens == raw["max_position_embeddings"]
-    assert config.windows == ()
+    window = raw["sliding_window"] if raw.get("use_sliding_window", raw["model_type"] == "mistral") else None
+    assert config.windows == ((window,) * config.layers if window else ())
     assert family_of(config) is family
     # Every setting that both have comes out as it went in.
     written = family.config_to_hf(config)
     same = raw.keys() & written.keys() - {"max_window_layers", "head_dim"}
+    if not window:
+        same -= {"sliding_window"}
     assert {key: written[key] for key in same} == {key: raw[key] for key in same}
     assert len(same) > 12
 
