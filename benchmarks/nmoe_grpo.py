@@ -34,7 +34,7 @@ from side import answer
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.learner.advantages import ADVANTAGES
+from nmoe.learner.advantages import grpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
@@ -77,7 +77,7 @@ class NmoeGrpo:
         samples = self.engine.run(self._generate(lengths))
         rewards_B = torch.tensor([reward(sample.token_ids) for sample in samples])
         groups_B = torch.arange(len(self.prompts)).repeat_interleave(N_COMPLETIONS)
-        advantages_B = ADVANTAGES["grpo"](rewards_B, groups_B)
+        advantages_B = grpo(rewards_B, groups_B)
         batch = self._batch(samples, advantages_B)
         result = self.learner.forward_backward(batch, self.objective).result()
         self.learner.optim_step().result()

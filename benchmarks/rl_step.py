@@ -27,7 +27,7 @@ from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.learner.advantages import ADVANTAGES
+from nmoe.learner.advantages import grpo
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
 from nmoe.model.config import ModelConfig
@@ -63,7 +63,7 @@ def steps(count: int) -> list[dict[str, float]]:
         began = time.process_time()
         samples = engine.run(sample(step))
         sampled = time.process_time()
-        advantages_B = ADVANTAGES["grpo"](torch.rand(len(samples), generator=generator), groups_B)
+        advantages_B = grpo(torch.rand(len(samples), generator=generator), groups_B)
         trajectories = [
             Trajectory(problem, i, tuple(prompts[i // SAMPLES]), (Turn((), one),), grade, Sampling(NEW_TOKENS))
             for i, one in enumerate(samples)

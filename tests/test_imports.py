@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "nmoe"
 
 LEVELS = [
     {"cli"},
+    {"api"},
     {"serve"},
     {"speedrun"},
     {"selfplay"},

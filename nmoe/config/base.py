@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Strict, model_validator
 
+from nmoe.config.registry import Registry
+
 T = TypeVar("T")
 
 MAX_SEED = 2**63 - 1
@@ -35,6 +37,22 @@ class DataPath:
     """
 
     may_be_name: bool = False
+
+
+@dataclass(frozen=True)
+class NameIn:
+    """Marks a string that names a part of a registry: `loss: Annotated[str, NameIn(LOSSES)]`. `among` are the names that fit where
+    not all do; those of packages, of the program and of modules always may.
+    """
+
+    registry: Registry
+    among: tuple[str, ...] | None = None
+
+    def refusal(self, name: str) -> str | None:
+        """Why the name is refused, if it is."""
+        if name in self.registry and (self.among is None or name in self.among or name not in self.registry.own):
+            return None
+        return self.registry.refusal(name, self.among)
 
 
 class Conflict(NamedTuple):
@@ -74,10 +92,18 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
-        conflicts = [*self._paths_that_are_none(), *self.conflicts()]
+        conflicts = [*self._paths_that_are_none(), *self._names_of_nothing(), *self.conflicts()]
         if conflicts:
             raise ConflictError(conflicts)
         return self
+
+    def _names_of_nothing(self) -> Iterator[Conflict]:
+        """Names that no part has."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            for mark in field.metadata:
+                if isinstance(mark, NameIn) and isinstance(value, str) and (refusal := mark.refusal(value)) is not None:
+                    yield Conflict(name, refusal)
 
     def _paths_that_are_none(self) -> Iterator[Conflict]:
         """No system opens a path with a null character; Python's complaint about one would name no key."""

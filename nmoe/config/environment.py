@@ -6,13 +6,14 @@ in its own file start from that file's directory, those in a run's table from th
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from nmoe.config.base import MAX_SEED, Array, Conflict, Section, duplicates
+from nmoe.config.base import MAX_SEED, Array, Conflict, NameIn, Section, duplicates
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_environment
+from nmoe.config.registry import TASKS
 from nmoe.config.tables.curriculum import CurriculumSettings, Rubric
 from nmoe.config.tables.pools import GeneratedPool, MixturePool, ReasoningGymPool, TaskPool, task_types
 from nmoe.config.tables.rewards import RewardConfig
@@ -51,7 +52,13 @@ class EnvironmentSettings(Section):
     system_by_format: SystemByFormat = Field(
         default=SystemByFormat(), description="system messages for single formats, in place of `system`"
     )
-    task_pool: TaskPool = Field(discriminator="type", description="where the problems come from")
+    task: Annotated[str | None, NameIn(TASKS)] = Field(
+        default=None,
+        description="the task of every pool that names no `task_type`; one of your own as `package.module:Name`",
+    )
+    task_pool: TaskPool = Field(
+        discriminator="type", description="where the problems come from; default: `task` generates them"
+    )
     rubric: Rubric | None = Field(default=None, description="weights of the reward; default: only correctness")
     curriculum: CurriculumSettings | None = Field(default=None, description="weights that change as gates open")
     tools: ToolsSettings | None = Field(default=None, description="tools that the policy may call")
@@ -60,6 +67,19 @@ class EnvironmentSettings(Section):
     rewards: Array[RewardConfig] = Field(
         default=(), description="rewards beside the rubric's components, as [[rewards]]; docs/guides/rewards.md"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_of_pools(cls, data: Any) -> Any:
+        """Fills `task` in where a pool names no task type, and the pool that generates problems where there is none."""
+        if not isinstance(data, dict) or not isinstance(task := data.get("task"), str):
+            return data
+        pool = data.get("task_pool", {"type": "generated"})
+        if isinstance(pool, dict):
+            if isinstance(pool.get("sources"), list):
+                pool = {**pool, "sources": [_with_task(source, task) for source in pool["sources"]]}
+            data = {**data, "task_pool": _with_task(pool, task)}
+        return data
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
@@ -94,6 +114,12 @@ class EnvironmentSettings(Section):
         weights = [*(stage.weights for stage in stages), *([] if self.rubric is None else [self.rubric])]
         beside = any(any(one.model_dump(exclude={"correctness", "efficiency"}).values()) for one in weights)
         return beside or any(reward.weight for reward in self.rewards)
+
+
+def _with_task(pool: Any, task: str) -> Any:
+    if not isinstance(pool, dict) or pool.get("type") in ("reasoning_gym", "prm", "selfplay", "mixture"):
+        return pool
+    return {"task_type": task, **pool}
 
 
 def load_environment(named: Path) -> EnvironmentSettings:

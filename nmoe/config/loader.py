@@ -55,6 +55,18 @@ def load(
     return _check(data, schema, where, problems, commands)
 
 
+def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], source: str) -> S:
+    """The settings in a file, if there is one, with `tables` laid over them: what a program says, which messages call `source`.
+
+    Raises ConfigError with all problems.
+    """
+    data, where = ({}, Locator(Place(source))) if path is None else _read(path)
+    if path is not None:
+        _start_paths(data, schema, path.parent)
+    lay_over(data, where, copy.deepcopy(dict(tables)), Locator(Place(source)))
+    return _check(data, schema, where, [], {})
+
+
 def parse(data: dict[str, Any], schema: type[S], where: Locator) -> S:
     """Checks data that was read already; `where` knows its lines, or names its source: `Locator(Place("metadata"))`.
 

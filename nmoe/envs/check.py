@@ -155,6 +155,9 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         if not shown:
             shown = True
             yield from _rendered(environment, tokenizer, problem, right)
+        if TASKS[problem.task_type].has_gold and not TASKS[problem.task_type].knows_answers:
+            yield f"problem {problem.id}: its task names no right answer, so that none was graded"
+            continue
         if not TASKS[problem.task_type].has_gold:
             yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
             continue

@@ -22,7 +22,7 @@ from nmoe.envs.pools.order import fingerprint_of, stable_hash
 from nmoe.envs.rewards.reward import Reward
 from nmoe.envs.rewards.rewards import load_rewards
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.conversation import ConversationTask, Said
+from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask
 from nmoe.envs.tools.registry import load_tools
 from nmoe.errors import UserError
 from nmoe.grading.extraction import from_final
@@ -195,7 +195,7 @@ class Environment:
         answer = reading.extraction.answer
         if reading.parse_error or not reading.answer_counts or answer is None:
             return None
-        said = Said(answer, self.renderer.said(turns[turn].sample.token_ids)[1])
+        said = AssistantTurn(answer, self.renderer.said(turns[turn].sample.token_ids)[1])
         before = exchanges[-1] if exchanges else None
         return task.exchange(problem, before, said, turn=turn, seed=stable_hash("user", seed, index, turn))
 

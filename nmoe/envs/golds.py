@@ -58,9 +58,13 @@ def _chosen(environment: Environment) -> Iterator[Problem]:
         else [(pool, order)]
     )
     for settings, source in pairs:
-        if isinstance(settings, DatasetKeys) and settings.check_gold != "off" and TASKS[settings.task_type].has_gold:
+        if isinstance(settings, DatasetKeys) and settings.check_gold != "off" and _gradable(settings.task_type):
             problems = sorted(_problems(source), key=lambda problem: stable_hash(problem.id))
             yield from problems[:SAMPLE] if settings.check_gold == "sample" else problems
+
+
+def _gradable(task_type: str) -> bool:
+    return TASKS[task_type].has_gold and TASKS[task_type].knows_answers
 
 
 def _problems(order: Order) -> list[Problem]:

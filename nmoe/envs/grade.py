@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nmoe.config.tables.rewards import RUBRIC_COMPONENTS
-from nmoe.envs.tasks import Attempt, Task
+from nmoe.envs.tasks import Attempt, TaskProtocol
 from nmoe.grading.extraction import Extraction, from_final, from_response, last_boxed
 from nmoe.grading.prose import from_prose, from_prose_final
 from nmoe.text.renderers import ParsedAnswer
-from nmoe.types import Exchange, Failure, Grade, Problem, ToolEvent, Turn
+from nmoe.types import INFRASTRUCTURE, Exchange, Failure, Grade, Problem, ToolEvent, Turn
 
 if TYPE_CHECKING:
     from nmoe.envs.tools.session import ToolSession
@@ -49,7 +49,7 @@ class Reading:
         return all(self.structure)
 
 
-def read_answer(parsed: ParsedAnswer, task: Task, *, prose: bool = False) -> Reading:
+def read_answer(parsed: ParsedAnswer, task: TaskProtocol, *, prose: bool = False) -> Reading:
     """Finds the answer in a parsed completion. With `prose`, an answer without a box is read as in `nmoe.grading.prose`.
 
     In plain text, the form is complete if there is a box, and the reasoning is the text before it. Without a box, a right last
@@ -57,8 +57,12 @@ def read_answer(parsed: ParsedAnswer, task: Task, *, prose: bool = False) -> Rea
     """
     if not parsed.structure:
         box = last_boxed(parsed.text)
+        if box is None and task.bare_text:
+            found = from_final(parsed.text, bare_final=True)
+        else:
+            found = from_prose(parsed.text) if prose else from_response(parsed.text)
         return Reading(
-            from_prose(parsed.text) if prose else from_response(parsed.text),
+            found,
             structure=(box is not None,),
             reasoning_ok=box is not None and bool(parsed.text[: box.start].strip()),
             answer_counts=True,
@@ -93,7 +97,7 @@ def joined_readings(readings: Sequence[Reading]) -> Reading:
 
 async def grade_reading(
     reading: Reading,
-    task: Task,
+    task: TaskProtocol,
     problem: Problem,
     *,
     turns: Sequence[Turn],
@@ -123,9 +127,11 @@ async def grade_reading(
     structure = sum(reading.structure) / len(reading.structure) if finished else 0.0
     tool_use_ok = format_ok and any(event.failure == "ok" for event in tool_events)
     verdict = None
-    if finished and reading.answer_counts and answer is not None and task.has_gold:
+    answered = finished and reading.answer_counts and answer is not None
+    # What a conversation earned before it was broken off is earned.
+    if task.has_gold and (answered or (exchanges and failure not in INFRASTRUCTURE)):
         opened, sandboxes = (None, None) if session is None else (session.opened, session.sandboxes)
-        verdict = await task.verify(problem, Attempt(answer, opened, tool_events, sandboxes, exchanges))
+        verdict = await task.verify(problem, Attempt(answer or "", opened, tool_events, sandboxes, exchanges))
         if verdict.outcome == "error":
             failure = "grader_error"
     correctness = 0.0 if verdict is None else verdict.score

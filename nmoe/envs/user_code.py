@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,30 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.moved import module_today
+from nmoe.config.registry import Registry, moved_hint
 from nmoe.errors import UserError
 
 
-def load_function(kind: str, name: str) -> Callable[..., Any]:
-    """Imports `package.module:function`, searching like Python, starting with the working directory.
-
-    Raises UserError if it does not exist; `kind`, such as "tool", names its purpose in the message.
-    """
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module may raise anything while it is imported
-        hint = _moved(error.name) if isinstance(error, ImportError) and error.name else ""
-        raise UserError(
-            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    function = getattr(module, attribute, None)
+def load_function(registry: Registry, name: str) -> Callable[..., Any]:
+    """The function that `name` names. Raises UserError if there is none."""
+    function: Callable[..., Any] = registry.get(name)
     if not callable(function):
-        raise UserError(f"{kind} {name}: {module.__file__} has no function {attribute!r}")
+        raise UserError(f"{registry.kind} {name}: {function!r} is not a function")
     return function
 
 
@@ -113,13 +97,7 @@ def _file_of(module: str, what: str) -> Path:
     for path in candidates:
         if path.suffix == ".py" and path.is_file():
             return path
-    raise UserError(f"{what}: there is no source of the module {module!r}{_moved(module)}")
-
-
-def _moved(module: str) -> str:
-    """Returns a hint for errors about a module of an older version."""
-    today = module_today(module)
-    return "" if today is None else f"; {module} is {today} now"
+    raise UserError(f"{what}: there is no source of the module {module!r}{moved_hint(module)}")
 
 
 def _top_level(tree: ast.Module, name: str) -> ast.stmt | None:

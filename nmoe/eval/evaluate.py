@@ -108,11 +108,12 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
 
     A problem counted twice would make the interval too narrow.
     """
-    found: dict[tuple[str, str], Problem] = {}
+    found: dict[tuple[object, ...], Problem] = {}
     # A finite pool starts over after its size. An endless one may repeat itself, if it generates from a small space.
     for _ in range(environment.pool.size or 20 * count):
         (problem,) = environment.pool.take(1)
-        found.setdefault((problem.task_type, problem.question), problem)
+        # Episodes may begin with the same words and go on from different states.
+        found.setdefault((problem.task_type, problem.question, problem.metadata.get("state")), problem)
         if len(found) == count:
             break
     return list(found.values())

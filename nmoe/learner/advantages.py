@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nmoe.config.registry import ADVANTAGES
 from nmoe.errors import UserError
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -97,7 +98,13 @@ def gdpo(rewards_BR: Tensor, weights_R: Tensor, group_ids_B: Tensor) -> Tensor:
     return torch.where(judged_B, (sums_B - mean) / (std + EPSILON), 0.0).to(rewards_BR)
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "maxrl": maxrl}
+def advantage(name: str) -> Advantage:
+    """The estimator that `[algorithm] advantage` names: one of the functions above, or one of the user's.
+
+    Raises UserError for a name without a function.
+    """
+    estimator: Advantage = ADVANTAGES.get(name)
+    return estimator
 
 
 def overlong_penalty(tokens_B: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:

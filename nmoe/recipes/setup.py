@@ -28,9 +28,12 @@ from nmoe.runs.directory import recorded_threads
 from nmoe.runs.provenance import provenance
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
-from nmoe.text.tokenizer import Tokenizer
+from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 C = TypeVar("C", bound=RecordsConfig)
+
+# The `[model] tokenizer` of which each byte is a token, with the control tokens of Harmony; it has no file.
+BYTES = "bytes"
 
 
 def run_path(config: RunConfig) -> Path:
@@ -86,6 +89,8 @@ def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> Optimize
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:
     """The tokenizer that a run names, or the one in its checkpoint."""
+    if settings.tokenizer == BYTES and not Path(BYTES).exists():
+        return Tokenizer.train((), SMALLEST_VOCABULARY)
     directory = settings.tokenizer or settings.path
     assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
     return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nmoe.config.commands.rl import RLConfig
+from nmoe.config.registry import LOSSES
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, cispo, clip, dppo, entropy_bonus, gspo, reference_divergence, total
@@ -41,7 +42,9 @@ def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) 
         parts = [cispo(high)]
     else:
         assert low is not None, "every loss but cispo has a lower bound"
-        if algorithm.loss == "gspo":
+        if algorithm.loss not in LOSSES.own:
+            parts = [LOSSES.get(algorithm.loss)(algorithm)]
+        elif algorithm.loss == "gspo":
             parts = [gspo(low, high)]
         elif algorithm.loss == "dppo":
             parts = [dppo(low, high)]

@@ -26,12 +26,13 @@ from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.critic import CriticSection
 from nmoe.config.tables.rollout import SamplingSection
+from nmoe.engine.function import FunctionEngine, GenerateFunction
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.held_out import HeldOutProblems
-from nmoe.learner.advantages import ADVANTAGES, gdpo
+from nmoe.learner.advantages import advantage, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.token_advantages import process_supervision, scored_sums
@@ -68,9 +69,9 @@ from nmoe.trajectory import Group
 from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 
 
-def train(config: RLConfig) -> Path:
-    """Runs the configuration to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint
-    saved, where a signal asked it to stop."""
+def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path:
+    """Runs the configuration to its last step and returns the run directory. `generate_fn` samples in place of the engine. Raises
+    KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
     threads = set_threads(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
@@ -108,7 +109,7 @@ def train(config: RLConfig) -> Path:
                 seed=config.run.seed,
             )
         run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
-        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, problems, policy))
+        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, problems, policy, generate_fn))
     return run.directory.path
 
 
@@ -124,6 +125,7 @@ class PolicyGradient(Recipe):
         tools: ToolRuntime,
         held_out: HeldOutProblems | None,
         policy: PolicyUpdate,
+        generate_fn: GenerateFunction | None = None,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
         self.environment, self.tools, self.held_out = environment, tools, held_out
@@ -131,7 +133,14 @@ class PolicyGradient(Recipe):
         model = self.learner.model
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
         self.sampler = RolloutSampler.build(
-            config, run.directory, tokenizer, environment, tools, self.engine, self.learner, self._carries_signal
+            config,
+            run.directory,
+            tokenizer,
+            environment,
+            tools,
+            self.engine if generate_fn is None else FunctionEngine(self.engine, generate_fn),
+            self.learner,
+            self._carries_signal,
         )
         self.rates = read_rates(run.directory.path / "eval")
         self.evaluate_every, self.evaluate_first = config.eval.every_steps, held_out is not None
@@ -341,7 +350,7 @@ def with_advantages(
             sums_S = scored_sums(divergence_T, batch.scored_T, batch.lengths)
             rewards_B = rewards_B + sums_S.new_zeros(len(rewards_B)).index_add_(0, sample_S, sums_S).float()
         # By default `dr_grpo`: reward - mean of the group.
-        advantages_B = ADVANTAGES[algorithm.advantage](rewards_B, ids_B)
+        advantages_B = advantage(algorithm.advantage)(rewards_B, ids_B)
     advantages_T = torch.repeat_interleave(advantages_B[sample_S], torch.tensor(batch.lengths))
     if bool(steps_T.isnan().all()):
         return replace(batch, advantages_T=advantages_T), advantages_B

@@ -7,6 +7,7 @@ says so.
 from __future__ import annotations
 
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.user_code import find_definition
 from nmoe.errors import UserError
@@ -20,7 +21,8 @@ def named_code(bundle: Bundle) -> list[str]:
     """
     settings = bundle.settings
     tools = () if settings.tools is None else settings.tools.use
-    found = [_function("tool", name) for name in tools if ":" in name]
+    found = [_function("task", name) for name in sorted(task_types(settings.task_pool)) if ":" in name]
+    found += [_function("tool", name) for name in tools if ":" in name]
     found += [
         _function("reward function", one.call)
         for one in settings.rewards

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.envs.pools.generated import split_of
-from nmoe.envs.tasks import GENERATED_TASKS
+from nmoe.envs.tasks import pose_new
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
@@ -154,7 +154,7 @@ def _examples(seed: int | str, count: int) -> Iterator[tuple[random.Random, str,
         name = rng.choice(_DRAWN)
         (easiest, hardest), worked = SKILLS[name]
         difficulty = hardest + 1 if rng.random() < LONGER else rng.randint(easiest, hardest)
-        question, gold = GENERATED_TASKS[name].generate(rng, difficulty)
+        question, gold, _ = pose_new(name, rng, difficulty)
         if split_of(name, question) != "train":
             continue
         work, answer = worked(rng, question, gold)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nmoe.envs.pools.generated import split_of
-from nmoe.envs.tasks import DATASET_TASKS
+from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.score import CLOSING, OPENING
 from nmoe.envs.tasks.sum import SumTask
 
@@ -156,7 +156,7 @@ def step_texts(seed: int, count: int) -> Iterator[str]:
             ("proof_verification", score_text),
             ("meta_verification", score_text),
         ):
-            prompt, _, _ = DATASET_TASKS[kind].pose(solution.question, gold, record)
+            prompt, _, _ = TASKS[kind].pose(solution.question, gold, record)
             yield f"user {prompt} assistant analysis {evaluation} assistant final {rng.choice(('+', '0', '-', '0.5', '1'))}"
         yield f"user {solution.question} assistant final ## Solution\n{solution.text}\n\n## Self Evaluation\n{evaluation}"
 

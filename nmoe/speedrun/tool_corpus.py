@@ -19,7 +19,7 @@ from nmoe.config.environment import EnvironmentSettings, load_environment
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.generated import split_of
-from nmoe.envs.tasks import GENERATED_TASKS
+from nmoe.envs.tasks import pose_new
 from nmoe.envs.tools.builtin import builtin_tools
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.session import ToolSession
@@ -128,7 +128,7 @@ def _problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
     pool = settings.task_pool
     assert isinstance(pool, GeneratedPool), "the environment's problems are generated"
     while True:
-        question, gold = GENERATED_TASKS[pool.task_type].generate(rng, rng.randint(*pool.difficulty))
+        question, gold, _ = pose_new(pool.task_type, rng, rng.randint(*pool.difficulty))
         if split_of(pool.task_type, question) == "train":
             return Problem("", pool.task_type, question, gold, "")
 

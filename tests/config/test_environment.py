@@ -223,7 +223,7 @@ def test_a_stage_closes_below_what_opened_it() -> None:
     ("table", "reason"),
     [
         ("use = []", "names no tool"),
-        ('use = ["pyhton"]', "must be one of python, bash, read, write, edit, search or `package.module:function`"),
+        ('use = ["pyhton"]', "did you mean 'python'?"),
         ('use = ["bash", "my.tools:bash"]', "is the second tool named 'bash'"),
     ],
 )

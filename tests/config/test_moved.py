@@ -9,6 +9,7 @@ from nmoe.config import ConfigError
 from nmoe.config.commands import COMMANDS, RunConfig, load_run
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.moved import KEYS, MODULES, key_today, module_today
+from nmoe.config.registry import REWARDS, TOOLS
 from nmoe.config.schema import paths_of
 from nmoe.envs.user_code import find_definition, load_function
 from nmoe.errors import UserError
@@ -82,10 +83,10 @@ def test_code_of_the_user_that_names_a_moved_module_is_told_where_it_is(
     (tmp_path / "words_of_old.py").write_text("from nmoe.rl.tools.tool import ToolOutput\n")
     (tmp_path / "scores_of_old.py").write_text("from nmoe.rl.rewards import FunctionReward\n")
     with pytest.raises(UserError, match=r"nmoe\.rl\.tools is nmoe\.envs\.tools now$"):
-        load_function("tool", "words_of_old:lookup")
+        load_function(TOOLS, "words_of_old:lookup")
     with pytest.raises(UserError, match=r"nmoe\.rl\.rewards is nmoe\.envs\.rewards now$"):
-        load_function("reward function", "scores_of_old:score")
+        load_function(REWARDS, "scores_of_old:score")
     with pytest.raises(UserError, match=r"nmoe\.rl\.tasks\.sort is nmoe\.envs\.tasks\.sort now$"):
         find_definition("tool", "nmoe.rl.tasks.sort:sort")
     with pytest.raises(UserError, match=r"No module named 'nowhere'$"):
-        load_function("tool", "nowhere:f")
+        load_function(TOOLS, "nowhere:f")

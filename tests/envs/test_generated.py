@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nmoe.config.registry import GENERATED_TASKS
 from nmoe.envs.pools import Pool
 from nmoe.envs.pools.generated import split_of
-from nmoe.envs.tasks import GENERATED_TASKS, Attempt
+from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.types import Problem
 
@@ -32,7 +33,7 @@ def test_generated_problems(make_pool: MakePool, task_type: str) -> None:
     assert len(set(questions(problems))) > 50
     for problem in problems:
         assert (problem.task_type, problem.source) == (task_type, "demo")
-        assert asyncio.run(GENERATED_TASKS[task_type].verify(problem, Attempt(problem.gold))).score == 1
+        assert asyncio.run(TASKS[task_type].verify(problem, Attempt(problem.gold))).score == 1
 
 
 def test_a_seed_gives_other_problems(make_pool: MakePool) -> None:
@@ -65,7 +66,7 @@ def test_splits_share_no_question_whatever_the_seeds(make_pool: MakePool, task_t
     [("sort", ["Sort: 3712", "Sort: 1237", "Sort: 7321"]), ("add", ["Add: 47 + 85", "Add: 85 + 47"])],
 )
 def test_questions_that_answer_one_another_share_a_split(task_type: str, questions: list[str]) -> None:
-    assert len({GENERATED_TASKS[task_type].split_key(question) for question in questions}) == 1
+    assert len({TASKS[task_type].split_key(question) for question in questions}) == 1
 
 
 def test_one_question_in_eight_is_held_out(make_pool: MakePool) -> None:
@@ -85,7 +86,7 @@ def test_max_examples_makes_a_generated_pool_finite(make_pool: MakePool) -> None
 
 
 def test_a_split_without_a_question_is_an_error(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nmoe.envs.pools.generated.split_of", lambda task_type, question: "train")
+    monkeypatch.setattr("nmoe.envs.pools.generated.split_of", lambda *problem: "train")
     with pytest.raises(UserError, match="no sort problem of difficulty 1 to 1 is in the split 'eval'; raise"):
         make_pool({"type": "generated", "task_type": "sort", "difficulty": [1, 1], "split": "eval"})
 
@@ -98,5 +99,5 @@ def test_absurd_difficulty_is_an_error(make_pool: MakePool) -> None:
 @given(st.integers(0, 999), st.integers(0, 999))
 def test_an_addition_and_its_commuted_twin_share_a_split(left: int, right: int) -> None:
     assert split_of("add", f"Add: {left} + {right}") == split_of("add", f"Add: {right} + {left}")
-    key = GENERATED_TASKS["add"].split_key(f"Add: {right} + {left}")
+    key = TASKS["add"].split_key(f"Add: {right} + {left}")
     assert key == f"{min(left, right)} + {max(left, right)}"

@@ -211,7 +211,7 @@ def test_what_a_grader_raises_comes_through(
         async def verify(self, problem: Problem, attempt: tasks.Attempt) -> Verdict:
             raise ZeroDivisionError
 
-    monkeypatch.setitem(tasks.TASKS, "sort", Broken())
+    monkeypatch.setitem(tasks.TASKS.made, "sort", (None, Broken()))
     with pytest.raises(ZeroDivisionError):
         asyncio.run(environment(POOL).grade(SORT, single_turn(turn(harmony, RIGHT)), 100))
 
@@ -230,11 +230,11 @@ def test_a_verifier_that_could_not_work_gives_no_verdict_on_the_policy(
             return Verdict("incorrect", 0.5, "rubric", attempt.answer)
 
     ids = turn(harmony, ANALYSIS, RIGHT)
-    monkeypatch.setitem(tasks.TASKS, "sort", Lost())
+    monkeypatch.setitem(tasks.TASKS.made, "sort", (None, Lost()))
     grade = asyncio.run(environment(POOL).grade(SORT, single_turn(ids), 100))
     assert (grade.failure, grade.verdict, grade.score) == ("grader_error", lost, 0.0)
     assert grade.failure in INFRASTRUCTURE  # what masks the sample
-    monkeypatch.setitem(tasks.TASKS, "sort", Half())
+    monkeypatch.setitem(tasks.TASKS.made, "sort", (None, Half()))
     grade = asyncio.run(environment(POOL + RUBRIC).grade(SORT, single_turn(ids), 100))
     assert (grade.failure, parts(grade)) == ("ok", (1.0, 1.0, 0.5, 0.0))  # efficiency is that of a correct answer alone
     assert grade.verdict == Verdict("incorrect", 0.5, "rubric", "13459")

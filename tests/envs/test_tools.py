@@ -112,8 +112,8 @@ def test_functions_that_can_not_be_tools(function: Any, reason: str) -> None:
     ("name", "reason"),
     [
         ("no_such_module:f", "importing no_such_module failed: ModuleNotFoundError"),
-        ("tool_cases:no_such_function", "tool_cases.py has no function 'no_such_function'"),
-        ("tool_cases:FORGERY", "has no function 'FORGERY'"),
+        ("tool_cases:no_such_function", "tool_cases.py has no 'no_such_function'"),
+        ("tool_cases:FORGERY", "is not a function"),
     ],
 )
 def test_functions_that_are_not_there(name: str, reason: str) -> None:

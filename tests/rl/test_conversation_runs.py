@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.conversation import ConversationTask, Response, Said, State
+from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State
 from nmoe.envs.tasks.reverse import ReverseTask
 from nmoe.rl.experience import policy_batch
 from nmoe.rl.replay import replay_command
@@ -40,7 +40,7 @@ class ReverseTwice(ConversationTask, ReverseTask):
     def start(self, problem: Problem) -> State:
         return {"digits": problem.question.removeprefix("Reverse: "), "asked": 1}
 
-    def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+    def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
         reward = 0.5 if said.answer.strip() == state["digits"][::-1] else 0.0
         digits = "".join(rng.choice("0123456789") for _ in range(3))
         after = {"digits": digits, "asked": state["asked"] + 1}
@@ -49,7 +49,7 @@ class ReverseTwice(ConversationTask, ReverseTask):
 
 @pytest.fixture(autouse=True)
 def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "reverse", ReverseTwice())
+    monkeypatch.setitem(TASKS.made, "reverse", (None, ReverseTwice()))
 
 
 def test_a_run_learns_from_branches_and_its_trajectories_replay(

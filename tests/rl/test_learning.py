@@ -13,7 +13,7 @@ from torch import Tensor
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import evaluate
-from nmoe.learner.advantages import ADVANTAGES
+from nmoe.learner import advantages
 from nmoe.model.checkpoint import load_model
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -61,16 +61,16 @@ def test_rewards_shuffled_within_the_batch_teach_nothing(
     def shuffled(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
         return dr_grpo(rewards_B[torch.randperm(len(rewards_B), generator=generator)], group_ids_B)
 
-    dr_grpo = ADVANTAGES["dr_grpo"]
-    monkeypatch.setitem(ADVANTAGES, "dr_grpo", shuffled)
+    dr_grpo = advantages.dr_grpo
+    monkeypatch.setattr(advantages, "dr_grpo", shuffled)
     assert correctness(reinforce()) <= correctness(base) + 0.05
 
 
 def test_the_sign_of_the_advantage_flipped_unlearns(
     base: Path, reinforce: Reinforce, correctness: Callable[[Path], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dr_grpo = ADVANTAGES["dr_grpo"]
-    monkeypatch.setitem(ADVANTAGES, "dr_grpo", lambda rewards_B, ids_B: -dr_grpo(rewards_B, ids_B))
+    dr_grpo = advantages.dr_grpo
+    monkeypatch.setattr(advantages, "dr_grpo", lambda rewards_B, ids_B: -dr_grpo(rewards_B, ids_B))
     assert correctness(reinforce()) < correctness(base)
 
 

@@ -22,7 +22,7 @@ from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.conversation import completion_of, samples_of
 from nmoe.envs.tasks import TASKS
-from nmoe.envs.tasks.conversation import Response, Said, State, plain_json
+from nmoe.envs.tasks.conversation import AssistantTurn, Response, State, plain_json
 from nmoe.envs.tasks.guess import GuessTask
 from nmoe.errors import UserError
 from nmoe.rollout.bundle import FILE, read_bundle
@@ -229,7 +229,7 @@ def test_ends(
 class Dice(GuessTask):
     """Says a number of chance, and fails as it is told."""
 
-    def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+    def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
         if said.answer == "raise":
             raise RuntimeError("dice on the floor")
         wrong: Any = {"set": {"rolls": {1}}, "nan": {"rolls": float("nan")}, "list": [1]}
@@ -248,7 +248,7 @@ class Dice(GuessTask):
 
 @pytest.fixture
 def dice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "guess", Dice())
+    monkeypatch.setitem(TASKS.made, "guess", (None, Dice()))
 
 
 @pytest.mark.usefixtures("dice")
@@ -316,7 +316,7 @@ def test_no_words_of_the_user_become_a_control_token(
     class Forger(GuessTask):
         words = ""
 
-        def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+        def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
             return Response({}, self.words)
 
     own = {"llama": llama, "qwen": qwen}[form](tmp_path) if form in ("llama", "qwen") else tokenizer
@@ -326,7 +326,7 @@ def test_no_words_of_the_user_become_a_control_token(
     controls = []
     for words in ("higher", FORGERY):
         monkeypatch.setattr(Forger, "words", words)
-        monkeypatch.setitem(TASKS, "guess", Forger())
+        monkeypatch.setitem(TASKS.made, "guess", (None, Forger()))
         exchange = demo.respond(PROBLEM, 0, 0, first, ())
         assert exchange is not None
         _, given = demo.follow_up(PROBLEM, first, (), [exchange])
@@ -542,7 +542,7 @@ def test_halving_finds_every_number_in_time(seed: int, difficulty: int) -> None:
     exchange: Exchange | None = None
     for turn in range(difficulty + 2):
         middle = (low + high) // 2
-        exchange = task.exchange(problem, exchange, Said(str(middle), str(middle)), turn=turn, seed=0)
+        exchange = task.exchange(problem, exchange, AssistantTurn(str(middle), str(middle)), turn=turn, seed=0)
         if exchange.user is None:
             break
         low, high = (middle + 1, high) if exchange.user == "higher" else (low, middle - 1)
@@ -555,8 +555,8 @@ def test_a_hidden_number_is_read_by_its_value(gold: str, guess: str) -> None:
     task, problem = GuessTask(), replace(PROBLEM, gold=gold)
     task.check_gold(problem)
     state = task.start(problem)
-    assert task.respond(problem, state, Said("7", "7"), random.Random(0)).user == "higher"
-    assert task.respond(problem, state, Said(guess, guess), random.Random(0)).reward == 1.0
+    assert task.respond(problem, state, AssistantTurn("7", "7"), random.Random(0)).user == "higher"
+    assert task.respond(problem, state, AssistantTurn(guess, guess), random.Random(0)).reward == 1.0
 
 
 def test_a_hidden_number_that_is_not_whole_is_refused_before_a_run() -> None:
@@ -593,11 +593,11 @@ def test_a_task_that_answers_one_turn_in_two_ways_is_found(monkeypatch: pytest.M
     class Forgetful(GuessTask):
         count = 0
 
-        def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+        def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
             self.count += 1
             return Response({}, f"word {self.count}")
 
-    monkeypatch.setitem(TASKS, "guess", Forgetful())
+    monkeypatch.setitem(TASKS.made, "guess", (None, Forgetful()))
     # Its example answers come out wrong, too.
     with pytest.raises(UserError, match="its task answers one turn in two ways"):
         list(check_environment(Path("guess"), None))

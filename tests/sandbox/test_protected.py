@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from boxes import sandboxes_of
 
-from nmoe.envs.tasks import CODE_TASKS, Attempt
+from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.types import Problem, Verdict
 
@@ -49,7 +49,7 @@ def graders() -> Iterator[Sandboxes]:
 
 def verdict_on(graders: Sandboxes, loop: asyncio.Runner, script: str) -> Verdict:
     """The verdict on the workspace after a policy's script."""
-    task = CODE_TASKS["code_edit"]
+    task = TASKS["code_edit"]
     read = task.read_record(RECORD)
     assert read is not None
     question, gold, metadata = read

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nmoe.config.tables.pools import JsonlPool
 from nmoe.envs.check import check_environment
 from nmoe.envs.pools import Shard, build_pool
-from nmoe.envs.tasks import CODE_TASKS, Attempt
+from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.grading.code import verify, wire
 from nmoe.grading.code.extract import code_of, definitions
@@ -97,7 +97,7 @@ Judge = Callable[..., Verdict]
 
 
 def problem_of(task_type: str, record: dict[str, object]) -> Problem:
-    task = CODE_TASKS[task_type]
+    task = TASKS[task_type]
     read = task.read_record(record)
     assert read is not None
     question, gold, metadata = read
@@ -122,14 +122,14 @@ def judge(graders: Sandboxes, loop: asyncio.Runner, monkeypatch: pytest.MonkeyPa
     def judged(task_type: str, answer: str, record: dict[str, object] | None = None) -> Verdict:
         problem = problem_of(task_type, record or RECORDS[task_type])
         attempt = Attempt(answer, None, (), graders)
-        return loop.run(CODE_TASKS[task_type].verify(problem, attempt))
+        return loop.run(TASKS[task_type].verify(problem, attempt))
 
     return judged
 
 
 @pytest.mark.parametrize("task_type", RECORDS)
 def test_the_gold_answer_is_right_and_the_other_wrong(judge: Judge, task_type: str) -> None:
-    right, wrong = CODE_TASKS[task_type].example_answers(problem_of(task_type, RECORDS[task_type]))
+    right, wrong = TASKS[task_type].example_answers(problem_of(task_type, RECORDS[task_type]))
     verdict = judge(task_type, right)
     assert (verdict.outcome, verdict.score) == ("correct", 1.0), verdict
     verdict = judge(task_type, wrong)
@@ -374,7 +374,7 @@ def edit(
 ) -> Verdict:
     """The verdict on a workspace after a policy's script has changed it."""
     problem = problem_of("code_edit", record)
-    task = CODE_TASKS["code_edit"]
+    task = TASKS["code_edit"]
 
     async def worked() -> Verdict:
         async with await graders.open() as sandbox:
@@ -478,7 +478,7 @@ def test_a_workspace_that_is_lost_is_no_verdict(graders: Sandboxes, loop: asynci
     async def verified() -> Verdict:
         async with await graders.open() as sandbox:
             await sandbox.close()
-            return await CODE_TASKS["code_edit"].verify(problem, Attempt("done", sandbox, (), graders))
+            return await TASKS["code_edit"].verify(problem, Attempt("done", sandbox, (), graders))
 
     verdict = loop.run(verified())
     assert (verdict.outcome, verdict.score) == ("error", 0.0), verdict
@@ -492,8 +492,8 @@ class Cannot:
 @pytest.mark.parametrize("task_type", ["humaneval", "mbpp", "code_edit"])
 def test_a_sandbox_that_does_not_open_is_no_verdict(task_type: str) -> None:
     problem = problem_of(task_type, RECORDS[task_type])
-    right, _ = CODE_TASKS[task_type].example_answers(problem)
-    verdict = asyncio.run(CODE_TASKS[task_type].verify(problem, Attempt(right, None, (), Cannot())))
+    right, _ = TASKS[task_type].example_answers(problem)
+    verdict = asyncio.run(TASKS[task_type].verify(problem, Attempt(right, None, (), Cannot())))
     assert (verdict.outcome, verdict.score) == ("error", 0.0)
 
 
@@ -565,7 +565,7 @@ def test_packaged_environments_name_these_tasks(name: str) -> None:
     [("8421", True), (" `8421`\n", True), ("8421.", True), ("port 8421", False), ("842", False), ("", False)],
 )
 def test_file_search(answer: str, right: bool) -> None:
-    verdict = asyncio.run(CODE_TASKS["file_search"].verify(problem_of("file_search", SEARCH), Attempt(answer)))
+    verdict = asyncio.run(TASKS["file_search"].verify(problem_of("file_search", SEARCH), Attempt(answer)))
     assert (verdict.outcome == "correct") is right
 
 

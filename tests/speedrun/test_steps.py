@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nmoe.envs.tasks import GENERATED_TASKS
+from nmoe.envs.tasks import TASKS
 from nmoe.speedrun import steps
 
 QUESTION = "Sum: 4+7+2+5"
@@ -68,7 +68,7 @@ def test_shares_and_places_are_as_they_are_set() -> None:
 
 
 def test_splits_share_no_problem_in_whatever_order() -> None:
-    key = GENERATED_TASKS["sum"].split_key
+    key = TASKS["sum"].split_key
 
     def problems(split: steps.Split, seed: int) -> set[str]:
         return {key(one.question) for one in steps.solutions(seed, 2000, split)}

@@ -1,9 +1,9 @@
 """The schema of each command's configuration, and how one is loaded."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nmoe.config.commands.base import AdaptableConfig, RunConfig
 from nmoe.config.commands.rl import RLConfig
@@ -11,6 +11,7 @@ from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
 from nmoe.config.loader import load
 from nmoe.config.packaged import find_configuration
+from nmoe.config.loader import load_with
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
 
 __all__ = ["COMMANDS", "RunConfig", "load_run"]
@@ -35,7 +36,18 @@ def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
     A run without a name is called after its file; an adapter without a learning rate has ten times the command's default. Raises
     ConfigError with all problems, and UserError for a name that nothing has."""
     path = find_configuration(str(path))
-    config = load(path, schema, overrides, COMMANDS)
+    return _completed(load(path, schema, overrides, COMMANDS), path.stem)
+
+
+def load_run_with(path: Path | None, schema: type[C], tables: Mapping[str, Any], source: str, name: str) -> C:
+    """The configuration of a run in a file, if there is one, with `tables` laid over it; otherwise as `load_run`. `source` is what
+    messages call the program's tables, and `name` is the run's without a file."""
+    path = None if path is None else find_configuration(str(path))
+    return _completed(load_with(path, schema, tables, source), name if path is None else path.stem)
+
+
+def _completed(config: C, stem: str) -> C:
+    """Fills in what depends on other keys: the name, and the learning rate of an adapter."""
     if "learning_rate" not in config.optimizer.model_fields_set:
         adapts = isinstance(config, AdaptableConfig) and config.lora is not None
         rate = config.optimizer.learning_rate * (LORA_LEARNING_RATE_FACTOR if adapts else 1)
@@ -43,5 +55,5 @@ def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
         config = config.model_copy(update={"optimizer": optimizer})
     if "name" in config.run.model_fields_set:
         return config
-    name = re.sub(r"^\W|[^\w.+=-]", "_", path.stem)
+    name = re.sub(r"^\W|[^\w.+=-]", "_", stem)
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

@@ -1,11 +1,12 @@
 """[algorithm]: the policy gradient."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nmoe.config.base import Array, Conflict, Section
+from nmoe.config.base import Array, Conflict, NameIn, Section
+from nmoe.config.registry import ADVANTAGES, LOSSES
 
 # The bounds of each loss if clip_low and clip_high are not given: those of its paper (docs/guides/algorithms.md).
 CLIP_DEFAULTS = {
@@ -20,16 +21,17 @@ CLIP_DEFAULTS = {
 class PolicyLossSection(Section):
     """[algorithm] of self-play."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"] = Field(
+    advantage: Annotated[str, NameIn(ADVANTAGES, ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"))] = Field(
         default="dr_grpo",
         description="dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; "
         "maxrl: divided by the mean; "
-        "reinforce_pp: normalised over the batch",
+        "reinforce_pp: normalised over the batch; or a function of your own over rewards and group ids, as `module:name`",
     )
-    loss: Literal["clip", "dual_clip", "gspo", "cispo", "dppo"] = Field(
+    loss: Annotated[str, NameIn(LOSSES)] = Field(
         default="clip",
         description="clip: PPO's clipped ratio; dual_clip: also bounded for negative advantages; gspo: one ratio per sequence; "
-        "cispo: the clipped ratio as a weight; dppo: a trust region in probabilities",
+        "cispo: the clipped ratio as a weight; dppo: a trust region in probabilities; "
+        "or a function of your own that takes this table and returns an objective, as `module:name`",
     )
     aggregation: Literal["token", "sequence", "constant"] = Field(
         default="constant",
@@ -71,7 +73,7 @@ class PolicyLossSection(Section):
     @property
     def clip_range(self) -> tuple[float | None, float]:
         """Lower and upper bound of the loss, with its defaults filled in."""
-        low, high = CLIP_DEFAULTS[self.loss]
+        low, high = CLIP_DEFAULTS.get(self.loss, CLIP_DEFAULTS["clip"])
         return self.clip_low if self.clip_low is not None else low, self.clip_high or high
 
     def given(self) -> set[str]:
@@ -110,11 +112,12 @@ class PolicyLossSection(Section):
 class AlgorithmSection(PolicyLossSection):
     """[algorithm]: the policy-gradient estimator."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "gae"] = Field(  # type: ignore[assignment]
+    advantage: Annotated[str, NameIn(ADVANTAGES)] = Field(
         default="dr_grpo",
         description="dr_grpo: reward minus the group's mean; grpo: over its deviation; rloo: minus the others' mean; "
         "maxrl: divided by the mean; "
-        "reinforce_pp: normalised over the batch; gae: by a [critic], as in PPO",
+        "reinforce_pp: normalised over the batch; gae: by a [critic], as in PPO; "
+        "or a function of your own over rewards and group ids, as `module:name`",
     )
     multi_reward: Literal["sum", "gdpo"] = Field(
         default="sum", description="sum: the rubric's weighted sum; gdpo: normalise each reward on its own, then sum"

@@ -79,7 +79,9 @@ class ModelSection(Section):
         default=False, description="compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"
     )
     tokenizer: str | None = Field(
-        default=None, min_length=1, description="directory of the tokenizer; default: the one in `path`"
+        default=None,
+        min_length=1,
+        description="directory of the tokenizer, or `bytes`: each is a token; default: the one in `path`",
     )
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -5,35 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, Section, duplicates
-
-GeneratedTask = Literal["sort", "reverse", "add", "arithmetic", "sum", "guess"]
-"""Tasks that make their own problems."""
-
-
-DatasetTask = Literal[
-    "gsm8k",
-    "math",
-    "multiple_choice",
-    "proof_verification",
-    "meta_verification",
-    "prm_step",
-    "prm_solution",
-    "arithmetic",
-    "sum",
-    "sort",
-    "reverse",
-    "add",
-    "guess",
-    "humaneval",
-    "mbpp",
-    "code_edit",
-    "file_search",
-    "text_match",
-    "open",
-]
-"""Tasks that can grade the records of a dataset."""
-
+from nmoe.config.base import MAX_SEED, Array, Conflict, DataPath, NameIn, Section, duplicates
+from nmoe.config.registry import DATASET_TASKS, GENERATED_TASKS, POOLS, TASKS
 
 GoldExtractor = Literal["none", "gsm8k_hash", "boxed", "last_number"]
 """How to read the gold answer from its field: all of it, the part after `####`, the content of `\\boxed{}`, the last number."""
@@ -43,7 +16,9 @@ class GeneratedPool(Section):
     """An endless sequence of problems from a seeded generator. The splits never share a problem."""
 
     type: Literal["generated"]
-    task_type: GeneratedTask = Field(description="the task whose problems are generated")
+    task_type: Annotated[str, NameIn(TASKS, tuple(GENERATED_TASKS))] = Field(
+        description=f"the task whose problems are generated: {', '.join(GENERATED_TASKS)}, or one of your own as `module:Name`"
+    )
     difficulty: Annotated[tuple[int, int], Field(strict=False)] = Field(
         default=(1, 3), description="[least, most], both included and at least 1; its meaning depends on the task"
     )
@@ -63,7 +38,10 @@ class GeneratedPool(Section):
 class DatasetKeys(Section):
     """How the records of a dataset become problems; the part that all datasets share."""
 
-    task_type: DatasetTask = Field(description="the task that renders and grades the problems")
+    task_type: Annotated[str, NameIn(TASKS, tuple(DATASET_TASKS))] = Field(
+        description=f"the task that renders and grades the problems: {', '.join(DATASET_TASKS)}, "
+        "or one of your own as `module:Name`"
+    )
     problem_field: str | None = Field(
         default=None,
         min_length=1,
@@ -143,6 +121,13 @@ class HubPool(DatasetKeys):
     split: str = Field(
         default="train", min_length=1, description="split, with an optional slice such as `train[:1024]`"
     )
+
+
+class PythonPool(DatasetKeys):
+    """Records that a program makes: a function without arguments that returns or yields dicts, or a list of them."""
+
+    type: Literal["python"]
+    call: Annotated[str, NameIn(POOLS)] = Field(description="the function or list, as `package.module:name`")
 
 
 class ReasoningGymPool(Section):
@@ -230,6 +215,10 @@ class ParquetSource(ParquetPool, SourceKeys):
     """A Parquet file as a source of a mixture."""
 
 
+class PythonSource(PythonPool, SourceKeys):
+    """A program's records as a source of a mixture."""
+
+
 class HubSource(HubPool, SourceKeys):
     """A Hugging Face dataset as a source of a mixture."""
 
@@ -243,7 +232,14 @@ class PrmSource(PrmPool, SourceKeys):
 
 
 Source = Annotated[
-    GeneratedSource | JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | PrmSource,
+    GeneratedSource
+    | JsonlSource
+    | CsvSource
+    | ParquetSource
+    | HubSource
+    | PythonSource
+    | ReasoningGymSource
+    | PrmSource,
     Field(discriminator="type"),
 ]
 
@@ -268,6 +264,7 @@ TaskPool = (
     | CsvPool
     | ParquetPool
     | HubPool
+    | PythonPool
     | ReasoningGymPool
     | PrmPool
     | SelfplayPool

@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, DataPath, Section
+from nmoe.config.base import Conflict, DataPath, NameIn, Section
+from nmoe.config.registry import REWARDS
 
 # The components of a grade that the rubric weighs (`nmoe.envs.grade`).
 RUBRIC_COMPONENTS = ("format", "structure", "reasoning", "tool_use", "correctness", "efficiency")
@@ -38,19 +39,13 @@ class FunctionRewardConfig(RewardKeys):
     """A function of your own: `f(prompts, completions, **columns) -> list[float | None]`, plain or async."""
 
     type: Literal["function"]
-    call: str = Field(description="the function, as `package.module:function`")
+    call: Annotated[str, NameIn(REWARDS)] = Field(description="the function, as `package.module:function`")
     timeout_s: float = Field(default=60.0, gt=0, description="seconds that one call, over one group, may take")
     replay: bool = Field(
         default=True,
         description="a replay calls it again, with its one sample alone; false where it compares a group's samples or draws at "
         "random: the value is then taken as recorded",
     )
-
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        module, _, function = self.call.partition(":")
-        if not module or not function.isidentifier():
-            yield Conflict("call", "is `package.module:function`")
 
 
 class ServiceKeys(RewardKeys):

@@ -1,21 +1,19 @@
 """[tools], [budget] and [workspace] of an environment: what the policy may call, use and change."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, DataPath, Section
-
-BuiltinTool = Literal["python", "bash", "read", "write", "edit", "search"]
-"""Tools that come with nmoe; they work in the trajectory's sandbox."""
+from nmoe.config.registry import TOOLS
 
 
 class ToolsSettings(Section):
     """The tools that the policy may call between its turns."""
 
     use: Array[str] = Field(
-        description=f"the tools: {', '.join(get_args(BuiltinTool))}, or a function of your own as `package.module:function`"
+        description=f"the tools: {', '.join(TOOLS.own)}, or a function of your own as `package.module:function`"
     )
     read: Array[str] | None = Field(
         default=None,
@@ -30,10 +28,8 @@ class ToolsSettings(Section):
         if not self.use:
             yield Conflict("use", "names no tool; leave [tools] out if there are none")
         for index, name in enumerate(self.use):
-            if ":" not in name and name not in get_args(BuiltinTool):
-                yield Conflict(
-                    f"use.{index}", f"must be one of {', '.join(get_args(BuiltinTool))} or `package.module:function`"
-                )
+            if name not in TOOLS:
+                yield Conflict(f"use.{index}", TOOLS.refusal(name))
         for key, paths in (("read", self.read), ("write", self.write)):
             for index, path in enumerate(paths or ()):
                 if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:

@@ -10,6 +10,7 @@ from nmoe.config.tables.pools import (
     MixturePool,
     ParquetPool,
     PrmPool,
+    PythonPool,
     ReasoningGymPool,
     SelfplayPool,
     TaskPool,
@@ -20,6 +21,7 @@ from nmoe.envs.pools.mixture import Mixture
 from nmoe.envs.pools.order import Order
 from nmoe.envs.pools.pool import Pool, Shard
 from nmoe.envs.pools.prm import prm_order
+from nmoe.envs.pools.python import called_rows
 from nmoe.envs.pools.reasoning_gym import reasoning_gym_order
 from nmoe.envs.pools.records import columns_of, record_order
 from nmoe.envs.pools.selfplay import open_problems
@@ -53,6 +55,8 @@ def build_order(name: str, settings: TaskPool, *, columns: bool = False) -> Orde
                 settings.dataset, subset=settings.subset, split=settings.split, data_files=settings.data_files
             )
             return record_order(name, settings, rows, f"dataset {settings.dataset!r}", columns=columns)
+        case PythonPool():
+            return record_order(name, settings, called_rows(settings.call), settings.call, columns=columns)
         case ReasoningGymPool():
             return reasoning_gym_order(name, settings)
         case PrmPool():

@@ -19,9 +19,8 @@ from decimal import Decimal
 from typing import Any
 
 from nmoe.config.tables.pools import DatasetKeys
-from nmoe.data.messages import read_messages, text_or_messages
+from nmoe.envs.prompts import checked_text, split_prompt
 from nmoe.errors import UserError
-from nmoe.text.conversation import ChatMessage
 from nmoe.types import Message
 
 QUESTION_FIELDS = ("problem", "question", "prompt", "input")
@@ -54,16 +53,7 @@ def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) 
 
 def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, ...], str]:
     """Returns the messages before the question, and the question."""
-    value = text_or_messages(_value(record, field, "problem_field"), field)
-    if not isinstance(value, list | tuple):
-        return (), checked_text(field, value)
-    *history, last = read_messages(value, field)
-    if last.role != "user":
-        raise UserError(
-            f"field {field!r} ends with a message by {last.role!r}; it is the user's that the policy answers"
-        )
-    messages = tuple(_message(message, f"{field}[{place}]") for place, message in enumerate(history))
-    return messages, checked_text(f"{field}[{len(history)}]", last.content)
+    return split_prompt(_value(record, field, "problem_field"), field)
 
 
 def gold_of(record: Mapping[str, Any], field: str, types: tuple[type, ...] = (str,)) -> str:
@@ -78,19 +68,6 @@ def gold_of(record: Mapping[str, Any], field: str, types: tuple[type, ...] = (st
         # Written in full: the form 1e-07 is Python's, not the dataset's.
         value = format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
     return checked_text(field, value)
-
-
-def checked_text(field: str, value: object) -> str:
-    """Returns the value if it is a text that is not blank. Raises UserError otherwise."""
-    if not isinstance(value, str):
-        raise UserError(f"field {field!r} holds {type(value).__name__} {_shown(value)}, not text; write it as a string")
-    if not value.strip():
-        raise UserError(f"field {field!r} is empty; fill it in or remove the record")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"field {field!r} holds a lone surrogate, which is not a character: {_shown(value)}") from None
-    return value
 
 
 def _found(record: Mapping[str, Any], known: Sequence[str], setting: str) -> str:
@@ -123,20 +100,5 @@ def _at(record: Mapping[str, Any], field: str) -> Any:
     return value.get(inner) if inner and isinstance(value, Mapping) else None
 
 
-def _message(message: ChatMessage, where: str) -> Message:
-    """Returns a message of the history. The assistant's are answers: earlier reasoning is not shown again."""
-    if message.calls or message.role == "tool":
-        raise UserError(f"{where}: calls of tools in a prompt have no place in a task pool; drop the record")
-    if message.role == "assistant" and not message.content.strip():
-        raise UserError(f"{where}: the assistant says nothing; fill it in or remove the record")
-    checked_text(f"{where}.content", message.content)
-    return Message(message.role, message.content, channel="final" if message.role == "assistant" else None)
-
-
 def _names(record: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, record)) or "none"
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

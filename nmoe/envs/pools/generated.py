@@ -8,12 +8,13 @@ are drawn with replacement: in a small space, such as sort problems of two digit
 from __future__ import annotations
 
 import random
+from types import MappingProxyType
 
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
-from nmoe.envs.tasks import GENERATED_TASKS
+from nmoe.envs.tasks import pose_new, split_key
 from nmoe.errors import UserError
-from nmoe.types import Problem
+from nmoe.types import Metadata, Problem
 
 # If one question in a hundred is in the split, all attempts miss it less than once in 10,000 positions.
 _MAX_ATTEMPTS = 2000
@@ -21,9 +22,9 @@ _MAX_ATTEMPTS = 2000
 _MAX_DIFFICULTY = 200
 
 
-def split_of(task_type: str, question: str) -> str:
+def split_of(task_type: str, question: str, metadata: Metadata = MappingProxyType({})) -> str:
     """Returns the split of a question: "train", "validation" or "eval"."""
-    return split_by(task_type, GENERATED_TASKS[task_type].split_key(question))
+    return split_by(task_type, split_key(task_type, question, metadata))
 
 
 class Generated:
@@ -43,7 +44,6 @@ class Generated:
             "generated", settings.task_type, *settings.difficulty, settings.split, settings.seed
         )
         self._settings = settings
-        self._task = GENERATED_TASKS[settings.task_type]
         self.at(0)
 
     def at(self, position: int) -> Problem:
@@ -52,15 +52,15 @@ class Generated:
         rng = random.Random(stable_hash("generated", settings.seed, settings.task_type, position))
         for _ in range(_MAX_ATTEMPTS):
             difficulty = rng.randint(easiest, hardest)
-            question, gold = self._task.generate(rng, difficulty)
-            if settings.split in ("all", split_of(settings.task_type, question)):
+            question, gold, metadata = pose_new(settings.task_type, rng, difficulty)
+            if settings.split in ("all", split_of(settings.task_type, question, metadata)):
                 return Problem(
                     id=f"{self.name}/{position}",
                     task_type=settings.task_type,
                     question=question,
                     gold=gold,
                     source=self.name,
-                    metadata={"difficulty": difficulty},
+                    metadata={"difficulty": difficulty, **metadata},
                 )
         raise UserError(
             f"task pool {self.name!r}: no {settings.task_type} problem of difficulty {easiest} to {hardest} is in the "

@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
+from nmoe.config.registry import REWARDS
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.rewards.reward import Rating, RewardError, Samples, UnavailableError
 from nmoe.envs.rewards.values import checked_values
@@ -35,7 +36,7 @@ class FunctionReward:
         """Imports the function. Raises UserError if it does not exist or requires an argument that is never passed."""
         self.name, self.weight, self.replayable = settings.name, settings.weight, settings.replay
         self._timeout_s = settings.timeout_s
-        self._function = load_function("reward function", settings.call)
+        self._function = load_function(REWARDS, settings.call)
         self._who = f"reward {settings.name!r} ({_place(self._function)}{settings.call})"
         self._names = _names(self._function, self._who)
         self._alone = asyncio.Lock()
@@ -97,6 +98,11 @@ class FunctionReward:
     @property
     def _takes_any(self) -> bool:
         return "**" in self._names
+
+
+def check_signature(function: Callable[..., Any]) -> None:
+    """Raises UserError for a function whose arguments cannot be given by name."""
+    _names(function, f"reward {getattr(function, '__name__', function)!r}")
 
 
 def _copies(value: Any, count: int) -> list[Any]:

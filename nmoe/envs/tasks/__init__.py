@@ -1,64 +1,65 @@
-"""The task types by name, one file each."""
+"""The task types, one file each; nmoe's own, those of packages, and the user's (`nmoe.config.registry.TASKS` has their names)."""
 
 from __future__ import annotations
 
-from nmoe.envs.tasks.add import AddTask
-from nmoe.envs.tasks.arithmetic import ArithmeticTask
-from nmoe.envs.tasks.choice import MultipleChoiceTask
-from nmoe.envs.tasks.code_edit import CodeEditTask
-from nmoe.envs.tasks.file_search import FileSearchTask
-from nmoe.envs.tasks.gsm8k import Gsm8kTask
-from nmoe.envs.tasks.guess import GuessTask
-from nmoe.envs.tasks.humaneval import HumanEvalTask
-from nmoe.envs.tasks.math import MathTask
-from nmoe.envs.tasks.mbpp import MbppTask
-from nmoe.envs.tasks.open import OpenTask
-from nmoe.envs.tasks.prm import PrmSolutionTask, PrmStepTask
-from nmoe.envs.tasks.proof import ProofGenerationTask
-from nmoe.envs.tasks.reasoning_gym import ReasoningGymTask
-from nmoe.envs.tasks.reverse import ReverseTask
-from nmoe.envs.tasks.score import MetaVerificationTask, ProofVerificationTask
-from nmoe.envs.tasks.sort import SortTask
-from nmoe.envs.tasks.sum import SumTask
-from nmoe.envs.tasks.task import Attempt, GeneratedTask, Task
-from nmoe.envs.tasks.text_match import TextMatchTask
+import random
+from collections.abc import Iterator, Mapping
 
-__all__ = ["CODE_TASKS", "DATASET_TASKS", "GENERATED_TASKS", "TASKS", "Attempt", "GeneratedTask", "Task"]
+from nmoe.config import registry
+from nmoe.envs.tasks.own import MultiTurnEnv, OwnTask, Task, adapted
+from nmoe.envs.tasks.task import Attempt, GeneratedTask, TaskProtocol
+from nmoe.errors import UserError
+from nmoe.types import Metadata
 
-GENERATED_TASKS: dict[str, GeneratedTask] = {
-    "sort": SortTask(),
-    "reverse": ReverseTask(),
-    "add": AddTask(),
-    "arithmetic": ArithmeticTask(),
-    "sum": SumTask(),
-    "guess": GuessTask(),
-}
+__all__ = ["TASKS", "Attempt", "GeneratedTask", "MultiTurnEnv", "OwnTask", "Task", "TaskProtocol", "pose_new"]
 
-# Tasks over code and files, whose records have a form of their own.
-CODE_TASKS: dict[str, Task] = {
-    "humaneval": HumanEvalTask(),
-    "mbpp": MbppTask(),
-    "code_edit": CodeEditTask(),
-    "file_search": FileSearchTask(),
-}
 
-# Tasks that can grade the records of a dataset.
-DATASET_TASKS: dict[str, Task] = {
-    **GENERATED_TASKS,
-    "gsm8k": Gsm8kTask(),
-    "math": MathTask(),
-    "multiple_choice": MultipleChoiceTask(),
-    "proof_verification": ProofVerificationTask(),
-    "meta_verification": MetaVerificationTask(),
-    "prm_step": PrmStepTask(),
-    "prm_solution": PrmSolutionTask(),
-    **CODE_TASKS,
-    "text_match": TextMatchTask(),
-    "open": OpenTask(),
-}
+class _Tasks(Mapping[str, TaskProtocol]):
+    """Tasks by name, each made when it is first asked for. Raises UserError for a name without a task."""
 
-TASKS: dict[str, Task] = {
-    **DATASET_TASKS,
-    "reasoning_gym": ReasoningGymTask(),
-    "proof_generation": ProofGenerationTask(),
-}
+    def __init__(self) -> None:
+        # The part that a name stood for, beside its task: a notebook may define a class of that name again.
+        self.made: dict[str, tuple[object, TaskProtocol]] = {}
+
+    def __getitem__(self, name: str) -> TaskProtocol:
+        known = self.made.get(name)
+        if known is not None and name in registry.TASKS.own:
+            return known[1]
+        part = registry.TASKS.get(name)
+        if known is None or known[0] is not part:
+            known = self.made[name] = part, adapted(part, name)
+        return known[1]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in registry.TASKS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(registry.TASKS.names())
+
+    def __len__(self) -> int:
+        return len(registry.TASKS.names())
+
+
+TASKS = _Tasks()
+
+
+def pose_new(name: str, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+    """Has the task of this name make a problem: question, gold and metadata. Depends only on the arguments.
+
+    Raises UserError for a task that needs a dataset.
+    """
+    task = TASKS[name]
+    if isinstance(task, OwnTask) and task.generates:
+        return task.pose_new(rng, difficulty)
+    if not hasattr(task, "generate"):
+        raise UserError(
+            f"task {name}: makes no problems of its own; name a dataset in [task_pool], or define `generate(self, rng, difficulty)`"
+        )
+    question, gold = task.generate(rng, difficulty)
+    return question, gold, {}
+
+
+def split_key(name: str, question: str, metadata: Metadata) -> str:
+    """The key that decides a problem's split: that of the question, and of what the question does not show of an episode."""
+    state = str(metadata.get("state", ""))
+    return f"{question}\n{state}" if state else TASKS[name].split_key(question)  # type: ignore[attr-defined]

@@ -15,10 +15,10 @@ State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Said:
+class AssistantTurn:
     """A turn that ends in an answer: the extracted answer, and the turn's text without reasoning.
 
-    `Said(answer="17", text="17")`.
+    `AssistantTurn(answer="17", text="17")`.
     """
 
     answer: str
@@ -52,13 +52,15 @@ class ConversationTask(QuestionTask, ABC):
         """Returns the state before the policy's first turn."""
 
     @abstractmethod
-    def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+    def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
         """Responds to any turn, however strange.
 
         `rng` is seeded by the run's seed, the problem's position, the sample and the turn.
         """
 
-    def exchange(self, problem: Problem, before: Exchange | None, said: Said, *, turn: int, seed: int) -> Exchange:
+    def exchange(
+        self, problem: Problem, before: Exchange | None, said: AssistantTurn, *, turn: int, seed: int
+    ) -> Exchange:
         """Responds to the answer of turn `turn`, after the exchange `before`.
 
         Raises TypeError or ValueError for a response that cannot be recorded.
@@ -75,7 +77,7 @@ class ConversationTask(QuestionTask, ABC):
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         """Verifies by the sum of the rewards. An answer without a conversation, such as a gold's, is judged as its only turn."""
         exchanges = attempt.exchanges or [
-            self.exchange(problem, None, Said(attempt.answer, attempt.answer), turn=0, seed=0)
+            self.exchange(problem, None, AssistantTurn(attempt.answer, attempt.answer), turn=0, seed=0)
         ]
         total = sum(exchange.reward for exchange in exchanges)
         count = "1 exchange" if len(exchanges) == 1 else f"{len(exchanges)} exchanges"

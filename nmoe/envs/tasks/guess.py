@@ -9,7 +9,7 @@ import random
 import re
 from fractions import Fraction
 
-from nmoe.envs.tasks.conversation import ConversationTask, Response, Said, State
+from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State
 from nmoe.envs.tasks.numeric import NumericTask
 from nmoe.errors import UserError
 from nmoe.grading.math.normalization import normalize
@@ -40,7 +40,7 @@ class GuessTask(ConversationTask, NumericTask):
         named = _TRIES.search(problem.question)
         return {"left": int(named[1]) if named else _DEFAULT_TRIES}
 
-    def respond(self, problem: Problem, state: State, said: Said, rng: random.Random) -> Response:
+    def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
         left = {"left": state["left"] - 1}
         guess = said.answer.strip()
         if not _NUMBER.fullmatch(guess):

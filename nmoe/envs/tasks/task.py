@@ -34,15 +34,19 @@ class Attempt:
         return self.sandboxes
 
 
-class Task(Protocol):
-    """One kind of verifiable problem.
+class TaskProtocol(Protocol):
+    """One kind of verifiable problem, as environments, pools and graders know it. `nmoe.Task` is the short form for users.
 
     With `bare_final`, the answer of a Harmony completion is the whole final message. Otherwise it is the box in the final
-    message or, in prose, its last number (`nmoe.grading.extraction`).
+    message or, in prose, its last number (`nmoe.grading.extraction`). With `bare_text`, plain text without a box is an answer as a
+    whole; otherwise its last number is.
     """
 
     @property
     def bare_final(self) -> bool: ...
+
+    @property
+    def bare_text(self) -> bool: ...
 
     @property
     def needs_sandbox(self) -> bool:
@@ -59,7 +63,11 @@ class Task(Protocol):
 
     @property
     def has_gold(self) -> bool:
-        """Whether there is a right answer, which `verify` compares with."""
+        """Whether answers are right or wrong, as `verify` says."""
+
+    @property
+    def knows_answers(self) -> bool:
+        """Whether `example_answers` has a right answer and a wrong one, so that the gold can be graded before a run starts."""
 
     @property
     def own_records(self) -> bool:
@@ -98,7 +106,7 @@ class Task(Protocol):
         """
 
 
-class GeneratedTask(Task, Protocol):
+class GeneratedTask(TaskProtocol, Protocol):
     """A task that can generate its own problems."""
 
     def generate(self, rng: random.Random, difficulty: int) -> tuple[str, str]:
@@ -111,6 +119,8 @@ class GeneratedTask(Task, Protocol):
 class QuestionTask:
     """The base of most tasks: the question is one user message, and a record has only a question and a gold answer."""
 
+    bare_text = False
+    knows_answers = True
     needs_sandbox = False
     has_gold = True
     own_records = False

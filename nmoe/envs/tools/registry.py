@@ -6,6 +6,7 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
+from nmoe.config.registry import TOOLS
 from nmoe.config.tables.tools import BudgetSettings
 from nmoe.envs.tools.builtin import builtin_tools
 from nmoe.envs.tools.tool import Tool
@@ -20,9 +21,9 @@ def load_tools(names: Sequence[str], budget: BudgetSettings, *, user_code: bool 
     """
     builtin = builtin_tools(budget)
     tools = [
-        Tool(load_function("tool", name)) if ":" in name else builtin[name]
+        builtin[name] if name in builtin else Tool(load_function(TOOLS, name))
         for name in names
-        if user_code or ":" not in name
+        if user_code or name in builtin
     ]
     return {tool.name: tool for tool in tools}
 

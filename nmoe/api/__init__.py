@@ -1,0 +1,1 @@
+"""The library behind `import nmoe`: what the commands do, as functions."""

@@ -1,0 +1,161 @@
+"""`load_model`, `generate` and `evaluate`: what a trained model says, and how often it is right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from nmoe.api.environments import Env, environment_table
+from nmoe.config import Locator, Place, parse
+from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.tables.rollout import EngineSection
+from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.engine.api import Request
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
+from nmoe.envs.prompts import split_prompt
+from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.errors import UserError
+from nmoe.eval.evaluate import Evaluation
+from nmoe.model.policy import load_policy
+from nmoe.model.transformer import Transformer
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.renderers import RENDERERS, natural_format
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import FinishReason, Message, Sample, Sampling
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion: `Completion("4", None, (23, 0), (-0.1, -0.2), "stop")`.
+
+    `text` is the answer without reasoning, `reasoning` what came before it, if the format has any. `token_ids` are all
+    sampled tokens, the stop token included, each with its log-probability under the distribution that it was drawn from.
+    """
+
+    text: str
+    reasoning: str | None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+def load_model(path: str | Path) -> Transformer:
+    """Loads the model of a run or checkpoint; an adapter comes on its base.
+
+        >>> import nmoe
+        >>> model = nmoe.load_model(checkpoint)
+        >>> model.config.vocab_size
+        233
+
+    Raises UserError for a path that holds no model, and for a model of an unknown family.
+    """
+    return load_policy(resolve_checkpoint(Path(path)))[0]
+
+
+def generate(
+    model: str | Path,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    n: int = 1,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+) -> list[list[Completion]]:
+    """Samples `n` completions of each prompt: one list per prompt.
+
+        >>> import nmoe
+        >>> [[completion]] = nmoe.generate(checkpoint, "Sort: 312", max_new_tokens=8, temperature=0.0)
+        >>> len(completion.token_ids) <= 8
+        True
+
+    A prompt is a text or a list of messages; it is rendered in the format that the tokenizer is made for: Harmony, its
+    chat template, or plain text. The samples depend on `seed` and on the place of the prompt, not on the other prompts.
+    Raises UserError for a prompt that leaves no room in the model's context.
+    """
+    directory = resolve_checkpoint(Path(model))
+    tokenizer, loaded = Tokenizer.load(directory), load_policy(directory)[0]
+    renderer = RENDERERS[natural_format(tokenizer) or "text"](tokenizer)
+    requests = []
+    for place, prompt in enumerate(_prompts(prompts)):
+        history, question = split_prompt(prompt, f"prompt {place}")
+        prompt_ids = renderer.prompt_ids([*history, Message("user", question)])
+        if (room := loaded.config.context_tokens - len(prompt_ids)) < 1:
+            raise UserError(
+                f"prompt {place}: its {len(prompt_ids)} tokens fill the model's context of {loaded.config.context_tokens}"
+            )
+        sampling = Sampling(
+            min(max_new_tokens, room), temperature, top_p, top_k, tuple(renderer.stop_ids), seed=seed + place
+        )
+        requests.append(Request(tuple(prompt_ids), n, sampling, f"generate/{place}"))
+    engine = NativeEngine(loaded, EngineSection().max_sequences)
+
+    async def sample() -> list[list[Sample]]:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    def completion(sample: Sample) -> Completion:
+        reasoning, text = renderer.said(sample.token_ids)
+        return Completion(text, reasoning, tuple(sample.token_ids), tuple(sample.logprobs), sample.finish_reason)
+
+    return [[completion(sample) for sample in samples] for samples in engine.run(sample())]
+
+
+def evaluate(
+    model: str | Path,
+    env: Env,
+    *,
+    data: Sequence[Mapping[str, Any]] | str | Path | None = None,
+    problems: int = 200,
+    samples: int = 1,
+    temperature: float = 0.0,
+    max_new_tokens: int = 256,
+    seed: int = 0,
+) -> list[Evaluation]:
+    """Evaluates a model on the problems of an environment: over all of them first, then by source.
+
+        >>> import nmoe
+        >>> [result, *_] = nmoe.evaluate(checkpoint, "sort", problems=4, max_new_tokens=16)
+        >>> result.mode, result.problems
+        ('greedy_pass@1', 4)
+
+    `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
+    gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and `majority@n` as well.
+    Raises UserError for problems without a right answer.
+    """
+    from nmoe.eval.evaluate import evaluate as evaluated
+
+    directory = resolve_checkpoint(Path(model))
+    tokenizer, loaded = Tokenizer.load(directory), load_policy(directory)[0]
+    settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))
+    environment = Environment.from_settings(settings, tokenizer)
+    # The records of a dataset have no held-out split: they are what was asked for.
+    if held_out(settings) is not None:
+        environment = environment.held_out()
+    limit = environment.token_limit(max_new_tokens)
+    environment.leave_out_overlong(loaded.config.context_tokens, limit)
+    with ToolRuntime(environment, SandboxSettings()) as runtime:
+        return evaluated(
+            NativeEngine(loaded, EngineSection().max_sequences),
+            environment,
+            loaded.config.context_tokens,
+            problems=problems,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=limit,
+            seed=seed,
+            runtime=runtime,
+        )
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a list of messages is one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
+        return [cast(Prompt, prompts)]
+    return [cast(Prompt, prompt) for prompt in prompts]

@@ -1,0 +1,220 @@
+"""`train_rl`, `train_sft`, `train_dpo` and `train_reward`: a training run as one call, the same run as that of the
+command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nmoe.api.environments import Env, Reward, environment_table, holds_out, read_config
+from nmoe.config.commands import RunConfig, load_run_with
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
+from nmoe.engine.function import GenerateFunction
+from nmoe.errors import UserError
+from nmoe.recipes.setup import BYTES
+from nmoe.runs.ledger import read_metrics
+from nmoe.runs.resolve import resolve_checkpoint
+
+C = TypeVar("C", bound=RunConfig)
+
+Model = str | Path | Mapping[str, Any]
+Data = str | Path | Sequence[Mapping[str, Any]]
+Config = Mapping[str, Any] | str | Path
+
+# Steps of a run whose length nothing says.
+STEPS = 100
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run: `TrainedRun(PosixPath("runs/records"))`. It is taken wherever a model is.
+
+    `path` is the run's directory, with config.toml, metrics.jsonl, samples/ and checkpoints/.
+    """
+
+    path: Path
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step; docs/metrics.md has their names."""
+        return read_metrics(self.path)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory of the last checkpoint."""
+        return resolve_checkpoint(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def train_rl(
+    model: Model | None = None,
+    env: Env | None = None,
+    rewards: Sequence[Reward] = (),
+    *,
+    data: Data | None = None,
+    tools: Sequence[Callable[..., Any] | str] = (),
+    config: Config | None = None,
+    generate_fn: GenerateFunction | None = None,
+) -> TrainedRun:
+    """Trains a model by reinforcement learning and returns the run.
+
+        >>> import nmoe
+        >>> def vowels(completions, **columns):
+        ...     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+        >>> run = nmoe.train_rl(
+        ...     {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64},
+        ...     env=[{"prompt": "aeiou"}],
+        ...     rewards=[vowels],
+        ...     config={"run.steps": 2, "sampling.max_new_tokens": 8, "batch.group_size": 4, "batch.prompts_per_step": 1},
+        ... )
+        >>> len(run.metrics)
+        2
+
+    `model` is a run, a checkpoint or the name of a model on the Hugging Face hub; a dict is the `[model.shape]` of a new
+    model, over bytes. `env` is an environment's file or packaged name, a `Task` or `MultiTurnEnv` (class or instance), an
+    `Environment`, the table of an environment as a dict, or a list of records. Records with `rewards` need a `prompt`
+    alone; without `rewards` they are graded against their `answer`, as mathematics. `data` has the records of a `Task`: a
+    list or a file.
+
+    `rewards` are functions with TRL's signature, or tables of `[[rewards]]` as dicts; `tools` are functions or names.
+    Functions and objects are used as such, wherever they were defined. `generate_fn(request, engine)` samples in place of
+    `engine.generate`, and returns the samples of a request: token ids, and log-probabilities under the distribution they
+    were drawn from.
+
+    `config` is a run's TOML file, or its tables as a dict, `{"optimizer": {"learning_rate": 1e-5}}` or
+    `{"optimizer.learning_rate": 1e-5}`. Without `run.steps` there are 100 steps; without `run.name` the run is called
+    after its environment, with a number if there is one of that name.
+
+    Raises UserError, with every mistake there is, before anything starts.
+    """
+    from nmoe.rl.train import train
+
+    file, tables = read_config(config)
+    if (environment := environment_table(env, rewards, tools, data)) or file is None:
+        tables["environment"] = {**tables.get("environment", {}), **environment}
+    name = str(tables.get("environment", {}).get("env_id", "rl"))
+    if file is None:
+        tables.setdefault("run", {}).setdefault("steps", STEPS)
+        evaluation = tables.setdefault("eval", {})
+        if not evaluation.keys() & {"every_steps", "environment"} and not holds_out(tables["environment"]):
+            evaluation["every_steps"] = 0
+    checked = _config(RLConfig, model, file, tables, "train_rl", name)
+    return TrainedRun(train(checked, generate_fn))
+
+
+def train_sft(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
+    """Fine-tunes a model on examples and returns the run: one epoch, unless `config` says otherwise.
+
+        >>> import nmoe
+        >>> run = nmoe.train_sft(
+        ...     {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64},
+        ...     data=[{"prompt": "2 + 2 =", "completion": " 4"}] * 8,
+        ...     config={"run.name": "sums"},
+        ... )
+        >>> run.metrics[0]["loss"] > 0
+        True
+
+    `data` is a file, a directory, a name on the hub, or a list of records: conversations, or prompts with completions, in
+    TRL's formats (docs/guides/data.md). `model` and `config` are those of `train_rl`.
+    """
+    from nmoe.recipes.sft import sft
+
+    return TrainedRun(sft(_on_records(SFTConfig, model, data, config, "sft")))
+
+
+def train_dpo(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
+    """Trains a model on preference pairs by DPO and returns the run: one epoch, unless `config` says otherwise.
+
+        >>> import nmoe
+        >>> run = nmoe.train_dpo(
+        ...     {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64},
+        ...     data=[{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}] * 8,
+        ...     config={"run.name": "pairs"},
+        ... )
+        >>> "loss" in run.metrics[0]
+        True
+
+    `data` holds records with `chosen` and `rejected`, with or without a `prompt`, in TRL's formats. Otherwise as
+    `train_sft`.
+    """
+    from nmoe.recipes.dpo import dpo
+
+    return TrainedRun(dpo(_on_records(DPOConfig, model, data, config, "dpo")))
+
+
+def train_reward(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
+    """Trains a reward model on preference pairs and returns the run, which `[[rewards]] type = "reward_model"` takes as
+    its path.
+
+        >>> import nmoe
+        >>> run = nmoe.train_reward(
+        ...     {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64},
+        ...     data=[{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}] * 8,
+        ...     config={"run.name": "judge"},
+        ... )
+        >>> run.checkpoint.name
+        'step_000001'
+
+    `data` is as for `train_dpo`; otherwise as `train_sft`.
+    """
+    from nmoe.recipes.reward_model import train_reward_model
+
+    return TrainedRun(train_reward_model(_on_records(RewardConfig, model, data, config, "reward")))
+
+
+def _on_records(schema: type[C], model: Model | None, data: Data | None, config: Config | None, verb: str) -> C:
+    file, tables = read_config(config)
+    run, records = tables.setdefault("run", {}), tables.setdefault("records", {})
+    if isinstance(data, str | Path):
+        records["path"] = str(data)
+    elif data is not None:
+        records["path"] = str(_written(data, Path(run.get("directory", "runs"))))
+    if file is None and "steps" not in run:
+        records.setdefault("epochs", 1.0)
+    return _config(schema, model, file, tables, f"train_{verb}", verb)
+
+
+def _config(
+    schema: type[C], model: Model | None, file: Path | None, tables: dict[str, Any], source: str, name: str
+) -> C:
+    """The checked configuration: the model, and a name that no run has where none was given."""
+    if isinstance(model, Mapping):
+        tables["model"] = {"tokenizer": BYTES, **tables.get("model", {}), "shape": dict(model)}
+    elif model is not None:
+        tables["model"] = {**tables.get("model", {}), "path": str(Path(model))}
+    named = "name" in tables.get("run", {})
+    config = load_run_with(file, schema, tables, source, name)
+    if file is not None or named:
+        return config
+    free, number = config.run, 2
+    while (Path(free.directory) / free.name).exists():
+        free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
+    return config.model_copy(update={"run": free})
+
+
+def _written(data: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+    """Writes records where the run can read them again when it is resumed: `runs/data/0a1b2c3d4e5f.jsonl`, named by their
+    content."""
+    lines = []
+    for number, record in enumerate(data):
+        if not isinstance(record, Mapping):
+            raise UserError(f"record {number} of the data is {record!r}, not a dict")
+        try:
+            lines.append(json.dumps(dict(record), ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise UserError(f"record {number} of the data has no JSON form: {error}") from None
+    if not lines:
+        raise UserError("the data has no records")
+    text = "".join(lines)
+    path = directory / "data" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path

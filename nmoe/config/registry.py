@@ -1,0 +1,232 @@
+"""Open tables of named parts: tasks, tools, rewards, pools, advantages, losses, model families.
+
+A configuration names a part in one of four ways:
+
+    sort                      one of nmoe's own
+    countdown                 offered by an installed package, as an entry point of the table's group (`nmoe.tasks`, ...)
+    countdown                 registered by the running program: `TASKS.register("countdown", Countdown)`
+    my_module:Countdown       an object of a module, found as Python finds modules, first in the working directory
+
+A name belongs to one part: a second one of that name is refused. Nothing is imported before it is used. The Python API passes
+objects themselves; `hand_over` gives them the name under which the configuration finds them again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nmoe.config.moved import module_today
+from nmoe.errors import UserError
+
+_IN_MODULE = re.compile(r"[\w.]+:[A-Za-z_]\w*")
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+# Objects of this process that have no module to be imported from, or are not the module's own: name -> object.
+_handed_over: dict[str, Any] = {}
+
+
+class Registry:
+    """The parts of one kind, by name. Its methods raise UserError for a name that has no part, or more than one."""
+
+    def __init__(self, kind: str, own: Mapping[str, str] = _NOTHING) -> None:
+        """`kind`, such as "task", names the parts in messages; entry points belong to the group `nmoe.tasks`. `own` has the
+        parts of nmoe: name -> `module:attribute`."""
+        self.kind, self.group, self.own = kind, f"nmoe.{kind.replace(' ', '_')}s", own
+        self._registered: dict[str, Any] = {}
+
+    def names(self) -> list[str]:
+        """All names that need no module: nmoe's own first, then those registered, then those of packages."""
+        return list(dict.fromkeys([*self.own, *self._registered, *self._offered]))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.own or name in self._registered or bool(_IN_MODULE.fullmatch(name)) or name in self._offered
+
+    def refusal(self, name: str, among: Iterable[str] | None = None) -> str:
+        """Why a name that is not contained is refused: the names there are, of `among` where only those fit."""
+        names = list(self.names() if among is None else among)
+        alike = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {alike[0]!r}?" if alike else ""
+        known = f"one of {', '.join(names)}, or " if names else ""
+        return f"must be {known}a {self.kind} of your own as `package.module:Name`{hint}"
+
+    def get(self, name: str) -> Any:
+        """The part of this name, imported if need be."""
+        if name in self._registered:
+            return self._registered[name]
+        if name in self.own:
+            return load_object(self.kind, self.own[name])
+        if ":" in name:
+            return load_object(self.kind, name)
+        offers = self._offered.get(name, [])
+        if not offers:
+            raise UserError(f"{self.kind} {name!r}: {self.refusal(name)}")
+        if len(offers) > 1:
+            raise UserError(
+                f"{self.kind} {name!r} is offered by several packages: {', '.join(map(_package, offers))}; name one as "
+                f"{' or '.join(f'`{offer.value}`' for offer in offers)}"
+            )
+        return load_object(self.kind, offers[0].value)
+
+    def register(self, name: str, part: Any) -> None:
+        """Adds a part. Raises UserError for a name that is taken by another part."""
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(f"{self.kind} {name!r}: a name is letters, digits and . _ -")
+        taken_by = self._taken_by(name)
+        # A notebook defines the same function again.
+        again = name in self._registered and _place(self._registered[name]) == _place(part)
+        if taken_by is not None and not again:
+            raise UserError(
+                f"{self.kind} {name!r} is registered twice: by {taken_by} and by {_place(part)}; rename one"
+            )
+        self._registered[name] = part
+
+    def _taken_by(self, name: str) -> str | None:
+        if name in self.own:
+            return "nmoe"
+        if name in self._registered:
+            return _place(self._registered[name])
+        return ", ".join(map(_package, self._offered[name])) if name in self._offered else None
+
+    @cached_property
+    def _offered(self) -> dict[str, list[EntryPoint]]:
+        """What installed packages offer. Raises UserError for an offer whose name is one of nmoe's own."""
+        offered: dict[str, list[EntryPoint]] = {}
+        for entry in entry_points(group=self.group):
+            if entry.name in self.own:
+                raise UserError(
+                    f"the {self.kind} {entry.name!r} of {_package(entry)} has the name of one of nmoe's own; the package has to "
+                    f"rename it in its entry points of the group {self.group!r}"
+                )
+            offered.setdefault(entry.name, []).append(entry)
+        return offered
+
+
+def load_object(kind: str, name: str) -> Any:
+    """Imports `package.module:Name`, searching like Python, starting with the working directory.
+
+    Raises UserError if it does not exist; `kind`, such as "tool", names its purpose in the message.
+    """
+    if name in _handed_over:
+        return _handed_over[name]
+    module_name, _, attribute = name.partition(":")
+    if module_name == "__main__":
+        raise UserError(
+            f"{kind} {name}: it was passed by a script or notebook, which is the only place that has it; run that again, or put "
+            f"{attribute} in a module of its own and name it as `module:{attribute}`"
+        )
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module may raise anything while it is imported
+        hint = moved_hint(error.name) if isinstance(error, ImportError) and error.name else ""
+        raise UserError(
+            f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"{kind} {name}: {module.__file__} has no {attribute!r}") from None
+
+
+def hand_over(*parts: Any) -> list[str]:
+    """Names under which a configuration of this process finds these very objects: `["my_module:reward"]`.
+
+    An object is called as in its module, an instance as its class. Of several parts with one name, the later ones get a
+    number; a later call may take a name over, as a notebook does when it defines a function again.
+    """
+    names: list[str] = []
+    for part in parts:
+        own = part if hasattr(part, "__qualname__") else type(part)
+        last = re.sub(r"\W", "", own.__qualname__.rpartition(".")[2]) or "part"
+        name, number = f"{own.__module__}:{last}", 2
+        while name in names:
+            name, number = f"{own.__module__}:{last}_{number}", number + 1
+        _handed_over[name] = part
+        names.append(name)
+    return names
+
+
+def moved_hint(module: str) -> str:
+    """A hint for errors about a module of an older version; empty for any other."""
+    today = module_today(module)
+    return "" if today is None else f"; {module} is {today} now"
+
+
+def _package(entry: EntryPoint) -> str:
+    return "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def _place(part: Any) -> str:
+    own = part if hasattr(part, "__qualname__") else type(part)
+    return f"{own.__module__}:{own.__qualname__}"
+
+
+_TASKS = "nmoe.envs.tasks"
+GENERATED_TASKS: Mapping[str, str] = {
+    "sort": f"{_TASKS}.sort:SortTask",
+    "reverse": f"{_TASKS}.reverse:ReverseTask",
+    "add": f"{_TASKS}.add:AddTask",
+    "arithmetic": f"{_TASKS}.arithmetic:ArithmeticTask",
+    "sum": f"{_TASKS}.sum:SumTask",
+    "guess": f"{_TASKS}.guess:GuessTask",
+}
+"""Tasks of nmoe that make their own problems, and can grade the records of a dataset as well."""
+
+DATASET_TASKS: Mapping[str, str] = {
+    **GENERATED_TASKS,
+    "gsm8k": f"{_TASKS}.gsm8k:Gsm8kTask",
+    "math": f"{_TASKS}.math:MathTask",
+    "multiple_choice": f"{_TASKS}.choice:MultipleChoiceTask",
+    "proof_verification": f"{_TASKS}.score:ProofVerificationTask",
+    "meta_verification": f"{_TASKS}.score:MetaVerificationTask",
+    "prm_step": f"{_TASKS}.prm:PrmStepTask",
+    "prm_solution": f"{_TASKS}.prm:PrmSolutionTask",
+    "humaneval": f"{_TASKS}.humaneval:HumanEvalTask",
+    "mbpp": f"{_TASKS}.mbpp:MbppTask",
+    "code_edit": f"{_TASKS}.code_edit:CodeEditTask",
+    "file_search": f"{_TASKS}.file_search:FileSearchTask",
+    "text_match": f"{_TASKS}.text_match:TextMatchTask",
+    "open": f"{_TASKS}.open:OpenTask",
+}
+"""Tasks of nmoe that can grade the records of a dataset."""
+
+TASKS = Registry(
+    "task",
+    {
+        **DATASET_TASKS,
+        # Only the pools of these names have their problems.
+        "reasoning_gym": f"{_TASKS}.reasoning_gym:ReasoningGymTask",
+        "proof_generation": f"{_TASKS}.proof:ProofGenerationTask",
+    },
+)
+_BUILTIN = "nmoe.envs.tools.builtin"
+TOOLS = Registry("tool", {name: f"{_BUILTIN}:{name}" for name in ("python", "bash", "read", "write", "edit", "search")})
+REWARDS = Registry("reward")
+POOLS = Registry("pool")
+ADVANTAGES = Registry(
+    "advantage",
+    {
+        **{name: f"nmoe.learner.advantages:{name}" for name in ("grpo", "dr_grpo", "rloo", "maxrl")},
+        **{name: f"nmoe.learner.token_advantages:{name}" for name in ("reinforce_pp", "gae")},
+    },
+)
+LOSSES = Registry(
+    "loss",
+    {
+        "clip": "nmoe.learner.objectives:clip",
+        "dual_clip": "nmoe.learner.objectives:clip",
+        **{name: f"nmoe.learner.objectives:{name}" for name in ("gspo", "cispo", "dppo")},
+    },
+)

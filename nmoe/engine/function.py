@@ -1,0 +1,85 @@
+"""An engine whose sampling is a function of the user's: `generate_fn(request, engine) -> list[Sample]`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from nmoe.engine.api import Delta, Engine, EngineStats, R, Request
+from nmoe.errors import UserError
+from nmoe.types import Sample
+
+GenerateFunction = Callable[[Request, Engine], "list[Sample] | Awaitable[list[Sample]]"]
+
+
+class FunctionEngine:
+    """Hands every request to the function, and everything else to the engine that the function may use.
+
+    What the function returns is checked: one sample for each that was asked for, with a log-probability and a weight
+    version for every token. Raises UserError for anything else.
+    """
+
+    def __init__(self, engine: Engine, function: GenerateFunction) -> None:
+        self._engine, self._function = engine, function
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        return self._engine.run(coroutine)
+
+    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        for index, sample in enumerate(await self.generate(request)):
+            yield index, sample
+
+    async def generate(self, request: Request) -> list[Sample]:
+        returned: Any = self._function(request, self._engine)
+        if inspect.isawaitable(returned):
+            returned = await returned
+        if not isinstance(returned, list) or len(returned) != request.n:
+            raise UserError(f"generate_fn: it returned {_short(returned)}, not a list of {request.n} samples")
+        for index, sample in enumerate(returned):
+            if fault := _fault(sample, request):
+                raise UserError(f"generate_fn: sample {index} of request {request.request_id!r} {fault}")
+        return returned
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        return await self._engine.score(token_ids, temperature)
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]:
+        return self._engine.stream(request)
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        await self._engine.update_weights(source, version)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+
+def _fault(sample: Any, request: Request) -> str | None:
+    """What is wrong with a sample, if anything is."""
+    if not isinstance(sample, Sample):
+        return f"is {_short(sample)}, not a Sample"
+    count = len(sample.token_ids)
+    if not 0 < count <= request.sampling.max_new_tokens:
+        return f"has {count} tokens; between 1 and max_new_tokens = {request.sampling.max_new_tokens} were asked for"
+    if len(sample.logprobs) != count or len(sample.versions) != count:
+        return (
+            f"has {count} tokens, {len(sample.logprobs)} log-probabilities and {len(sample.versions)} versions; "
+            "each token has one of each"
+        )
+    if not all(math.isfinite(value) and value <= 1e-6 for value in sample.logprobs):
+        return "has a log-probability that is not a finite number of at most 0"
+    if (sample.finish_reason == "stop") != (sample.token_ids[-1] in request.sampling.stop_ids):
+        return (
+            f"has the finish reason {sample.finish_reason!r} and ends with token {sample.token_ids[-1]}; "
+            "`stop` means a stop token"
+        )
+    return None
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,65 @@
+"""`@nmoe.reward` and `@nmoe.tool`: functions that an environment can name without their module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from nmoe.config.registry import REWARDS, TOOLS
+from nmoe.envs.rewards.function import check_signature
+from nmoe.envs.tools.tool import Tool
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Where a decorated reward keeps its settings.
+SETTINGS = "__nmoe_reward__"
+
+
+@overload
+def reward(function: F) -> F: ...
+@overload
+def reward(
+    *, name: str | None = None, weight: float = 1.0, timeout_s: float = 60.0, replay: bool = True
+) -> Callable[[F], F]: ...
+def reward(function: Any = None, **settings: Any) -> Any:
+    """Makes a function with TRL's signature a reward: `f(prompts, completions, **columns) -> list[float | None]`.
+
+        >>> import nmoe
+        >>> @nmoe.reward(weight=0.5)
+        ... def short(completions, **columns):
+        ...     return [1.0 if len(completion) < 20 else 0.0 for completion in completions]
+        >>> short(["a brief answer"])
+        [1.0]
+
+    `nmoe.train_rl(..., rewards=[short])` takes it, as it takes any function; the decorator adds settings (`name`, by
+    default the function's; `weight`; `timeout_s` of one call; `replay`, False for a function that compares the samples of
+    a group), and lets an environment's file name it: `[[rewards]] type = "function"`, `call = "short"`. Raises UserError
+    for a signature that cannot be called, and for a name that another reward has.
+    """
+
+    def mark(marked: F) -> F:
+        check_signature(marked)
+        setattr(marked, SETTINGS, settings)
+        REWARDS.register(settings.get("name") or marked.__name__, marked)
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+def tool(function: F) -> F:
+    """Makes a function a tool that a policy may call, told by its name, type hints and docstring.
+
+        >>> import nmoe
+        >>> @nmoe.tool
+        ... def double(number: int) -> int:
+        ...     "Doubles a number."
+        ...     return 2 * number
+        >>> double(21)
+        42
+
+    `nmoe.train_rl(..., tools=[double])` takes it, as it takes any such function; after the decorator, an environment's
+    file can name it: `[tools] use = ["double"]`. Raises UserError for a function without docstring or hints, and for a
+    name that is taken.
+    """
+    TOOLS.register(Tool(function).name, function)
+    return function

@@ -1,0 +1,299 @@
+"""Tasks of one's own: `Task`, one prompt and one graded answer, and `MultiTurnEnv`, an episode of several turns.
+
+Both are named by `task = "my_module:Name"` in an environment, or passed to `nmoe.train_rl`. `adapted` makes either of them a task
+as the rest of nmoe knows it (docs/guides/own_tasks.md).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nmoe.envs.prompts import split_prompt
+from nmoe.envs.tasks.conversation import AssistantTurn, ConversationTask, Response, State, plain_json
+from nmoe.envs.tasks.task import Attempt, QuestionTask, TaskProtocol
+from nmoe.errors import UserError
+from nmoe.types import Message, Metadata, Problem, Verdict
+
+Record = Mapping[str, Any]
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+class Task:
+    """A prompt and a grade: the smallest task.
+
+        class Shout(Task):
+            def prompt(self, record):
+                return f"Write {record['word']} in capital letters."
+
+            def grade(self, record, answer):
+                return answer == record["word"].upper()
+
+    A record is one object of the task pool. `grade` returns True or False, or a score between 0 and 1, of which 1 is correct. An
+    exception in it stops the run. It may be `async`.
+
+    Two more methods are optional. `generate(rng, difficulty)` makes a record, for an environment without a dataset. It depends on
+    its arguments alone, so that a problem is the same in every run and belongs to one split. `gold(record)` gives a right answer,
+    which is graded before a run starts.
+    """
+
+    def prompt(self, record: Record) -> Prompt:
+        """Returns the prompt: a text, or messages such as {"role": "user", "content": "..."}. By default the record's `prompt`."""
+        if "prompt" not in record:
+            raise UserError(
+                f"{_name(self)} has no prompt: define `prompt(self, record)`, or give the records a field 'prompt' (their fields "
+                f"are {', '.join(map(repr, record)) or 'none'})"
+            )
+        prompt: Prompt = record["prompt"]
+        return prompt
+
+    @abstractmethod
+    def grade(self, record: Record, answer: str) -> bool | float:
+        """Grades an answer: the final message without reasoning, or the content of its box where the format is plain text."""
+
+
+class MultiTurnEnv:
+    """An episode: a prompt, and a response to every turn of the policy until the episode is done.
+
+        class Guess(MultiTurnEnv):
+            def prompt(self):
+                self.hidden, self.tries = self.rng.randint(1, 8), 4
+                return "I think of a number from 1 to 8. Which one is it?"
+
+            def step(self, turn):
+                self.tries -= 1
+                if turn.answer == str(self.hidden):
+                    return None, 1.0, True
+                return "another one", 0.0, self.tries == 0
+
+    Each episode has an instance of its own. Its attributes are its state: JSON values, recorded with every turn, so that an episode
+    can be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded. `record` is the object of
+    the task pool, empty where there is no dataset. `rng` is a random.Random: the problem seeds it in `prompt`; run,
+    problem, the sample and the turn. `difficulty` is that of the generated problem.
+    """
+
+    record: Record = MappingProxyType({})
+    rng: random.Random
+    difficulty: int = 1
+
+    @abstractmethod
+    def prompt(self) -> Prompt:
+        """Begins the episode. Returns a text, or messages such as {"role": "user", "content": "..."}."""
+
+    @abstractmethod
+    def step(self, turn: AssistantTurn) -> tuple[Prompt | None, float, bool]:
+        """Responds to a turn: the user's next message, the reward of this turn, and whether the episode is done.
+
+        The rewards of an episode add up to its score; it counts as solved from 1 on. An exception stops the run.
+        """
+
+
+def adapted(part: Any, name: str) -> TaskProtocol:
+    """The task that a name of the table of tasks stands for: one of nmoe's, or a class or instance of one's own.
+
+    Raises UserError for anything else, and for a method that is missing or takes other arguments.
+    """
+    try:
+        part = part() if isinstance(part, type) else part
+    except TypeError as error:
+        raise UserError(f"task {name}: {error}; a class is called without arguments: give them defaults") from error
+    if isinstance(part, MultiTurnEnv):
+        _check_methods(part, name, {"prompt": 0, "step": 1})
+        return EpisodeTask(part, name)
+    if isinstance(part, QuestionTask):
+        task: Any = part
+        return task
+    if callable(getattr(part, "grade", None)):
+        _check_methods(part, name, {"prompt": 1, "grade": 2})
+        if hasattr(part, "generate"):
+            _check_methods(part, name, {"generate": 2})
+        return GradedTask(part, name)
+    raise UserError(f"task {name}: {part!r} is not a task; a task has `prompt(record)` and `grade(record, answer)`")
+
+
+def _check_methods(part: Any, name: str, methods: Mapping[str, int]) -> None:
+    for method, count in methods.items():
+        function = getattr(part, method, None)
+        if not callable(function) or getattr(function, "__isabstractmethod__", False):
+            raise UserError(f"task {name}: has no method `{method}`")
+        try:
+            inspect.signature(function).bind(*range(count))
+        except TypeError as error:
+            raise UserError(
+                f"task {name}: {method}{inspect.signature(function)}: {error}; it gets {count} arguments"
+            ) from None
+
+
+def _name(task: Any) -> str:
+    return type(task).__qualname__
+
+
+def _json(value: Any, what: str) -> str:
+    try:
+        return json.dumps(plain_json(value), ensure_ascii=False)
+    except TypeError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
+class OwnTask(QuestionTask, ABC):
+    """What both adapters share: the record travels with its problem, as JSON in its metadata."""
+
+    bare_final = True
+    bare_text = True
+    own_records = True
+
+    generates: bool
+    _name: str
+
+    @abstractmethod
+    def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+        """Returns question, gold and metadata of a problem that the task makes itself."""
+
+    def messages(self, problem: Problem) -> list[Message]:
+        return [
+            *map(_message, json.loads(str(problem.metadata.get("messages", "[]")))),
+            Message("user", problem.question),
+        ]
+
+    def check_gold(self, problem: Problem) -> None:
+        return
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return "An answer.", "Another answer."
+
+    def _posed(self, prompt: Prompt, gold: str, **metadata: str) -> tuple[str, str, Metadata]:
+        try:
+            history, question = split_prompt(prompt, "prompt")
+        except UserError as error:
+            raise UserError(f"task {self._name}: {error}") from None
+        if history:
+            metadata["messages"] = json.dumps([[one.role, one.content] for one in history], ensure_ascii=False)
+        return question, gold, metadata
+
+
+def _message(pair: tuple[str, str]) -> Message:
+    role, content = pair
+    return Message(role, content, channel="final" if role == "assistant" else None)
+
+
+class GradedTask(OwnTask):
+    """A `Task` as the rest of nmoe knows it."""
+
+    def __init__(self, task: Any, name: str) -> None:
+        self._task, self._name = task, name
+        self.generates = hasattr(task, "generate")
+        self.knows_answers = hasattr(task, "gold")
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        kept = _json(record, f"task {self._name}")
+        record = json.loads(kept)
+        gold = str(self._task.gold(record)) if self.knows_answers else ""
+        return self._posed(self._task.prompt(record), gold, given=kept)
+
+    def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+        record = self._task.generate(rng, difficulty)
+        if not isinstance(record, Mapping):
+            raise UserError(f"task {self._name}: generate returned {record!r}; a record is a dict")
+        return self.read_record(record)
+
+    def example_answers(self, problem: Problem) -> tuple[str, str]:
+        return problem.gold, f"not {problem.gold}"
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        graded = self._task.grade(json.loads(str(problem.metadata["given"])), attempt.answer)
+        score = await graded if inspect.isawaitable(graded) else graded
+        if isinstance(score, bool):
+            return Verdict.of(score, "grade", f"grade returned {score}")
+        score = _number(score, f"task {self._name}: grade")
+        if not 0 <= score <= 1:
+            raise ValueError(
+                f"task {self._name}: grade returned {score:g}; a score is between 0 and 1, of which 1 is correct"
+            )
+        return Verdict("correct" if score == 1 else "incorrect", score, "grade", f"grade returned {score:g}")
+
+
+class EpisodeTask(OwnTask, ConversationTask):
+    """A `MultiTurnEnv` as the rest of nmoe knows it: a state machine whose state is the attributes of the instance."""
+
+    generates = True
+    knows_answers = False
+
+    def __init__(self, template: MultiTurnEnv, name: str) -> None:
+        self._template, self._name = template, name
+
+    def read_record(self, record: Record) -> tuple[str, str, Metadata]:
+        kept = _json(record, f"task {self._name}")
+        return self._begun(kept, random.Random(kept), 1)
+
+    def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+        return self._begun("{}", rng, difficulty)
+
+    def _begun(self, kept: str, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
+        episode = self._instance(kept, rng, difficulty)
+        prompt = episode.prompt()
+        state = _json(self._state(episode), f"task {self._name}: after prompt()")
+        question, gold, metadata = self._posed(prompt, "", given=kept, state=state)
+        return question, gold, {**metadata, "difficulty": difficulty}
+
+    def _instance(self, kept: str, rng: random.Random, difficulty: int) -> MultiTurnEnv:
+        episode = copy.copy(self._template)
+        vars(episode).update(plain_json(self._state(episode)))
+        episode.record, episode.rng, episode.difficulty = json.loads(kept), rng, difficulty
+        return episode
+
+    @staticmethod
+    def _state(episode: MultiTurnEnv) -> dict[str, Any]:
+        given = ("record", "rng", "difficulty")
+        return {name: value for name, value in vars(episode).items() if name not in given and not name.startswith("_")}
+
+    def start(self, problem: Problem) -> State:
+        state: State = json.loads(str(problem.metadata["state"]))
+        return state
+
+    def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
+        metadata = problem.metadata
+        episode = self._instance(str(metadata["given"]), rng, int(metadata["difficulty"]))
+        vars(episode).update(copy.deepcopy(dict(state)))
+        returned = episode.step(said)
+        who = f"task {self._name}: step"
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            raise TypeError(f"{who} returned {returned!r}, not (messages, reward, done)")
+        messages, reward, done = returned
+        if not isinstance(done, bool):
+            raise TypeError(f"{who} returned done = {done!r}, not True or False")
+        user = None if done else _user_message(messages, who)
+        return Response(self._state(episode), user, _number(reward, who))
+
+    async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
+        total = sum(exchange.reward for exchange in attempt.exchanges)
+        said = f"{total:g} earned in {len(attempt.exchanges)} turns"
+        return Verdict("correct" if total >= 1 else "incorrect", total, "episode", said)
+
+
+def _number(value: Any, who: str) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    # numpy and torch numbers
+    if callable(item := getattr(value, "item", None)) and getattr(value, "size", 1) != 0:
+        return _number(item(), who)
+    raise TypeError(f"{who} returned the reward {value!r}, not a finite number")
+
+
+def _user_message(messages: Any, who: str) -> str:
+    if isinstance(messages, str) and messages.strip():
+        return messages
+    if isinstance(messages, Sequence) and len(messages) == 1 and isinstance(messages[0], Mapping):
+        message = messages[0]
+        if message.get("role") == "user" and isinstance(content := message.get("content"), str) and content.strip():
+            return content
+    raise TypeError(
+        f"{who} returned the messages {messages!r}; an episode that is not done needs the user's next message: a text that is not "
+        "empty, or a list with one {'role': 'user', 'content': ...}"
+    )
