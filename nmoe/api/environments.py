@@ -69,7 +69,9 @@ def _table(env: Env | None) -> dict[str, Any]:
 
 
 class Records(list[dict[str, Any]]):
-    """Records that a program passed, as a pool of the type `python` reads them."""
+    """Records that a program passed, as a pool of the type `python` reads them: `call = "passed:Records"`."""
+
+    __module__ = "passed"
 
 
 def _records(records: Sequence[Mapping[str, Any]]) -> Records:

@@ -15,14 +15,14 @@ from nmoe.config.tables.rollout import EngineSection
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.environment import Environment
+from nmoe.envs.environment import Environment, in_format
 from nmoe.envs.prompts import split_prompt
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import FinishReason, Message, Sample, Sampling
@@ -76,13 +76,16 @@ def generate(
         >>> len(completion.token_ids) <= 8
         True
 
-    A prompt is a text or a list of messages; it is rendered in the format that the tokenizer is made for: Harmony, its
-    chat template, or plain text. The samples depend on `seed` and on the place of the prompt, not on the other prompts.
-    Raises UserError for a prompt that leaves no room in the model's context.
+    A prompt is a text or a list of messages; it is rendered in the format of the environment that the model was
+    trained on, else in the one that the tokenizer is made for: Harmony, its chat template, or plain text. The samples
+    depend on `seed` and on the place of the prompt, not on the other prompts. Raises UserError for a prompt that
+    leaves no room in the model's context.
     """
     directory = resolve_checkpoint(Path(model))
     tokenizer, loaded = Tokenizer.load(directory), load_policy(directory)[0]
-    renderer = RENDERERS[natural_format(tokenizer) or "text"](tokenizer)
+    trained = trained_on(Path(model))
+    form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
+    renderer = RENDERERS[form](tokenizer)
     requests = []
     for place, prompt in enumerate(_prompts(prompts)):
         history, question = split_prompt(prompt, f"prompt {place}")

@@ -9,9 +9,8 @@ from nmoe.config.commands.base import AdaptableConfig, RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
-from nmoe.config.loader import load
+from nmoe.config.loader import load, load_with
 from nmoe.config.packaged import find_configuration
-from nmoe.config.loader import load_with
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
 
 __all__ = ["COMMANDS", "RunConfig", "load_run"]
