@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from nmoe.config.tables.records import DatasetSettings, Kind
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
-from nmoe.data.records import read_records
-from nmoe.data.rendering import render
+from nmoe.data.records import Conversation, PromptCompletion, Record, Text, read_records
 from nmoe.errors import UserError
 from nmoe.text.renderers import IGNORED, Rendered, Renderer
+from nmoe.text.renderers.base import end_of_text
 from nmoe.text.tokenizer import Tokenizer
 
 TRAINED_KINDS: tuple[Kind, ...] = ("messages", "prompt_completion", "text")
@@ -134,3 +134,21 @@ def read_examples(
         left_out = f"; {len(examples.overlong):,} are longer than its context of {context_tokens:,} tokens"
         raise UserError(f"{settings.path}: no record with a token to train on{left_out if examples.overlong else ''}")
     return examples
+
+
+def render(record: Record, renderer: Renderer, tokenizer: Tokenizer) -> list[Rendered]:
+    """The sequences that a text, conversation or completion is trained as. Raises UserError, with the record's place."""
+    try:
+        match record:
+            case Text():
+                sequence = Rendered()
+                sequence.learn([*tokenizer.encode(record.text), end_of_text(tokenizer)])
+                return [sequence]
+            case Conversation():
+                return renderer.supervise(record.messages, record.tools)
+            case PromptCompletion():
+                messages = (*record.prompt, *record.completion)
+                return renderer.supervise(messages, record.tools, len(record.prompt))
+    except UserError as error:
+        raise UserError(f"{record.where}: {error}") from None
+    raise AssertionError(f"a {type(record).__name__} is not learned as it stands")

@@ -11,9 +11,9 @@ import numpy as np
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.tables.records import DatasetSettings
+from nmoe.data.examples import render
 from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
-from nmoe.data.rendering import render
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage
 from nmoe.text.renderers import IGNORED, Rendered, Renderer, RenderFormat, make_renderer

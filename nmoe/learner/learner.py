@@ -72,6 +72,10 @@ class PassResult:
     tokens: dict[str, Tensor]
     routing: RoutingStatistics | None
 
+    def routing_metrics(self) -> dict[str, Any]:
+        """Metrics of the routers, by the names of `docs/reference/metrics.md`; none for a dense model."""
+        return {} if self.routing is None else {"router_aux_loss": self.auxiliary_loss, **self.routing.metrics()}
+
 
 class Learner:
     """Trains one model, or only its adapter if there is one, together with its head if there is one.

@@ -40,6 +40,15 @@ class StepResult:
     loss_scale: float | None = None
     overflow: bool = False
 
+    def metrics(self) -> dict[str, float]:
+        """By the names of `docs/reference/metrics.md`. A step that was skipped for an overflow has no gradient norm."""
+        metrics = {"learning_rate": self.learning_rate}
+        if self.grad_norm is not None:
+            metrics["grad_norm"] = self.grad_norm
+        if self.loss_scale is not None:
+            metrics |= {"loss_scale": self.loss_scale, "overflow": float(self.overflow)}
+        return metrics
+
 
 class Optimizer:
     """Steps the trainable parameters of a model and of its head; `steps` counts the optimizer steps taken. With a

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,3 +122,21 @@ class RoutingStatistics:
     def router_entropy(self) -> list[float]:
         """Per layer, the mean entropy in nats of a token's normalised scores."""
         return (self.entropy_sum_Y / max(1, self.tokens)).tolist()
+
+    def metrics(self) -> dict[str, Any]:
+        """All of it by the names of `docs/reference/metrics.md`, layer by layer where it differs."""
+        metrics: dict[str, Any] = {
+            "route_picks": float(self.picks),
+            "route_flips": float(self.flips),
+            "route_flip_gap_max": self.largest_flip_gap,
+        }
+        per_layer: dict[str, Sequence[float]] = {
+            "expert_load_max_violation": self.load_max_violation(),
+            "router_entropy": self.router_entropy(),
+            "dead_experts": self.dead_experts(),
+        }
+        for name, values in per_layer.items():
+            metrics |= {f"{name}/{layer}": float(value) for layer, value in enumerate(values)}
+        for layer, shares_E in enumerate(self.load_shares()):
+            metrics[f"expert_load/{layer}"] = [round(share, 5) for share in shares_E]
+        return metrics

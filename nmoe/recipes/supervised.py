@@ -17,7 +17,6 @@ from nmoe.config.tables.records import RecordsSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
-from nmoe.learner.metrics import optimizer_metrics, routing_metrics
 from nmoe.learner.objectives import Objective
 from nmoe.recipes.run_loop import HeldOut, Recipe, Step, open_run
 from nmoe.recipes.setup import describe
@@ -92,7 +91,7 @@ class Supervised(Recipe):
             "time_step_s": seconds,
             "train_tokens_per_second": speed,
         }
-        metrics |= {**self.metrics(batch, result), **optimizer_metrics(update), **routing_metrics(result)}
+        metrics |= {**self.metrics(batch, result), **update.metrics(), **result.routing_metrics()}
         return Step(metrics, {"loss": result.loss, "tokens/s": speed})
 
     def evaluate(self) -> HeldOut | None:

@@ -15,7 +15,6 @@ from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.learner.learner import PassResult
-from nmoe.learner.metrics import optimizer_metrics, routing_metrics
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
@@ -128,7 +127,7 @@ def update_metrics(
     metrics |= {f"advantage_{name}": value for name, value in _moments(advantages.double()).items()}
     if "reference_kl" in result.tokens:
         metrics["reference_kl"] = float(result.tokens["reference_kl"].double().mean())
-    return metrics | optimizer_metrics(step) | routing_metrics(result)
+    return metrics | step.metrics() | result.routing_metrics()
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float]:

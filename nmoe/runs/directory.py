@@ -1,6 +1,7 @@
 """The directory of a run: created once, written by one process, and opened again to resume."""
 
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Collection
@@ -9,10 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger
-from nmoe.runs.lock import RunLock
 from nmoe.runs.storage import remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
@@ -21,6 +23,32 @@ SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 # `recorded_threads` gives the count to use again.
 _KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads")
 _SECTION_THAT_MAY_DIFFER = "checkpoint."
+
+
+class RunLock:
+    """An exclusive lock on a file, which holds the number of the process that has it, so that only one process writes a run. The
+    kernel releases it when the holder ends, even by `kill -9`.
+
+    Raises UserError if another process, or another RunLock of this one, holds it. A forked child does not inherit it: a worker that
+    outlives its killed parent leaves the run free.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Not by thread, so that any thread can release it. Without flock there is no lock that a killed holder gives back.
+        self._lock = FileLock(path, mode=0o644, thread_local=False, fallback_to_soft=False)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout as error:
+            holder = path.read_text(errors="replace").strip()
+            raise UserError(
+                f"{path.parent}: this run is being written by process {holder or 'unknown'}; "
+                "wait for it to end, stop it, or choose another name with --run.name=NAME"
+            ) from error
+        path.write_text(f"{os.getpid()}\n")
+
+    def release(self) -> None:
+        """Releases the lock. A second call does nothing."""
+        self._lock.release()
 
 
 class RunDirectory:

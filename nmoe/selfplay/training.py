@@ -19,7 +19,6 @@ from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.envs.pools.order import stable_hash
 from nmoe.learner.learner import Learner
-from nmoe.learner.metrics import optimizer_metrics
 from nmoe.learner.objectives import cross_entropy
 from nmoe.rl.experience import differs, policy_batch
 from nmoe.rl.train import PolicyUpdate
@@ -126,7 +125,7 @@ class RoundTraining:
         batch = policy_batch(trajectories, None, "sequence", 1)
         result = learner.forward_backward(batch, cross_entropy).result()
         step = learner.optim_step().result()
-        values = {"loss": result.loss, "tokens_in_batch": float(batch.scored_T.sum()), **optimizer_metrics(step)}
+        values = {"loss": result.loss, "tokens_in_batch": float(batch.scored_T.sum()), **step.metrics()}
         return {f"verifier_{name}": value for name, value in values.items()}
 
     def generator_update(self, policy: PolicyUpdate, step: int, update: int) -> dict[str, float]:

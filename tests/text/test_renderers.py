@@ -11,8 +11,8 @@ from chat_templates import LLAMA, LLAMA_CONTROLS, QWEN, QWEN_CONTROLS, QWEN_TAGS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nmoe.data.examples import render
 from nmoe.data.records import Conversation, PromptCompletion, Text
-from nmoe.data.rendering import render
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.harmony_format import CONTROL_TOKENS

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.ops import attention, norms, rotary, routing
+from nmoe.model.ops import attention, gradients
 from nmoe.model.ops.attention import AttentionLayer
 
 # gpt-oss's sigmoid slope (its release; also the common approximation of GELU by x * sigmoid(1.702 x)).
@@ -77,17 +77,17 @@ class TorchOps:
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Root-mean-square normalisation over the last axis. The weight is `[D]`, or has an axis for each of the last few of x."""
-        return norms.rms_norm(x_ND, weight_D, eps)
+        return gradients.rms_norm(x_ND, weight_D, eps)
 
     def turn(self, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
         """`rotate` without gradients."""
-        return rotary.turn(x_TNC, cos_T1c, sin_T1c)
+        return gradients.turn(x_TNC, cos_T1c, sin_T1c)
 
     def rotate(self, x_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:
         """Turns each pair `(x[i], x[i + C/2])` of every head by its position's angle. cos and sin are `[T, 1, C/2]`."""
         if not torch.is_grad_enabled():
             return self.turn(x_TNC, cos_T1c, sin_T1c)
-        out: Tensor = rotary.Rotate.apply(self.turn, x_TNC, cos_T1c, sin_T1c)
+        out: Tensor = gradients.Rotate.apply(self.turn, x_TNC, cos_T1c, sin_T1c)
         return out
 
     def norm_and_rotate(
@@ -158,20 +158,20 @@ class TorchOps:
 
     def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
         """`out[t] = sum over k of weights[t, k] * y[row[t, k]]`, without weights the plain sum; without gradients."""
-        return routing.sum_rows(y_RD, weights_TK, row_TK)
+        return gradients.sum_rows(y_RD, weights_TK, row_TK)
 
     def spread_rows(self, grad_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of `sum_rows` for its rows and its weights."""
-        return routing.spread_rows(grad_TD, y_RD, weights_TK, row_TK)
+        return gradients.spread_rows(grad_TD, y_RD, weights_TK, row_TK)
 
     def dispatch(self, x_TD: Tensor, token_R: Tensor, row_TK: Tensor) -> Tensor:
         """Row r of the result is token `token_R[r]`'s. `row_TK` is the way back: where each token's K rows went."""
-        out: Tensor = routing.Dispatch.apply(self, x_TD, token_R, row_TK)
+        out: Tensor = gradients.Dispatch.apply(self, x_TD, token_R, row_TK)
         return out
 
     def combine(self, y_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
         """Each token's weighted sum over its own K rows, `[T, D]`: no token's sum depends on another's place."""
-        out: Tensor = routing.Combine.apply(self, y_RD, weights_TK, row_TK)
+        out: Tensor = gradients.Combine.apply(self, y_RD, weights_TK, row_TK)
         return out
 
     # Attention

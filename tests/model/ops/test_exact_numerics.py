@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nmoe.model.head import Head
 from nmoe.model.moe import RouterTrace
+from nmoe.model.ops.gradients import sum_rows
 from nmoe.model.ops.head import row_sums
-from nmoe.model.ops.routing import sum_rows
 from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer

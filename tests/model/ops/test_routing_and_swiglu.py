@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmoe.model.ops.routing import sum_rows as sum_rows_in_torch
+from nmoe.model.ops.gradients import sum_rows as sum_rows_in_torch
 from nmoe.model.ops.torch import TorchOps
 from nmoe.model.ops.triton.ops import TritonOps
 

@@ -8,23 +8,23 @@ on the batch and the threads. So the sigmoid is computed from the exponential. G
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmoe.model.ops import routing
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.cpu import operations, packing
 from nmoe.model.ops.cpu.ops import CpuOps
 from nmoe.model.ops.cpu.packing import kept
 from nmoe.model.ops.exact import attention, grid
-from nmoe.model.ops.gradients import Linear, LinearByGroup
+from nmoe.model.ops.gradients import Linear, LinearByGroup, sum_rows_in_order
 from nmoe.model.ops.torch import TorchOps
 
 
-class ExactSums(TorchOps):
+class ExactSums(TorchOps, ABC):
     """What all exact tables share. Subclasses define how weights are prepared and multiplied."""
 
     exact = True
@@ -38,13 +38,13 @@ class ExactSums(TorchOps):
     def product(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
         return self.product_of(x_ND, self.weights_of(weight_FD), weight_FD.shape[0], bias_F)
 
+    @abstractmethod
     def weights_of(self, weight_FD: Tensor) -> Tensor:
         """A weight as `product_of` takes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product_of(self, x_ND: Tensor, prepared: Tensor, outputs: int, bias_F: Tensor | None) -> Tensor:
         """`x @ weight.T + bias` of a weight that `weights_of` prepared."""
-        raise NotImplementedError
 
     def prepared(self, weight_FD: Tensor) -> Callable[[Tensor], Tensor]:
         weights = self.weights_of(weight_FD)
@@ -90,7 +90,7 @@ class _InOrder(CpuOps):
     def sum_rows(self, y_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
         if weights_TK is None:  # of a gradient
             return super().sum_rows(y_RD, weights_TK, row_TK)
-        return routing.sum_rows_in_order(y_RD, weights_TK, row_TK)
+        return sum_rows_in_order(y_RD, weights_TK, row_TK)
 
 
 class OrderFreeOps(OrderFreeSums, _InOrder):
