@@ -1,20 +1,22 @@
 """Times log-probabilities and entropies at the vocabulary of a released model against the plain product.
 
-    python benchmarks/head.py                     # V = 151,936 and D = 1024, as Qwen3-0.6B has them
+    python benchmarks/head.py                     # V = 151,936, as Qwen3's models have it, and D = 256 and 1024
 
 Three ways of use: training (gradients of states and head), a frozen head (adapters: of the states alone), and no gradient. Each is
-held against the matrix products that it cannot do without, over all rows at once: one, two or three. Beside them stands what
-torch does with whole logits: F.linear, log_softmax and the entropy. Sides take turns; the figures are medians of CPU seconds, which
-other work on the machine disturbs less than the clock's.
+held against the matrix products that it cannot do without, over all rows at once: one, two or three, once as nmoe computes them
+(`products`: oneDNN's) and once by torch's `@` (`matmul`). Beside them stands what torch does with whole logits: F.linear,
+log_softmax and the entropy. Sides take turns; the figures are medians of CPU seconds, which other work on the machine disturbs
+less than the clock's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -50,6 +52,16 @@ def products(x_ND: Tensor, weight_VD: Tensor, way: str) -> None:
             ops.weight_gradient(x_ND, logits_NV)
 
 
+@torch.no_grad()
+def matmul(x_ND: Tensor, weight_VD: Tensor, way: str) -> None:
+    """The same by torch's operator."""
+    logits_NV = x_ND @ weight_VD.t()
+    if way != "no gradient":
+        logits_NV @ weight_VD
+    if way == "training":
+        logits_NV.t() @ x_ND
+
+
 Side = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -70,31 +82,19 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="the head against plain products at a large vocabulary")
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument(
-        "--without-torch", action="store_true", help="leave torch's whole logits out, which take the most memory"
-    )
-    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+def time_width(width: int, arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Medians in CPU seconds of every number of rows and every way, and what nmoe takes by what the others take."""
     generator = torch.Generator().manual_seed(0)
-    weight = 0.05 * torch.randn(arguments.vocabulary, arguments.width, generator=generator)
-    results = []
+    weight = 0.05 * torch.randn(arguments.vocabulary, width, generator=generator)
     for rows in arguments.rows:
-        x = torch.randn(rows, arguments.width, generator=generator)
+        x = torch.randn(rows, width, generator=generator)
         targets = torch.randint(arguments.vocabulary, (rows,), generator=generator)
         for way in arguments.ways:
             given = (x, weight, targets)
             sides: dict[str, Callable[[], object]] = {
                 "nmoe": lambda given=given, way=way: run(ours, *given, way),
                 "products": lambda given=given, way=way: products(*given[:2], way),
+                "matmul": lambda given=given, way=way: matmul(*given[:2], way),
             }
             if not arguments.without_torch:
                 sides["torch"] = lambda given=given, way=way: run(by_torch, *given, way)
@@ -106,14 +106,32 @@ def main() -> None:
                     taken[name].append(cpu_seconds(work))
             found = {name: statistics.median(seconds) for name, seconds in taken.items()}
             ratios = {f"nmoe / {name}": found["nmoe"] / found[name] for name in sides if name != "nmoe"}
-            results.append({"rows": rows, "way": way, **{f"{name}, CPU s": s for name, s in found.items()}, **ratios})
-            print(
-                json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in results[-1].items()}),
-                flush=True,
-            )
+            seconds = {f"{name}, CPU s": each for name, each in found.items()}
+            case = {key: round(value, 3) for key, value in {**seconds, **ratios}.items()}
+            print(json.dumps({"width": width, "rows": rows, "way": way, **case}), flush=True)
+            yield {"width": width, "rows": rows, "way": way, **case}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the head against plain products at a large vocabulary")
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--width", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument(
+        "--without-torch", action="store_true", help="leave torch's whole logits out, which take the most memory"
+    )
+    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    load_before = os.getloadavg()
+    results = [case for width in arguments.width for case in time_width(width, arguments)]
     if arguments.out is not None:
-        settings = {"vocabulary": arguments.vocabulary, "width": arguments.width, "rounds": arguments.rounds}
-        report = {**settings, "machine": machine(), "versions": versions("torch"), "results": results}
+        settings = {"vocabulary": arguments.vocabulary, "rounds": arguments.rounds}
+        load = {"load_before": load_before, "load_after": os.getloadavg()}
+        report = {**settings, **load, "machine": machine(), "versions": versions("torch"), "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

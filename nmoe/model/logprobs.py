@@ -6,6 +6,8 @@ MB in fp32), or 256 rows if that is more, because each piece reads the whole hea
 max)`. It is kept if it has at most 2^24 values (64 MB) or as many as the head has weights; otherwise it is computed again,
 piece by piece. So for any N a call holds at most 3 pieces and the kept values, besides its inputs and gradients. A loss that
 uses the entropy's gradient needs one more tensor of a piece's size.
+
+On a CPU, a kernel takes a wide vocabulary in fp32: its logits never leave the cache, and nothing is kept.
 """
 
 # Shapes: N rows, n the rows of a piece, D width, V vocabulary, M the largest kept set.
@@ -44,26 +46,9 @@ class _HeadLogprobs(torch.autograd.Function):
         rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
         ctx.temperature, ctx.exact = temperature, exact
         dtype = torch.promote_types(x_ND.dtype, torch.float32)
-        logprobs_N = torch.empty(rows, dtype=dtype, device=x_ND.device)
-        entropy_N, total_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         exps_NV = torch.empty(rows, vocabulary, dtype=dtype, device=x_ND.device) if keep else None
-        head = prepared(weight_VD, exact)
-        for piece in _pieces(rows, vocabulary):
-            logits_nV = _logits(head, x_ND[piece])
-            for part in _parts(piece, vocabulary):
-                part_nV = logits_nV[part.start - piece.start : part.stop - piece.start]
-                shifted_nV = _shifted(part_nV, temperature, kept_NM, part)
-                exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[part])
-                total_n = total_N[part].copy_(row_sums(exps_nV))
-                log_total_n = total_n.log()
-                target_n = shifted_nV.gather(-1, targets_N[part].unsqueeze(-1)).squeeze(-1)
-                torch.sub(target_n, log_total_n, out=logprobs_N[part])
-                if kept_NM is not None:
-                    shifted_nV.clamp_(
-                        min=-1e30
-                    )  # a token that is cut out has a logit of -inf, and 0 * -inf counts as 0
-                mean_n = torch.linalg.vecdot(exps_nV, shifted_nV).div_(total_n)
-                torch.sub(log_total_n, mean_n, out=entropy_N[part])
+        given = (x_ND, weight_VD, targets_N, temperature, kept_NM, exact)
+        logprobs_N, entropy_N, _, total_N = _in_pieces(*given, exps_NV)
         ctx.save_for_backward(x_ND, weight_VD, targets_N, kept_NM, exps_NV, total_N, entropy_N)
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
@@ -106,6 +91,70 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_x_ND, grad_weight_VD, None, None, None, None, None
 
 
+class _WideHeadLogprobs(torch.autograd.Function):
+    """The same by the kernels of a wide vocabulary, over the whole of it. Exact log-probabilities are those of the sampler's
+    operations."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float, exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        given = (x_ND, weight_VD, targets_N, temperature)
+        if exact:
+            logprobs_N, entropy_N, largest_N, total_N = _in_pieces(*given, None, exact, None)
+        else:
+            logprobs_N, entropy_N, largest_N, total_N = ops_for(x_ND).head_forward(*given)
+        ctx.temperature = temperature
+        ctx.save_for_backward(x_ND, weight_VD, targets_N, entropy_N, largest_N, total_N)
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x_ND, weight_VD, targets_N, entropy_N, largest_N, total_N = ctx.saved_tensors
+        grad_N, entropy_grad_N = (
+            torch.zeros_like(total_N) if grad is None else grad / ctx.temperature for grad in grads
+        )
+        # The gradient of a logit l, -p (grad + entropy_grad * (H + log p)), by what is known of log p = l - largest - log total.
+        slope_N = -entropy_grad_N / total_N
+        factor_N = -grad_N / total_N + slope_N * (entropy_N - total_N.log())
+        given = (x_ND, weight_VD, targets_N, ctx.temperature, largest_N, factor_N, slope_N, grad_N)
+        return *ops_for(x_ND).head_backward(*given, *ctx.needs_input_grad[:2]), None, None, None
+
+
+def _in_pieces(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    kept_NM: Tensor | None,
+    exact: bool,
+    exps_NV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, the largest logits and the sums of `exp(logits - largest)`, which go to `exps_NV`, if that is
+    given: `[N]` each."""
+    rows, vocabulary = x_ND.shape[0], weight_VD.shape[0]
+    logprobs_N = torch.empty(rows, dtype=torch.promote_types(x_ND.dtype, torch.float32), device=x_ND.device)
+    entropy_N, largest_N, total_N = (torch.empty_like(logprobs_N) for _ in range(3))
+    head = prepared(weight_VD, exact)
+    for piece in _pieces(rows, vocabulary):
+        logits_nV = _logits(head, x_ND[piece])
+        for part in _parts(piece, vocabulary):
+            part_nV = logits_nV[part.start - piece.start : part.stop - piece.start]
+            shifted_nV = _shifted(part_nV, temperature, kept_NM, part, largest_N[part])
+            exps_nV = torch.exp(shifted_nV, out=None if exps_NV is None else exps_NV[part])
+            total_n = total_N[part].copy_(row_sums(exps_nV))
+            log_total_n = total_n.log()
+            target_n = shifted_nV.gather(-1, targets_N[part].unsqueeze(-1)).squeeze(-1)
+            torch.sub(target_n, log_total_n, out=logprobs_N[part])
+            if kept_NM is not None:
+                # A token that is cut out has a logit of -inf, and 0 * -inf counts as 0.
+                shifted_nV.clamp_(min=-1e30)
+            mean_n = torch.linalg.vecdot(exps_nV, shifted_nV).div_(total_n)
+            torch.sub(log_total_n, mean_n, out=entropy_N[part])
+    return logprobs_N, entropy_N, largest_N, total_N
+
+
 def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, dtype: torch.dtype) -> Tensor:
     """Adds a piece's gradient of the head to those of earlier pieces, in `dtype`. With a wide vocabulary the gradient is as
     large as the head, so it is added to in place if possible, in the head's layout, which saves a copy."""
@@ -122,13 +171,19 @@ def _logits(head: Callable[[Tensor], Tensor], x_nD: Tensor) -> Tensor:
     return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
 
 
-def _shifted(logits_nV: Tensor, temperature: float, kept_NM: Tensor | None, piece: slice) -> Tensor:
-    """The logits of these rows at the temperature, in place, less the largest of each row."""
+def _shifted(
+    logits_nV: Tensor, temperature: float, kept_NM: Tensor | None, piece: slice, largest_n: Tensor | None = None
+) -> Tensor:
+    """The logits of these rows at the temperature, in place, less the largest of each row, which goes to `largest_n`, if that
+    is given."""
     if temperature != 1.0:
         logits_nV.div_(temperature)
     if kept_NM is not None:
         logits_nV = restrict_to_kept(logits_nV, kept_NM[piece])
-    return logits_nV.sub_(logits_nV.amax(-1, keepdim=True))
+    found_n1 = logits_nV.amax(-1, keepdim=True)
+    if largest_n is not None:
+        largest_n.copy_(found_n1.squeeze(-1))
+    return logits_nV.sub_(found_n1)
 
 
 def _is_wide(vocabulary: int) -> bool:
@@ -162,6 +217,9 @@ def head_logprobs(
 
     `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `ops_for`.
     """
+    if kept_NM is None and _is_wide(weight_VD.shape[0]) and ops_for(x_ND).takes_head(x_ND, weight_VD):
+        logprobs_N, entropy_N = _WideHeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, exact)
+        return logprobs_N, entropy_N
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     keep = needs_grad and x_ND.shape[0] * weight_VD.shape[0] <= max(_KEPT_LOGITS, weight_VD.numel())
     logprobs_N, entropy_N = _HeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, kept_NM, exact, keep)

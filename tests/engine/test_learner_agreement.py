@@ -73,6 +73,30 @@ def test_learner_recomputes_the_engines_logprobs(
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_k": 20, "top_p": 0.9}], ids=str)
+def test_at_the_vocabulary_of_a_released_model(
+    request_of: MakeRequest, numerics: Numerics, sampling: dict[str, Any]
+) -> None:
+    """Qwen3's 151,936 tokens, where sums over the vocabulary are long and kernels of their own compute them."""
+    model = tiny_family("qwen3", vocab_size=151_936).set_numerics(numerics)
+    engine = LLMEngine(model, 6)
+    requests = [request_of(f"r{i}", 3 + 9 * i, 2, 20, **sampling) for i in range(4)]
+    groups = [engine.add(request) for request in requests]
+    while not engine.idle:
+        engine.step()
+    trajectories = trajectories_of((group.request, sample) for group in groups for sample in group.samples)
+    assert max(token for t in trajectories for token in t.token_ids) > 48
+    emitted = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
+    batch = policy_batch(trajectories, torch.ones(len(trajectories)), "token", 20)
+    difference = (batch_logprobs(model, batch, 100, sampling.get("temperature", 1.0)) - emitted).abs()
+    if numerics == "exact":
+        assert difference.max() == 0
+    else:
+        assert difference.mean() <= 1e-6 / min(1.0, sampling.get("temperature", 1.0))
+        assert difference.max() <= 1e-4
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
 def test_an_adapter_on_what_expands_latents_takes_part(request_of: MakeRequest, numerics: Numerics) -> None:
     """Decoding without keys reads the weight of that projection itself, and the adapter's update with it."""
     model = tiny_family("deepseek_v3").set_numerics(numerics).requires_grad_(False)

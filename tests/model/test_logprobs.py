@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nmoe.model import logprobs
 from nmoe.model.logprobs import head_logprobs, restrict_to_kept
+from nmoe.model.ops.cpu import library
+from nmoe.model.ops.cpu.ops import CpuOps
 
 INF = float("inf")
 
@@ -162,6 +164,7 @@ def test_a_wide_vocabulary_goes_through_the_head_by_many_rows(
         return out
 
     monkeypatch.setattr(logprobs, "_logits", counted)
+    monkeypatch.setattr(CpuOps, "takes_head", lambda *_: False)  # as where there is no compiler
     generator = torch.Generator().manual_seed(5)
     states = torch.randn(80, 16, generator=generator).to(dtype).requires_grad_()
     head = (0.3 * torch.randn(3000, 16, generator=generator)).to(dtype).requires_grad_()
@@ -178,6 +181,96 @@ def test_a_wide_vocabulary_goes_through_the_head_by_many_rows(
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.03}
     torch.testing.assert_close(states.grad.float(), d_logits @ head.detach().float(), **tolerance)
     torch.testing.assert_close(head.grad.float(), d_logits.T @ states.detach().float(), **tolerance)
+
+
+with_kernels = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+
+# More than one chunk of the vocabulary, block of tokens and round of tokens, none of them full, and a width that fills no vector.
+WIDE = (2300, 5001, 21)
+
+
+def wide(rows: int, vocabulary: int, width: int, scale: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    states, head = torch.randn(rows, width, generator=generator), torch.randn(vocabulary, width, generator=generator)
+    return states, head.mul_(scale), torch.randint(vocabulary, (rows,), generator=generator)
+
+
+@with_kernels
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "temperature"), [(WIDE, 1.0), (WIDE, 0.7), ((1, 4500, 16), 1.0), ((3, 6000, 40), 2.0)]
+)
+def test_a_wide_vocabulary_against_autograd_in_fp64(
+    shape: tuple[int, int, int], temperature: float, exact: bool
+) -> None:
+    *ours, targets = wide(*shape)
+    upstream = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(1))
+    theirs = [x.double().requires_grad_() for x in ours]
+    for x in ours:
+        x.requires_grad_()
+    logprobs_N, entropy = head_logprobs(*ours, targets, temperature, exact=exact)
+    assert type(logprobs_N.grad_fn).__name__.startswith("_WideHead")
+    dense = (theirs[0] @ theirs[1].T / temperature).log_softmax(-1)
+    expected = dense[torch.arange(shape[0]), targets], -(dense.exp() * dense).sum(-1)
+    ((logprobs_N * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+    ((expected[0] * upstream[0]).sum() + (expected[1] * upstream[1]).sum()).backward()
+    torch.testing.assert_close(logprobs_N.double(), expected[0], rtol=0, atol=5e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-4, atol=3e-5)
+
+
+@with_kernels
+def test_a_wide_vocabulary_s_gradients_each_alone() -> None:
+    states, head, targets = wide(300, 5000, 12)
+    both = states.clone().requires_grad_(), head.clone().requires_grad_()
+    head_logprobs(*both, targets)[0].sum().backward()
+    frozen, fixed = states.clone().requires_grad_(), head.clone().requires_grad_()
+    head_logprobs(frozen, head, targets)[0].sum().backward()
+    head_logprobs(states, fixed, targets)[0].sum().backward()
+    for alone, beside in ((frozen, both[0]), (fixed, both[1])):
+        assert alone.grad is not None
+        assert torch.equal(alone.grad, beside.grad)
+    of_entropy = states.clone().requires_grad_()
+    head_logprobs(of_entropy, head, targets)[1].sum().backward()
+    dense = (reference := states.clone().requires_grad_()).matmul(head.T).log_softmax(-1)
+    (-(dense.exp() * dense).sum()).backward()
+    torch.testing.assert_close(of_entropy.grad, reference.grad, rtol=1e-4, atol=1e-5)
+
+
+@with_kernels
+def test_a_wide_vocabulary_s_bits_depend_neither_on_the_batch_nor_on_threads() -> None:
+    states, head, targets = wide(*WIDE)
+    whole = head_logprobs(states, head, targets)
+    for some in (slice(0, 1), slice(40, 77), slice(2200, 2300)):
+        for all_rows, part in zip(whole, head_logprobs(states[some], head, targets[some]), strict=True):
+            assert torch.equal(all_rows[some], part)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for one, three in zip(whole, head_logprobs(states, head, targets), strict=True):
+            assert torch.equal(one, three)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@with_kernels
+def test_no_rows_of_a_wide_vocabulary() -> None:
+    states, head = torch.zeros(0, 8, requires_grad=True), torch.ones(5000, 8, requires_grad=True)
+    head_logprobs(states, head, torch.zeros(0, dtype=torch.int64))[0].sum().backward()
+    assert head.grad is not None
+    assert not head.grad.any()
+
+
+@with_kernels
+@pytest.mark.parametrize("lost", [float("nan"), INF])
+def test_a_wide_vocabulary_with_states_that_are_not_finite(lost: float) -> None:
+    states, head, targets = wide(70, 5000, 8)
+    states[3, 2] = lost
+    logprobs_N, _ = head_logprobs(states, head, targets)
+    assert not logprobs_N[3].isfinite()
+    assert logprobs_N[[0, 2, 4, 69]].isfinite().all()
 
 
 class Largest(TorchDispatchMode):

@@ -211,6 +211,34 @@ class TorchOps:
         """`nmoe.model.ops.cpu.operations.attention`, where `attends_in_blocks` says so."""
         raise NotImplementedError("`attends_in_blocks` was asked")
 
+    # The head over a wide vocabulary
+
+    def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:
+        """Whether there are `head_forward` and `head_backward` for these."""
+        return False
+
+    def head_forward(
+        self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`nmoe.model.ops.cpu.operations.head_forward`, where `takes_head` says so."""
+        raise NotImplementedError("`takes_head` was asked")
+
+    def head_backward(
+        self,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        largest_N: Tensor,
+        factor_N: Tensor,
+        slope_N: Tensor,
+        onehot_N: Tensor,
+        of_x: bool,
+        of_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`nmoe.model.ops.cpu.operations.head_backward`, where `takes_head` says so."""
+        raise NotImplementedError("`takes_head` was asked")
+
     # Sampling
 
     def sample(

@@ -292,10 +292,20 @@ def _samples(dtype: torch.dtype) -> list[Tensor]:
     return [part for v in (3, 65, 1000) for part in operations.sample(3 * draw(200, v), rows, uniforms)[:2]]
 
 
+def _head(dtype: torch.dtype) -> list[Tensor]:
+    """In fp32 alone, whatever the dtype."""
+    x_ND, weight_VD, targets_N = draw(300, 19), 0.2 * draw(700, 19), torch.arange(300)
+    forward = operations.head_forward(x_ND, weight_VD, targets_N, 0.7)
+    largest_N, upstream_N = forward[2], draw(300)
+    by_token = (largest_N, 0.1 * upstream_N, 0.01 * upstream_N, -upstream_N)
+    backward = operations.head_backward(x_ND, weight_VD, targets_N, 0.7, *by_token, True, True)
+    return [*forward, *(each for each in backward if each is not None)]
+
+
 @needs_kernels
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine has no AVX-512")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", [_linear, _groups, _swiglu, _experts, _routes, _norms, _attention, _samples])
+@pytest.mark.parametrize("kernel", [_linear, _groups, _swiglu, _experts, _routes, _norms, _attention, _samples, _head])
 def test_older_processors_compute_the_same(
     kernel: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,43 @@ def attention(
     return out_BHU
 
 
+def head_forward(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `logits = x @ weight.T / temperature` in fp32: `log_softmax(logits)[target]`, the entropy, the largest logit and the sum
+    of `exp(logits - largest)`, `[N]` each."""
+    x_ND = x_ND.contiguous()
+    out = [x_ND.new_empty(x_ND.shape[0]) for _ in range(4)]
+    given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))
+    call("nmoe_head_forward", *given, *out, *x_ND.shape, weight_VD.shape[0])
+    return out[0], out[1], out[2], out[3]
+
+
+def head_backward(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    largest_N: Tensor,
+    factor_N: Tensor,
+    slope_N: Tensor,
+    onehot_N: Tensor,
+    of_x: bool,
+    of_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of the weight, as far as they are asked for, where that of a logit is `exp(shifted) * (factor +
+    slope * shifted)`, with `shifted = logit - largest` and the logits of `head_forward`, and for the target `onehot` more."""
+    x_ND = x_ND.contiguous()
+    grad_x_ND = torch.empty_like(x_ND) if of_x else None
+    grad_weight_VD = None
+    if of_weight:  # the first tokens write it, so it is cleared only if there are none
+        grad_weight_VD = torch.empty_like(weight_VD) if len(x_ND) else torch.zeros_like(weight_VD)
+    by_token = [column_N.contiguous() for column_N in (largest_N, factor_N, slope_N, onehot_N)]
+    given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))
+    call("nmoe_head_backward", *given, *by_token, grad_x_ND, grad_weight_VD, *x_ND.shape, weight_VD.shape[0])
+    return grad_x_ND, grad_weight_VD
+
+
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor, bool]:
     """The result of `nmoe.engine.native.sampler.sample` for rows without top-k and top-p: tokens and their log-probabilities,
     `[B]` each, and whether all logits were finite."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmoe.model.ops.attention import AttentionLayer
-from nmoe.model.ops.cpu import operations, packing
+from nmoe.model.ops.cpu import library, operations, packing
 from nmoe.model.ops.cpu.packing import can_pack, can_pack_for_onednn, packed
 from nmoe.model.ops.gradients import Linear, LinearByGroup
 from nmoe.model.ops.torch import Norms, TorchOps
@@ -69,6 +69,35 @@ class CpuOps(TorchOps):
     def product_by_group(self, x_RD: Tensor, weight_EDF: Tensor, counts: Sequence[int]) -> Tensor:
         parts = enumerate(x_RD.split(list(counts)))
         return torch.cat([self.product(part, weight_EDF[e].t()) for e, part in parts])
+
+    def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:
+        return (
+            x_ND.dtype == weight_VD.dtype == torch.float32
+            and type(weight_VD) in (Tensor, nn.Parameter)
+            and weight_VD.is_contiguous()
+            and library.library() is not None
+        )
+
+    def head_forward(
+        self, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return operations.head_forward(x_ND, weight_VD, targets_N, temperature)
+
+    def head_backward(
+        self,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        largest_N: Tensor,
+        factor_N: Tensor,
+        slope_N: Tensor,
+        onehot_N: Tensor,
+        of_x: bool,
+        of_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        by_token = (largest_N, factor_N, slope_N, onehot_N)
+        return operations.head_backward(x_ND, weight_VD, targets_N, temperature, *by_token, of_x, of_weight)
 
     def loops_over_experts(self, x_RD: Tensor, longest: int, width: int, hidden: int) -> bool:
         small = longest * width * hidden < _OWN_SHAPE_PRODUCT

@@ -5,6 +5,8 @@
 // depend on the other rows.
 #pragma once
 
+#include <type_traits>
+
 #include "vector.h"
 
 namespace nmoe {
@@ -46,8 +48,9 @@ inline v16 multiply_add<bf16>(v16 a, v16 b, v16 sum) {
 #endif
 }
 
-template <class T, int ROWS, class Finish>
-inline void tile(const float* a, long stride, const float* panel, long steps, long row, Finish& finish) {
+// A step of a lies `a_step` words after the one before.
+template <class T, int ROWS, class Step, class Finish>
+inline void tile(const float* a, long stride, Step a_step, const float* panel, long steps, long row, Finish& finish) {
     v16 done[ROWS][2];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half += AT_ONCE) {
@@ -72,7 +75,7 @@ inline void tile(const float* a, long stride, const float* panel, long steps, lo
                 for (int h = 0; h < AT_ONCE; ++h) sums[r][h] = multiply_add<T>(x, columns[h], sums[r][h]);
             }
 #pragma GCC unroll 8
-            for (int g = 0; g < (ROWS + 2) / 3; ++g) ++rows[g];
+            for (int g = 0; g < (ROWS + 2) / 3; ++g) rows[g] += a_step;
         }
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r)
@@ -82,24 +85,31 @@ inline void tile(const float* a, long stride, const float* panel, long steps, lo
     for (int r = 0; r < ROWS; ++r) finish(row + r, done[r][0], done[r][1]);
 }
 
-// Rows `from` to `to` of a times one panel; `finish(row, columns 0 to 15, columns 16 to 31)` takes each row's sums.
-template <class T, class Finish>
-inline void product(const T* a, long width, long from, long to, const T* panel, Finish finish) {
-    const long stride = words<T>(width), blocks = (to - from + TILE_ROWS<T> - 1) / TILE_ROWS<T>;
-    const float* b = reinterpret_cast<const float*>(panel);
+// Rows `from` to `to` of a times one panel; `finish(row, columns 0 to 15, columns 16 to 31)` takes each row's sums. Row r begins
+// at `a + r * stride`; strides and steps count words.
+template <class T, class Step, class Finish>
+inline void product(const float* a, long stride, Step a_step, long from, long to, const float* panel, long steps, Finish finish) {
+    const long blocks = (to - from + TILE_ROWS<T> - 1) / TILE_ROWS<T>;
     for (long i = 0; i < blocks; ++i) {
         const long start = from + (to - from) * i / blocks, stop = from + (to - from) * (i + 1) / blocks;
-        const float* x = reinterpret_cast<const float*>(a + start * width);
         switch (stop - start) {
-#define NMOE_ROWS(n) \
-    case n:                                                                          \
-        if constexpr (n <= TILE_ROWS<T>) tile<T, n>(x, stride, b, stride, start, finish); \
+#define NMOE_ROWS(n)                                                                                                  \
+    case n:                                                                                                           \
+        if constexpr (n <= TILE_ROWS<T>) tile<T, n>(a + start * stride, stride, a_step, panel, steps, start, finish); \
         break;
             NMOE_ROWS(1) NMOE_ROWS(2) NMOE_ROWS(3) NMOE_ROWS(4) NMOE_ROWS(5) NMOE_ROWS(6) NMOE_ROWS(7)
             NMOE_ROWS(8) NMOE_ROWS(9) NMOE_ROWS(10) NMOE_ROWS(11) NMOE_ROWS(12) NMOE_ROWS(13) NMOE_ROWS(14)
 #undef NMOE_ROWS
         }
     }
+}
+
+// The same of rows `width` numbers wide, one after another.
+template <class T, class Finish>
+inline void product(const T* a, long width, long from, long to, const T* panel, Finish finish) {
+    const long steps = words<T>(width);
+    product<T>(reinterpret_cast<const float*>(a), steps, std::integral_constant<long, 1>(), from, to,
+               reinterpret_cast<const float*>(panel), steps, finish);
 }
 
 }  // namespace nmoe
