@@ -15,12 +15,15 @@ import typer
 import typer.core
 
 from nmoe.cli.chat import chat
+from nmoe.cli.config_list import list_ as list_configurations
+from nmoe.cli.config_show import show as show_configuration
 from nmoe.cli.data_pairs import pairs
-from nmoe.cli.data_show import show
+from nmoe.cli.data_show import show as show_data
 from nmoe.cli.dpo import dpo
 from nmoe.cli.env_check import check
 from nmoe.cli.env_gc import gc
-from nmoe.cli.env_list import list_
+from nmoe.cli.env_list import list_ as list_environments
+from nmoe.cli.env_show import show as show_environment
 from nmoe.cli.eval import evaluate
 from nmoe.cli.export import export
 from nmoe.cli.grade import grade
@@ -74,7 +77,7 @@ def _training_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
 
 
 app = _group("nmoe")
-rl, data, env = _group(), _group(), _group()
+rl, data, env, config = _group(), _group(), _group(), _group()
 
 
 def _show_version(wanted: bool) -> None:
@@ -121,11 +124,21 @@ def datasets() -> None:
 
 @env.callback()
 def environments() -> None:
-    """Check and list environments, and remove old workspaces.
+    """Check, list and show environments, and remove old workspaces.
 
     \b
     Example:
       nmoe env check skills
+    """
+
+
+@config.callback()
+def configurations() -> None:
+    """List and show the packaged configurations.
+
+    \b
+    Example:
+      nmoe config show sort_grpo > mine.toml
     """
 
 
@@ -137,13 +150,17 @@ for plain_verb in (grade, chat, replay, report, export, speedrun):
 app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
+app.add_typer(config, name="config")
 for training_verb in (train, selfplay, verifier):
     _training_verb(rl, training_verb)
-for data_verb in (show, pairs):
-    data.command(cls=Verb)(data_verb)
+data.command("show", cls=Verb)(show_data)
+data.command(cls=Verb)(pairs)
 env.command(cls=Verb)(check)
-env.command("list", cls=Verb)(list_)
+env.command("list", cls=Verb)(list_environments)
+env.command("show", cls=Verb)(show_environment)
 env.command(cls=Verb)(gc)
+config.command("list", cls=Verb)(list_configurations)
+config.command("show", cls=Verb)(show_configuration)
 
 
 def run(command: typer.Typer, program: str) -> None:

@@ -10,7 +10,7 @@ def list_() -> None:
     Example:
       nmoe env list
     """
-    from nmoe.envs.check import list_environments
+    from nmoe.config.listing import list_environments
 
     for line in list_environments():
         typer.echo(line)

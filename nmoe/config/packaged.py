@@ -72,21 +72,33 @@ class _Kind:
             return self._find_moved(named, path)
         known, name = self.all(), match["name"]
         found = [one for one in known if one.name == name]
+        if found:
+            return self._only(found)
+        hint = _did_you_mean(name, known)
+        if path.exists() or (match["suffix"] and not hint):
+            return path
+        raise UserError(
+            f"{path}: no such file or directory, nor is there a packaged {self.noun} of that name{hint} "
+            f"(`{self.listed_by}` shows them)"
+        )
+
+    def packaged(self, named: str) -> Path:
+        """The file of the packaged one, whatever lies in the current directory."""
+        known, name = self.all(), named.removesuffix(".toml")
+        found = [one for one in known if one.name == name]
         if not found:
-            alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
-            if path.exists() or (match["suffix"] and not alike):
-                return path
-            hint = f"; did you mean {alike[0]!r}?" if alike else ""
-            raise UserError(
-                f"{path}: no such file or directory, nor is there a packaged {self.noun} of that name{hint} "
-                f"(`{self.listed_by}` shows them)"
-            )
-        if len(found) > 1:
+            hint = _did_you_mean(name, known)
+            raise UserError(f"there is no packaged {self.noun} {named!r}{hint} (`{self.listed_by}` shows them)")
+        return self._only(found)
+
+    def _only(self, found: list[Packaged]) -> Path:
+        one, *others = found
+        if others:
             packages = ", ".join(one.package for one in found)
-            raise UserError(f"several packages offer the {self.noun} {name!r}: {packages}; give the path of one")
-        if found[0].path is None:
-            raise UserError(f"{self.noun} {name!r} of the package {found[0].package}: {found[0].problem}")
-        return found[0].path
+            raise UserError(f"several packages offer the {self.noun} {one.name!r}: {packages}; give the path of one")
+        if one.path is None:
+            raise UserError(f"{self.noun} {one.name!r} of the package {one.package}: {one.problem}")
+        return one.path
 
     def _find_moved(self, named: str, path: Path) -> Path:
         """The packaged file of a path such as `configs/sort_grpo.toml`, from when the repository's top held the folder."""
@@ -136,6 +148,11 @@ class _Kind:
         raise UserError(f"the entry point {value!r} leads to no {self.noun}: there is no {' or '.join(looked_at)}")
 
 
+def _did_you_mean(name: str, known: list[Packaged]) -> str:
+    alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
+    return f"; did you mean {alike[0]!r}?" if alike else ""
+
+
 _ENVIRONMENT = _Kind("environment", ENVIRONMENTS, "environment.toml", "nmoe env list")
 _CONFIGURATION = _Kind("configuration", CONFIGS, "config.toml", "nmoe config list")
 
@@ -172,3 +189,14 @@ def find_configuration(named: str) -> Path:
     """
     path = Path(named)
     return path if path.is_file() else _CONFIGURATION.find(named, path)
+
+
+def packaged_environment(named: str) -> Path:
+    """The TOML file of the packaged environment of this name, whatever lies in the current directory. Raises UserError unless there
+    is exactly one."""
+    return _ENVIRONMENT.packaged(named)
+
+
+def packaged_configuration(named: str) -> Path:
+    """The TOML file of the packaged configuration of this name, as `packaged_environment`."""
+    return _CONFIGURATION.packaged(named)

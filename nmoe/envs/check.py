@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings, load_environment
-from nmoe.config.packaged import Packaged, find_environment, packaged_environments
+from nmoe.config.packaged import find_environment
 from nmoe.config.slices import split_path
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import (
@@ -183,17 +183,6 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
     yield "ok"
 
 
-def list_environments() -> Iterator[str]:
-    """Returns a table of the packaged environments: name, version, format, kind of pool, package, description.
-
-    An environment that cannot be read is listed with the reason.
-    """
-    rows = [("NAME", "VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"), *map(_row, packaged_environments())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-
-
 def describe_pool(pool: TaskPool) -> str:
     """Returns a short description: `generated sort`, `jsonl data.jsonl (math)`, `mixture of add (generated add), gsm8k (hf
     openai/gsm8k (gsm8k))`.
@@ -208,16 +197,6 @@ def describe_pool(pool: TaskPool) -> str:
         return f"prm {pool.source} as {pool.task_type}"
     data = getattr(pool, "path", None) or getattr(pool, "dataset", None)
     return f"{pool.type} {pool.task_type}" if data is None else f"{pool.type} {data} as {pool.task_type}"
-
-
-def _row(one: Packaged) -> tuple[str, ...]:
-    try:
-        if one.path is None:
-            raise UserError(one.problem)
-        settings = load_environment(one.path)
-    except UserError as error:
-        return one.name, "-", "-", "-", one.package, f"cannot be used: {'; '.join(str(error).splitlines())}"
-    return one.name, settings.version, settings.format, settings.task_pool.type, one.package, settings.description
 
 
 def _tokenizer(of: Path | None) -> tuple[Tokenizer, str]:

@@ -365,7 +365,7 @@ def test_what_the_examples_of_help_name_is_packaged() -> None:
     text = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "nmoe/cli").glob("*.py"))
     configurations = re.findall(r" nmoe (?:rl train|pretrain|sft|dpo|reward|verifier|selfplay) (\w+)", text)
     assert {"sort_grpo", "verifier"} <= set(configurations)
-    assert set(configurations) <= {one.name for one in packaged_configurations()}
+    assert set(configurations) <= {one.name for one in packaged_configurations()} | {"mine"}
     environments = re.findall(r" nmoe (?:env check|eval \S+|data pairs \S+) (\w+)", text)
     assert {"skills", "sort"} <= set(environments)
-    assert set(environments) <= {one.name for one in packaged_environments()} | {"my_environment"}
+    assert set(environments) <= {one.name for one in packaged_environments()} | {"my_environment", "mine"}

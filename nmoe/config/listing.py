@@ -1,0 +1,94 @@
+"""Shows the packaged environments and configurations: a table of each kind, and the text of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from nmoe.config.environment import load_environment
+from nmoe.config.packaged import (
+    Packaged,
+    packaged_configuration,
+    packaged_configurations,
+    packaged_environment,
+    packaged_environments,
+)
+from nmoe.errors import UserError
+
+_PATH = re.compile(r'\b(path\s*=\s*)"([^"\n]+)"')
+
+
+def list_environments() -> Iterator[str]:
+    """Returns a table of the packaged environments: name, version, format, kind of pool, package, description.
+
+    An environment that cannot be read is listed with the reason.
+    """
+    return _columns(
+        [("NAME", "VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"), *map(_environment, packaged_environments())]
+    )
+
+
+def list_configurations() -> Iterator[str]:
+    """Returns a table of the packaged configurations: name, command, package, description. Both command and description are taken
+    from the comment that a configuration begins with: its first sentence, and the line that runs it."""
+    return _columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, packaged_configurations())])
+
+
+def show_configuration(named: str) -> str:
+    """The text of a packaged configuration, which means the same as a file in any directory: an environment that it names by a path
+    from where it lies is written as a name, or absolute. Raises UserError where nothing has the name."""
+    return _from_anywhere(packaged_configuration(named))
+
+
+def show_environment(named: str) -> str:
+    """The text of a packaged environment, likewise: the paths of data beside it are absolute."""
+    return _from_anywhere(packaged_environment(named))
+
+
+def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table whose columns are as wide as their widest cells; the last one has any width."""
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+
+
+def _environment(one: Packaged) -> tuple[str, ...]:
+    try:
+        if one.path is None:
+            raise UserError(one.problem)
+        settings = load_environment(one.path)
+    except UserError as error:
+        return one.name, "-", "-", "-", one.package, f"cannot be used: {'; '.join(str(error).splitlines())}"
+    return one.name, settings.version, settings.format, settings.task_pool.type, one.package, settings.description
+
+
+def _configuration(one: Packaged) -> tuple[str, ...]:
+    try:
+        if one.path is None:
+            raise UserError(one.problem)
+        head = _text(one.path).partition("\n[")[0]
+    except UserError as error:
+        return one.name, "-", one.package, f"cannot be used: {error}"
+    comment = [line.removeprefix("#") for line in head.splitlines() if line.startswith("#")]
+    text = " ".join(line.strip() for line in comment if not line.startswith("   "))
+    command = re.search(rf"\bnmoe [a-z ]+? {re.escape(one.name)}(?![\w/])", head)
+    return one.name, command[0] if command else "-", one.package, re.split(r"\.(?: |$)", text)[0]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _from_anywhere(file: Path) -> str:
+    names = {one.path.resolve(): one.name for one in packaged_environments() if one.path is not None}
+
+    def written(match: re.Match[str]) -> str:
+        path = (file.parent / match[2]).resolve()
+        return f'{match[1]}"{names.get(path, path)}"' if path.exists() else match[0]
+
+    return _PATH.sub(written, _text(file))

@@ -1,0 +1,102 @@
+"""What is packaged, listed and shown: a shown file means the same in any directory."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import invalidate_caches
+from pathlib import Path
+
+import pytest
+
+from nmoe.config.commands import COMMANDS, load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import load_environment
+from nmoe.config.listing import list_configurations, show_configuration, show_environment
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
+from nmoe.errors import UserError
+
+
+def test_configurations_with_what_runs_them() -> None:
+    head, *rows = list_configurations()
+    names, froms, texts = (head.index(title) for title in ("COMMAND", "FROM", "DESCRIPTION"))
+    table = {row[:names].strip(): (row[names:froms].strip(), row[texts:]) for row in rows}
+    assert set(table) == {path.stem for path in CONFIGS.glob("*.toml")}
+    assert table["sort_grpo"] == (
+        "nmoe rl train sort_grpo",
+        "GRPO on one skill: the speedrun's base, which sorts poorly, learns to sort digits",
+    )
+    assert table["sort_distillation"][0] == "nmoe rl train sort_distillation"
+    for name, (command, text) in table.items():
+        assert text
+        if command != "-":
+            verb = command.removeprefix("nmoe ").removesuffix(f" {name}")
+            assert load_run(CONFIGS / f"{name}.toml", COMMANDS[verb])
+    # What only another command runs: the speedrun, and a benchmark.
+    assert {name for name, (command, _) in table.items() if command == "-"} == {
+        "selfplay_roles", "speedrun_base", "speedrun_midtraining", "speedrun_sft",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["speedrun", "sort_grpo", "code_fix"])
+def test_a_shown_configuration_is_the_packaged_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A shell makes the file that output goes to before the command runs.
+    Path(f"{name}.toml").touch()
+    text = show_configuration(f"{name}.toml")
+    assert text.startswith((CONFIGS / f"{name}.toml").read_text().partition("\n[")[0]), "with its comments"
+    Path("mine.toml").write_text(text)
+    mine = load_run(Path("mine.toml"), RLConfig)
+    assert mine == load_run(CONFIGS / f"{name}.toml", RLConfig)
+    assert len(recwarn) == 0
+
+
+def test_a_shown_environment_finds_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert show_environment("skills") == (ENVIRONMENTS / "skills.toml").read_text()
+    Path("mine.toml").write_text(show_environment("code_fix"))
+    mine = load_environment(Path("mine.toml"))
+    assert mine == load_environment(Path("code_fix"))
+    assert Path(mine.task_pool.path).is_absolute()
+
+
+def test_those_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, info = tmp_path / "site/mine", tmp_path / "site/mine-3.dist-info"
+    package.mkdir(parents=True)
+    info.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 3\n")
+    (info / "entry_points.txt").write_text(
+        '[nmoe.configs]\nlong = mine:long.toml\nbinary = mine:binary.toml\nlost = mine:lost.toml\n'
+        "[nmoe.environments]\nnear = mine:near.toml\n"
+    )  # fmt: skip
+    (package / "near.toml").write_text('env_id = "near"\n')
+    (package / "unnamed.toml").write_text('env_id = "unnamed"\n')
+    run = '# Learns it all. Slowly.\n#   nmoe rl train long\n[environment]\npath = "{}"\n'
+    (package / "long.toml").write_text(run.format("near.toml"))
+    (package / "binary.toml").write_bytes(b"\xff")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    invalidate_caches()
+    rows = [" ".join(row.split()) for row in list_configurations() if "mine 3" in row]
+    assert rows[0].startswith(f"binary - mine 3 cannot be used: {package}/binary.toml: cannot be read: ")
+    assert rows[1] == "long nmoe rl train long mine 3 Learns it all"
+    assert rows[2].startswith(
+        "lost - mine 3 cannot be used: the entry point 'mine:lost.toml' leads to no configuration"
+    )
+    assert tomllib.loads(show_configuration("long"))["environment"] == {"path": "near"}
+    (package / "long.toml").write_text(run.format("unnamed.toml"))
+    assert tomllib.loads(show_configuration("long"))["environment"] == {"path": f"{package}/unnamed.toml"}
+
+
+def test_only_what_is_packaged_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('env_id = "mine"\n')
+    with pytest.raises(
+        UserError, match=r"^there is no packaged environment 'mine\.toml' \(`nmoe env list` shows them\)$"
+    ):
+        show_environment("mine.toml")
+    with pytest.raises(
+        UserError, match=r"^there is no packaged configuration 'sort_grop'; did you mean 'sort_grpo'\? \("
+    ):
+        show_configuration("sort_grop")
