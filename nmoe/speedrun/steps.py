@@ -237,16 +237,6 @@ def _prm800k_step(rng: random.Random, solution: Solution, place: int, phase: int
     return {"completions": completions, "human_completion": None, "chosen_completion": completions.index(chosen)}
 
 
-def write_stepwise(path: Path, seed: int, count: int, split: Split) -> None:
-    """Writes `count` labelled solutions in the format of TRL's stepwise supervision: `prompt`, `completions` and `labels`, true or
-    false up to the first wrong step, where the completions end."""
-    with path.open("w") as file:
-        for solution in solutions(seed, count, split):
-            labels = [rating >= 0 for rating in solution.ratings]
-            record = {"prompt": solution.question, "completions": solution.steps[: len(labels)], "labels": labels}
-            file.write(json.dumps(record) + "\n")
-
-
 def write_solutions(path: Path, seed: int, count: int, split: Split, misconceived: float = MISCONCEIVED) -> None:
     """Writes `count` worked problems as plain text to pretrain a policy on. The share `misconceived` forgets every carry, so that
     the policy has a systematic fault, which a majority of its samples may share."""

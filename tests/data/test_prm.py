@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stepwise_cases import write_stepwise
 
 from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.errors import UserError
@@ -217,7 +218,7 @@ def test_of_both_sources_the_labels_that_agree_are_kept(tmp_path: Path) -> None:
 
 
 def test_stepwise_records(tmp_path: Path) -> None:
-    domain.write_stepwise(tmp_path / "stepwise.jsonl", 0, 100, "train")
+    write_stepwise(tmp_path / "stepwise.jsonl", 0, 100, "train")
     reading = read_source(str(tmp_path / "stepwise.jsonl"), "train", "", "", "+")
     expected = [(one.question, one.first_wrong) for one in domain.solutions(0, 100, "train")]
     assert [(one.problem, one.first_wrong) for one in reading.solutions] == expected

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stepwise_cases import write_stepwise
 
 from nmoe.envs.tasks import TASKS
 from nmoe.speedrun import steps
@@ -137,7 +138,7 @@ def test_self_play_inputs_are_different_problems(tmp_path: Path) -> None:
 
 def test_stepwise_records_stop_at_the_first_wrong_step(tmp_path: Path) -> None:
     path = tmp_path / "stepwise.jsonl"
-    steps.write_stepwise(path, 0, 200, "eval")
+    write_stepwise(path, 0, 200, "eval")
     for line in path.read_text().splitlines():
         record = json.loads(line)
         wrong = steps.first_wrong(record["prompt"], record["completions"])

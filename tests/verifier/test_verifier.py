@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stepwise_cases import write_stepwise
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import VerifierConfig
@@ -15,7 +16,7 @@ from nmoe.data.prm import LabelledSteps
 from nmoe.errors import UserError
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.speedrun.steps import step_texts, write_prm800k, write_stepwise
+from nmoe.speedrun.steps import step_texts, write_prm800k
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 from nmoe.verifier.judge import Description, Judge

@@ -21,8 +21,6 @@ from nmoe.envs.rewards.values import checked_values
 class HttpReward:
     """A reward computed by a service."""
 
-    replayable = False
-
     def __init__(self, settings: HttpRewardConfig, service: Service | None = None) -> None:
         """Raises UserError if the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight

@@ -30,8 +30,6 @@ _SHOWN_CHARS = 200
 class JudgeReward:
     """A reward computed by a judge."""
 
-    replayable = False
-
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
         """Raises UserError if the template cannot be read, or the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight

@@ -63,10 +63,6 @@ class Reward(Protocol):
     @property
     def weight(self) -> float: ...
 
-    @property
-    def replayable(self) -> bool:
-        """Whether a replay may ask again, with one sample alone, and must get the same value."""
-
     def opened(self) -> AbstractAsyncContextManager[Any]:
         """Holds resources such as connections open while the groups of a batch are rated."""
 

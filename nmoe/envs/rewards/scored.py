@@ -22,8 +22,6 @@ Decode = Callable[[Sequence[int]], str]
 class VerifierReward:
     """A verifier's reward; an empty answer gets 0."""
 
-    replayable = False
-
     def __init__(self, settings: VerifierRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
         self._settings = settings
@@ -66,8 +64,6 @@ class RewardModelReward:
     Its scale is arbitrary, so an empty answer cannot be given 0. It gets the lowest reward among the answers of its group, and
     none if the group has no answer.
     """
-
-    replayable = False
 
     def __init__(self, settings: RewardModelRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
