@@ -119,7 +119,6 @@ def _gpt_oss(draw: random.Random, raw: Raw) -> None:
 
 
 def _deepseek_v3(draw: random.Random, raw: Raw) -> None:
-    groups = draw.choice([1, 2, 4])
     raw |= {
         "num_key_value_heads": raw["num_attention_heads"],
         "attention_bias": False,
@@ -128,6 +127,21 @@ def _deepseek_v3(draw: random.Random, raw: Raw) -> None:
         "qk_nope_head_dim": 12,
         "qk_rope_head_dim": draw.choice([8, 16]),
         "v_head_dim": draw.choice([8, 12]),
+    }
+    _sigmoid_moe(draw, raw)
+    del raw["head_dim"]
+
+
+def _glm4_moe(draw: random.Random, raw: Raw) -> None:
+    _sigmoid_moe(draw, raw)
+    raw["use_qk_norm"] = draw.random() < 0.5
+    if draw.random() < 0.7:
+        raw["partial_rotary_factor"] = draw.choice([0.25, 0.5, 0.75, 1.0])
+
+
+def _sigmoid_moe(draw: random.Random, raw: Raw) -> None:
+    groups = draw.choice([1, 2, 4])
+    raw |= {
         "n_routed_experts": 8,
         "num_experts_per_tok": draw.randint(1, 2),
         "n_shared_experts": draw.randint(1, 2),
@@ -138,7 +152,6 @@ def _deepseek_v3(draw: random.Random, raw: Raw) -> None:
         "moe_intermediate_size": 16,
         "first_k_dense_replace": draw.randint(0, raw["num_hidden_layers"]),
     }
-    del raw["head_dim"]
 
 
 FEATURES: dict[str, Callable[[random.Random, Raw], None]] = {
@@ -150,6 +163,7 @@ FEATURES: dict[str, Callable[[random.Random, Raw], None]] = {
     "qwen2": _qwen3,
     "mistral": _mistral,
     "mixtral": _mixtral,
+    "glm4_moe": _glm4_moe,
 }
 
 

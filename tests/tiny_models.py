@@ -81,6 +81,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling("yarn", 4.0, 16, beta_fast=4.0),
         "attention_scale": 20**-0.5 * (0.1 * math.log(4) + 1) ** 2,
     },
+    "glm4_moe": DENSE
+    | {
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "qkv_bias": True,
+        "dense_layers": (0,),
+        "experts": 6,
+        "experts_per_token": 2,
+        "expert_width": 16,
+        "shared_experts": 1,
+        "router_scores": "sigmoid",
+    },
 }
 
 
@@ -112,7 +124,7 @@ def peaked_model(config: ModelConfig, seed: int = 0) -> Transformer:
 def tiny_family(name: str, seed: int = 0, **changes: Any) -> Transformer:
     """A peaked model with all the features of a family of checkpoints (a key of `FAMILIES`)."""
     model = peaked_model(ModelConfig(**(FAMILIES[name] | changes)), seed)
-    if name != "deepseek_v3":  # no other family's router has a balancing bias to keep in a checkpoint
+    if name not in ("deepseek_v3", "glm4_moe"):  # no other family's router has a balancing bias to keep in a checkpoint
         for moe in model.moe_layers():
             moe.router.bias.zero_()
     return model

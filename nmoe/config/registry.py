@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from nmoe.config.moved import module_today
@@ -40,7 +40,8 @@ class Registry:
     def __init__(self, kind: str, own: Mapping[str, str] = _NOTHING) -> None:
         """`kind`, such as "task", names the parts in messages; entry points belong to the group `nmoe.tasks`. `own` has the
         parts of nmoe: name -> `module:attribute`."""
-        self.kind, self.group, self.own = kind, f"nmoe.{kind.replace(' ', '_')}s", own
+        plural = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
+        self.kind, self.group, self.own = kind, f"nmoe.{plural.replace(' ', '_')}", own
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
@@ -169,6 +170,8 @@ def _package(entry: EntryPoint) -> str:
 
 
 def _place(part: Any) -> str:
+    if isinstance(part, ModuleType):
+        return part.__name__
     own = part if hasattr(part, "__qualname__") else type(part)
     return f"{own.__module__}:{own.__qualname__}"
 

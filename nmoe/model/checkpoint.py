@@ -6,6 +6,7 @@ peak memory is little more than the model (`benchmarks/loading.py`).
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,16 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
         raise UserError(f"{directory}: an adapter, not a model; load the base that adapter_config.json names, with it")
     raw = _read_object(path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise UserError(f"{path}: model_type = {model_type!r} is not a family nmoe knows; it knows {known}")
-    family = FAMILIES[model_type]
+    known = FAMILIES.names()
+    # Only a name: `module:object`, which registries also take, would let a checkpoint choose what is imported.
+    if model_type not in known:
+        theirs = [name for name in known if name != native.MODEL_TYPE]
+        nearest = difflib.get_close_matches(str(model_type), theirs, n=1, cutoff=0)[0]
+        raise UserError(
+            f"{path}: model_type = {model_type!r} is not a family nmoe knows; the nearest name is {nearest!r}, and it knows "
+            f"{', '.join(sorted(known))}"
+        )
+    family: Family = FAMILIES.get(model_type)
     try:
         return family, family.config_from_hf(raw)
     except UserError as error:

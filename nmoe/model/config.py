@@ -61,7 +61,8 @@ class ModelConfig(ModelShape):
 
     Attention: `windows` gives each layer's sliding window in tokens, itself included (0: everything before; empty: 0 in all
     layers). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone. `attention_scale = 0` stands
-    for `head_dim ** -0.5`. `latent` replaces grouped-query attention; `head_dim` is then `nope_dim + rope_dim`.
+    for `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of them). `latent` replaces
+    grouped-query attention; `head_dim` is then `nope_dim + rope_dim`.
 
     Routing: K of E by score plus a balancing bias that moves the choice alone. `router_bias_rate > 0` moves that bias by this
     rate after each optimizer step (Wang et al. 2024, arXiv:2408.15664). With `router_groups > 1` the choice is limited to the
@@ -74,6 +75,7 @@ class ModelConfig(ModelShape):
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     rope_scaling: RopeScaling | None = None
     latent: LatentAttention | None = None
+    rotary_dim: int = Field(default=0, ge=0)
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -115,6 +117,8 @@ class ModelConfig(ModelShape):
                 )
             if self.qk_norm or self.qkv_bias:
                 yield Conflict("latent", "latent attention has neither qk_norm nor qkv_bias")
+        if self.rotary_dim and (self.latent is not None or self.rotary_dim >= self.head_dim or self.head_dim % 2):
+            yield Conflict("rotary_dim", f"is a part of a head of even width, not of head_dim = {self.head_dim}")
         if self.experts:
             yield from self._expert_conflicts()
         elif self.dense_layers:
@@ -142,7 +146,7 @@ class ModelConfig(ModelShape):
     @property
     def rope_dim(self) -> int:
         """How many dimensions of a head the rotary embedding turns."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.rotary_dim or self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def value_dim(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.model.config import RopeScaling
@@ -45,11 +46,12 @@ def _yarn_ramp(dimensions: int, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def rope_table(
-    context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None
+    context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None, unturned: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[context_tokens, dimensions / 2]`, computed in fp64 and kept in fp32: a table in bf16 is a known
-    source of sampler/learner mismatch."""
+    source of sampler/learner mismatch. `unturned` dimensions more have the angle 0: a turn by it changes no bit."""
     frequencies_c = rope_frequencies(dimensions, theta, scaling)
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), frequencies_c)
     factor = scaling.attention_factor if scaling is not None and scaling.kind == "yarn" else 1.0
-    return (angles.cos() * factor).float(), (angles.sin() * factor).float()
+    cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
+    return F.pad(cos, (0, unturned // 2), value=1.0), F.pad(sin, (0, unturned // 2))

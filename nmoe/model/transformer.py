@@ -101,7 +101,8 @@ class Transformer(nn.Module):
     def reset_tables(self) -> None:
         """Computes the rotary tables on the weights' device. They are not part of a checkpoint."""
         config = self.config
-        cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling)
+        unturned = config.head_dim - config.rotary_dim if config.rotary_dim else 0
+        cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling, unturned)
         device = self.embedding.weight.device
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)

@@ -99,7 +99,7 @@ def test_checkpoints_that_are_not_what_they_should_be(
 ) -> None:
     config = json.loads((resolve_checkpoint(base) / "config.json").read_text())
     for name, changes, message in [
-        ("bert", {"model_type": "bert"}, "'bert' is not a family nmoe knows; it knows "),
+        ("bert", {"model_type": "bert"}, "'bert' is not a family nmoe knows; the nearest name is "),
         (
             "wider",
             {"hidden_size": 96, "head_dim": 24},

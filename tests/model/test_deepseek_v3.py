@@ -16,7 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import export_model, load_model
-from nmoe.model.families.deepseek_v3 import config_from_hf, config_to_hf, dequantised
+from nmoe.model.families.deepseek_v3 import config_from_hf, config_to_hf
+from nmoe.model.families.fp8 import dequantised
 from nmoe.model.moe import Router, RouterTrace
 
 

@@ -14,7 +14,7 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.model.checkpoint import export_model, load_model, save_model, stored_dtype
-from nmoe.model.families import HF_FAMILIES, family_of
+from nmoe.model.families import FAMILIES, family_of
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
@@ -43,6 +43,8 @@ def unbiased(model: Transformer) -> Transformer:
         (DENSE | {"qk_norm": False, "qkv_bias": True, "windows": (0, 5)}, "qwen2"),
         (DENSE | {"qk_norm": False, "windows": (5, 5)}, "mistral"),
         (PLAIN_MOE | {"qk_norm": False}, "mixtral"),
+        ({"router_scores": "sigmoid"}, "glm4_moe"),
+        ({"router_scores": "sigmoid", "rotary_dim": 4, "dense_layers": (0,), "router_bias_rate": 0.01}, "glm4_moe"),
     ],
     ids=str,
 )
@@ -66,7 +68,7 @@ def test_a_model_of_our_own_becomes_the_family_it_fits(
             {"shared_experts": 2},
             "no Hugging Face family that nmoe knows has this model's features; qwen3_moe, the nearest, lacks shared_experts = 2",
         ),
-        (PLAIN_MOE | {"router_scores": "sigmoid"}, "qwen3_moe, the nearest, lacks router_scores = 'sigmoid'"),
+        (PLAIN_MOE | {"output_bias": True}, "qwen3_moe, the nearest, lacks output_bias = True"),
         (
             PLAIN_MOE | {"qk_norm": False, "renormalize": False},
             "qwen3_moe, the nearest, lacks qk_norm = False",
@@ -143,5 +145,5 @@ def test_a_run_hands_generation_settings_on(tmp_path: Path, tiny_model: MakeMode
 def test_every_family_recognises_its_own_decoders_and_no_other() -> None:
     for case in CASES:
         raw = case.config.to_dict()
-        family = next(family for family in HF_FAMILIES if raw["model_type"] == family.MODEL_TYPE)
+        family = FAMILIES.get(raw["model_type"])
         assert family_of(family.config_from_hf(raw)) is family

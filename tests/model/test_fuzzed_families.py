@@ -48,6 +48,8 @@ def drawn(family: str, changes: dict[str, Any]) -> dict[str, Any]:
         # Windows wider than the context by default, and on from layer 28 only.
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": None, "max_window_layers": 28}),
         ("deepseek_v3", {"first_k_dense_replace": 9}),
+        # The share among the rotary settings counts, not the one outside.
+        ("glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75}),
     ],
     ids=str,
 )
@@ -69,6 +71,8 @@ def test_an_odd_setting_is_read_as_transformers_reads_it(tmp_path: Path, family:
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave = null is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False is not supported"),
         ("llama", {"rope_parameters": YARN | {"truncate": None}}, "llama: truncate = null is not supported"),
+        ("glm4_moe", {"partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01 turns 0 of "),
+        ("glm4_moe", {"head_dim": 8, "partial_rotary_factor": 0.4}, "= 0.4 turns 3 of 8 dimensions"),
         ("llama", {"partial_rotary_factor": 0.5}, "llama: partial_rotary_factor = 0.5 is not supported"),
         ("llama", {"rope_parameters": {"full_attention": YARN}}, "rotary settings of their own for 'full_attention'"),
         ("llama", {"rope_parameters": YARN | {"factor": 0.0}}, "rotary factor = 0.0 is not positive"),

@@ -226,6 +226,7 @@ def test_the_fingerprint_is_that_of_every_weight(tiny_model: Make, tmp_path: Pat
     own = of(model, "whole")
     assert own == of(model, "in shards", shard_bytes=10_000)
     assert len(list((tmp_path / "in shards").glob("*.safetensors"))) > 3
+    assert own != of(tiny_model(rotary_dim=4), "partly turned")
     assert own != of(tiny_model(rope_theta=123.0), "other") != of(model.bfloat16(), "rounded") != own
     model = tiny_model()
     with torch.no_grad():

@@ -86,8 +86,13 @@ COMMON = [
     (write("config.json", b"\xff\xfe"), r"config\.json: cannot be read"),
     (write("config.json", b"[]"), r"config\.json: not a JSON object"),
     (
-        edit_config(model_type="bert"),
-        r"config\.json: model_type = 'bert' is not a family nmoe knows; it knows .*llama, nmoe, qwen3, qwen3_moe",
+        edit_config(model_type="qwen3moe"),
+        r"config\.json: model_type = 'qwen3moe' is not a family nmoe knows; the nearest name is 'qwen3_moe', and it knows .*llama",
+    ),
+    (
+        # Not imported, although registries find objects of modules by such names.
+        edit_config(model_type="shutil:rmtree"),
+        r"config\.json: model_type = 'shutil:rmtree' is not a family nmoe knows; the nearest name is ",
     ),
     (edit_config(model_type=None), r"config\.json: model_type = None"),
     (cut("model.safetensors"), r"model\.safetensors: torn or not a safetensors file"),

@@ -18,9 +18,12 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -49,7 +52,8 @@ FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2),
-    # Two that keep outputs in another order than we: gate and up of the experts interleaved; the rotated dimensions in pairs.
+    # Those that keep outputs in another order than we: gate and up of the experts interleaved; the rotated dimensions in pairs,
+    # or before the others.
     "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2, sliding_window=8),
     "deepseek_v3": DeepseekV3Config(
         **{name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_key_value_heads": 4},
@@ -66,6 +70,18 @@ FAMILIES: dict[str, Any] = {
         v_head_dim=8,
     ),
 }
+FAMILIES["glm4_moe"] = Glm4MoeConfig(
+    **SHAPE,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    attention_bias=True,
+    use_qk_norm=True,
+)
+FAMILIES["qwen2"] = Qwen2Config(**SHAPE)
+FAMILIES["mixtral"] = MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2)
 DENSE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 EXPERTS = ATTENTION | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -80,6 +96,9 @@ CASES = [
     ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
     ("gpt_oss", EXPERTS),
     ("deepseek_v3", EXPERTS | LATENT),
+    ("glm4_moe", EXPERTS),
+    ("qwen2", DENSE),
+    ("mixtral", EXPERTS),
 ]
 LENGTHS = [5, 1, 17, 9]
 

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from nmoe.config.registry import Registry
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import deepseek_v3, gpt_oss, llama, mistral, mixtral, native, qwen2, qwen3, qwen3_moe
+from nmoe.model.families import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    kimi_k2,
+    llama,
+    mistral,
+    mixtral,
+    native,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from nmoe.model.families.base import Family
 
-HF_FAMILIES: tuple[Family, ...] = (llama, qwen3, qwen3_moe, gpt_oss, deepseek_v3, qwen2, mistral, mixtral)
-FAMILIES: dict[str, Family] = {family.MODEL_TYPE: family for family in (native, *HF_FAMILIES)}
+# Of two families with all features of a decoder, the earlier one is what it is exported as.
+_OWN = (
+    native,
+    llama,
+    qwen3,
+    qwen3_moe,
+    gpt_oss,
+    deepseek_v3,
+    qwen2,
+    mistral,
+    mixtral,
+    glm4_moe,
+    kimi_k2,
+)
+FAMILIES = Registry(
+    "family", {family.MODEL_TYPE: f"{__name__}:{family.__name__.rpartition('.')[2]}" for family in _OWN}
+)
+"""Families by `model_type`. Packages offer more as entry points of the group `nmoe.families`."""
+
+F = TypeVar("F", bound=Family)
+
+
+def register_family(family: F) -> F:
+    """Makes a family known by its `MODEL_TYPE`; a decorator of a class with static methods, or a call with a module.
+
+    Example: `register_family(sys.modules[__name__])` at the end of a file made like `nmoe/model/families/llama.py`. Raises
+    UserError, naming both places, for a `MODEL_TYPE` that is taken.
+    """
+    FAMILIES.register(family.MODEL_TYPE, family)
+    return family
+
 
 # Settings of training, which no family's checkpoint has.
 _OF_TRAINING = {"router_bias_rate", "router_aux_loss_coef"}
@@ -30,7 +74,8 @@ _OF_EXPERTS = {
 
 def family_of(config: ModelConfig) -> Family:
     """The Hugging Face family that has every feature of this decoder. Raises UserError with what the nearest one lacks."""
-    lacking = [(family, _lacks(family, config)) for family in HF_FAMILIES]
+    families: list[Family] = [FAMILIES.get(name) for name in FAMILIES.names() if name != native.MODEL_TYPE]
+    lacking = [(family, _lacks(family, config)) for family in families]
     family, lacks = min(lacking, key=lambda pair: len(pair[1]))
     if lacks:
         raise UserError(

@@ -5,12 +5,18 @@ and experts saved one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nmoe.model.config import ModelConfig
-from nmoe.model.families.base import TIED_HEAD, Entry, transpose
+from nmoe.model.families.base import TIED_HEAD, Entry, identity, transpose
 from nmoe.model.families.settings import Settings, rope_to_hf
+
+Conversion = Callable[[Tensor], Tensor]
 
 SHAPE_KEYS = (
     "vocab_size",
@@ -26,17 +32,21 @@ SHAPE_KEYS = (
 NO_BIASES = {"qkv_bias": False, "output_bias": False}
 
 
-def decoder_settings(settings: Settings, quantised: str = "", theta: float = 10_000.0) -> dict[str, Any]:
+def decoder_settings(
+    settings: Settings, quantised: str = "", theta: float = 10_000.0, rotary_share: float | None = None
+) -> dict[str, Any]:
     """The settings that every family's ModelConfig takes from the same keys. Query, key, value and output projections have
     biases either all or none, as transformers' `attention_bias` means it. `quantised` is the storage that the family
-    unpacks, `theta` the base of the rotary frequencies where no key has one."""
+    unpacks, `theta` the base of the rotary frequencies where no key has one, `rotary_share` the share of a head that is turned
+    where no key says it, in families that turn a part."""
     settings.only("hidden_act", "silu")
     settings.only("is_causal", True)
     settings.refuse_null("is_causal")
     settings.only("per_layer_config", {})
     settings.refuse_quantised(quantised)
     heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
-    rope_theta, rope_scaling = settings.rope(theta)
+    rope_theta, rope_scaling = settings.rope(theta, rotary_share is not None)
+    head_dim = settings.whole("head_dim", width // max(heads, 1))
     biases = settings.flag("attention_bias")
     return {
         "vocab_size": settings.whole("vocab_size"),
@@ -44,7 +54,8 @@ def decoder_settings(settings: Settings, quantised: str = "", theta: float = 10_
         "layers": settings.whole("num_hidden_layers"),
         "heads": heads,
         "kv_heads": settings.whole("num_key_value_heads", heads),
-        "head_dim": settings.whole("head_dim", width // max(heads, 1)),
+        "head_dim": head_dim,
+        "rotary_dim": 0 if rotary_share is None else settings.rotary_dim(head_dim, rotary_share),
         "context_tokens": settings.whole("max_position_embeddings"),
         "tie_embeddings": settings.flag("tie_word_embeddings"),
         "rope_theta": rope_theta,
@@ -94,19 +105,42 @@ def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
     """Grouped-query attention, with biases and head norms if the configuration has them."""
     theirs, ours = f"model.layers.{layer}.self_attn.", f"blocks.{layer}.attention."
     width, head_dim = config.hidden_size, config.head_dim
+    turned: tuple[Conversion, Conversion] = (identity, identity)
+    if config.rotary_dim:
+        turned = reordered(_partial_rotary_order(head_dim, config.rotary_dim))
     first = 0
     for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
         rows = slice(first, first + heads * head_dim)
         first = rows.stop
-        yield Entry(f"{theirs}{name}_proj.weight", f"{ours}qkv_proj.weight", (heads * head_dim, width), (rows,))
+        order = (identity, identity) if name == "v" else turned
+        yield Entry(f"{theirs}{name}_proj.weight", f"{ours}qkv_proj.weight", (heads * head_dim, width), (rows,), *order)
         if config.qkv_bias:
-            yield Entry(f"{theirs}{name}_proj.bias", f"{ours}qkv_proj.bias", (heads * head_dim,), (rows,))
+            yield Entry(f"{theirs}{name}_proj.bias", f"{ours}qkv_proj.bias", (heads * head_dim,), (rows,), *order)
     yield Entry(f"{theirs}o_proj.weight", f"{ours}o_proj.weight", (width, config.heads * head_dim))
     if config.output_bias:
         yield Entry(f"{theirs}o_proj.bias", f"{ours}o_proj.bias", (width,))
     if config.qk_norm:
         for name in ("q_norm.weight", "k_norm.weight"):
-            yield Entry(theirs + name, ours + name, (head_dim,))
+            yield Entry(theirs + name, ours + name, (head_dim,), (), *turned)
+
+
+def _partial_rotary_order(head_dim: int, rotary_dim: int) -> Tensor:
+    """The order that makes the layout of `nmoe.model.rope`, where a head's halves are turned against each other, and the pairs
+    that are not turned come last. Releases turn the halves of the first `rotary_dim` rows and leave the rest. The products are
+    the same if queries and keys are reordered alike."""
+    turned_c, rest_c = torch.arange(rotary_dim).chunk(2), torch.arange(rotary_dim, head_dim).chunk(2)
+    return torch.cat([turned_c[0], rest_c[0], turned_c[1], rest_c[1]])
+
+
+def reordered(order_C: Tensor) -> tuple[Conversion, Conversion]:
+    """`Entry.read`, which puts the rows of every head into this order, and `Entry.write`, which puts them back."""
+    back_C = order_C.argsort()
+
+    def in_order(order_C: Tensor, weight: Tensor) -> Tensor:
+        heads = weight.unflatten(0, (-1, len(order_C)))
+        return heads.index_select(1, order_C.to(weight.device)).flatten(0, 1)
+
+    return partial(in_order, order_C), partial(in_order, back_C)
 
 
 def swiglu(theirs: str, ours: str, width: int, intermediate: int) -> Iterator[Entry]:

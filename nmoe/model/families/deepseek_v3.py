@@ -1,17 +1,11 @@
-"""DeepSeek-V3 and Moonlight: latent attention, sigmoid routing limited to groups of experts, shared experts, leading dense
-layers; in FP8 where DeepSeek released it.
+"""DeepSeek-V3 and Moonlight: latent attention above the mixture of `sigmoid_moe`; in FP8 where DeepSeek released it."""
 
-The layers for multi-token prediction, which a release stores after the last layer, are not read: nothing here uses or trains
-them, and an export says that it has none.
-"""
-
-# Shapes: N a product's outputs, D its inputs, H heads, C head width.
+# Shapes: C head width.
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,32 +13,20 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import LatentAttention, ModelConfig
-from nmoe.model.families import decoder
+from nmoe.model.families import decoder, fp8, sigmoid_moe
 from nmoe.model.families.base import Entry, Packing
 from nmoe.model.families.settings import Settings, yarn_mscale
 
 MODEL_TYPE = "deepseek_v3"
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-# Rows and columns that share a scale in FP8 storage.
-_FP8_BLOCK = 128
+PACKINGS: tuple[Packing, ...] = (fp8.PACKING,)
+ignores = sigmoid_moe.ignores
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
-    settings = Settings(raw, MODEL_TYPE)
+    settings = Settings(raw, str(raw.get("model_type", MODEL_TYPE)))
     settings.require(
         *decoder.SHAPE_KEYS,
-        "intermediate_size",
-        "moe_intermediate_size",
-        "n_routed_experts",
-        "n_shared_experts",
-        "num_experts_per_tok",
-        "n_group",
-        "topk_group",
-        "routed_scaling_factor",
-        "norm_topk_prob",
-        "first_k_dense_replace",
+        *sigmoid_moe.KEYS,
         "kv_lora_rank",
         "qk_nope_head_dim",
         "qk_rope_head_dim",
@@ -55,12 +37,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings.only("attention_bias", False)
     settings.only("rope_interleave", True)
     settings.refuse_null("rope_interleave")
-    settings.refuse_alias("n_routed_experts", "num_local_experts")
-    settings.only("scoring_func", "sigmoid")
-    settings.only("topk_method", "noaux_tc")
-    settings.only("moe_layer_freq", 1)
     shared = decoder.decoder_settings(settings, "fp8")
-    settings.section("quantization_config").only("weight_block_size", [_FP8_BLOCK, _FP8_BLOCK])
+    fp8.check(settings)
     settings.only("num_key_value_heads", shared["heads"])
     latent = LatentAttention(
         q_rank=settings.whole("q_lora_rank", 0),
@@ -75,17 +53,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         latent=latent,
         attention_scale=_attention_scale(settings, shared, head_dim),
         qk_norm=False,
-        intermediate_size=settings.whole("intermediate_size"),
-        dense_layers=tuple(range(min(settings.whole("first_k_dense_replace"), shared["layers"]))),
-        experts=settings.whole("n_routed_experts"),
-        experts_per_token=settings.whole("num_experts_per_tok"),
-        expert_width=settings.whole("moe_intermediate_size"),
-        shared_experts=settings.whole("n_shared_experts"),
-        router_scores="sigmoid",
-        router_groups=settings.whole("n_group"),
-        router_groups_kept=settings.whole("topk_group"),
-        router_scale=settings.real("routed_scaling_factor"),
-        renormalize=settings.flag("norm_topk_prob"),
+        **sigmoid_moe.mixture_settings(settings),
     )
 
 
@@ -104,21 +72,11 @@ def _scale_of(factor: float, all_dim: float, head_dim: int) -> float:
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     raw = {
         **decoder.decoder_to_hf(config, MODEL_TYPE, "DeepseekV3ForCausalLM"),
-        "intermediate_size": config.intermediate_size,
-        "first_k_dense_replace": len(config.dense_layers),
-        "moe_intermediate_size": config.expert_width,
-        "n_routed_experts": config.experts,
-        "n_shared_experts": config.shared_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "n_group": config.router_groups,
-        "topk_group": config.router_groups_kept,
-        "routed_scaling_factor": config.router_scale,
-        "norm_topk_prob": config.renormalize,
+        **sigmoid_moe.mixture_to_hf(config),
         "scoring_func": config.router_scores,
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
     }
     if (latent := config.latent) is not None:
         raw |= {
@@ -148,18 +106,9 @@ def _mscales(factor: float, config: ModelConfig) -> dict[str, float]:
 def entries(config: ModelConfig) -> Iterator[Entry]:
     yield from decoder.ends(config)
     for layer in range(config.layers):
-        theirs, ours = f"model.layers.{layer}.mlp.", f"blocks.{layer}.ffn."
         yield from decoder.norms(config, layer)
         yield from _attention(config, layer)
-        if layer in config.dense_layers:
-            yield from decoder.swiglu(theirs, ours, config.hidden_size, config.intermediate_size)
-            continue
-        yield Entry(theirs + "gate.weight", ours + "router.weight", (config.experts, config.hidden_size))
-        yield Entry(theirs + "gate.e_score_correction_bias", ours + "router.bias", (config.experts,))
-        yield from decoder.experts_one_by_one(theirs + "experts.", ours, config)
-        if config.shared_experts:
-            intermediate = config.shared_experts * config.expert_width
-            yield from decoder.swiglu(theirs + "shared_experts.", ours + "shared.", config.hidden_size, intermediate)
+        yield from sigmoid_moe.feed_forward(config, layer)
 
 
 def _attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
@@ -181,14 +130,14 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
         ours + "q_proj.weight",
         (heads * config.head_dim, q_rank or width),
         (),
-        *_rope_rows(config.head_dim, rope_dim),
+        *decoder.reordered(_rope_order(config.head_dim, rope_dim)),
     )
     yield Entry(
         theirs + "kv_a_proj_with_mqa.weight",
         ours + "kv_a_proj.weight",
         (kv_rank + rope_dim, width),
         (),
-        *_rope_rows(kv_rank + rope_dim, rope_dim),
+        *decoder.reordered(_rope_order(kv_rank + rope_dim, rope_dim)),
     )
     yield Entry(theirs + "kv_a_layernorm.weight", ours + "kv_a_norm.weight", (kv_rank,))
     expanded = heads * (latent.nope_dim + latent.value_dim)
@@ -196,45 +145,11 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
     yield Entry(theirs + "o_proj.weight", ours + "o_proj.weight", (width, heads * latent.value_dim))
 
 
-def _rope_rows(head_dim: int, rope_dim: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Converts to and from the half-split layout of `nmoe.model.rope`. The release turns the pairs (0, 1), (2, 3), ... of the
+def _rope_order(head_dim: int, rope_dim: int) -> Tensor:
+    """The order that makes the half-split layout of `nmoe.model.rope`. The release turns the pairs (0, 1), (2, 3), ... of the
     last `rope_dim` rows of every head; we turn (0, R/2), (1, R/2 + 1), .... The products are the same if queries and keys are
     reordered alike."""
     first = head_dim - rope_dim
     order_C = torch.arange(head_dim)
     order_C[first:] = torch.cat([order_C[first::2], order_C[first + 1 :: 2]])
-    back_C = order_C.argsort()
-
-    def read(weight_ND: Tensor) -> Tensor:
-        return weight_ND.unflatten(0, (-1, head_dim)).index_select(1, order_C.to(weight_ND.device)).flatten(0, 1)
-
-    def write(weight_ND: Tensor) -> Tensor:
-        return weight_ND.unflatten(0, (-1, head_dim)).index_select(1, back_C.to(weight_ND.device)).flatten(0, 1)
-
-    return read, write
-
-
-def ignores(name: str, config: ModelConfig) -> bool:
-    """Ignores layers for multi-token prediction, whose numbers follow the last layer's."""
-    layer = _LAYER.match(name)
-    return (layer is not None and int(layer[1]) >= config.layers) or decoder.ignored_always(name, config)
-
-
-def dequantised(weight_ND: Tensor, scales: Tensor) -> Tensor:
-    """A weight `[N, D]` in fp32 from FP8 (E4M3) and one factor for each 128 x 128 of it; the last blocks may be cut off.
-
-    Raises UserError if the two do not match.
-    """
-    wanted = tuple(-(-size // _FP8_BLOCK) for size in weight_ND.shape)
-    if weight_ND.dtype != torch.float8_e4m3fn or weight_ND.dim() != 2 or scales.shape != wanted:
-        raise UserError(
-            f"{weight_ND.dtype} {list(weight_ND.shape)} with weight_scale_inv {list(scales.shape)} is not FP8 in blocks of "
-            f"{_FP8_BLOCK} x {_FP8_BLOCK}"
-        )
-    out_ND = weight_ND.float()
-    for first, row in zip(range(0, weight_ND.shape[0], _FP8_BLOCK), scales.float(), strict=True):
-        out_ND[first : first + _FP8_BLOCK] *= row.repeat_interleave(_FP8_BLOCK)[: weight_ND.shape[1]]
-    return out_ND
-
-
-PACKINGS: tuple[Packing, ...] = (Packing(("", "_scale_inv"), dequantised),)
+    return order_C

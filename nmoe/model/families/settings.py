@@ -83,11 +83,25 @@ class Settings:
             only = f", only {known!r}" if known else ""
             raise UserError(f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported{only}")
 
-    def rope(self, default_theta: float = 10_000.0) -> tuple[float, RopeScaling | None]:
-        """The base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from `rope_theta`
-        and `rope_scaling` (released checkpoints)."""
+    def rotary_dim(self, head_dim: int, default: float) -> int:
+        """How many dimensions of a head `partial_rotary_factor` says are turned; 0 for all of them."""
         settings = self.rope_section()
         for place in (self, settings):
+            place.refuse_null("partial_rotary_factor")
+        share = settings.real("partial_rotary_factor", self.real("partial_rotary_factor", default))
+        turned = int(head_dim * share)
+        if not 0 < turned <= head_dim or turned % 2:
+            raise UserError(
+                f"{self.model_type}: partial_rotary_factor = {share} turns {turned} of {head_dim} dimensions, not a whole "
+                "number of pairs"
+            )
+        return 0 if turned == head_dim else turned
+
+    def rope(self, default_theta: float = 10_000.0, partial: bool = False) -> tuple[float, RopeScaling | None]:
+        """The base of the rotary frequencies and their scaling, from `rope_parameters` (transformers 5) or from `rope_theta`
+        and `rope_scaling` (released checkpoints). Unless it is `partial`, a part of a head alone is never turned."""
+        settings = self.rope_section()
+        for place in () if partial else (self, settings):
             place.only("partial_rotary_factor", 1, 1.0)
         if nested := [key for key, value in settings.raw.items() if isinstance(value, dict)]:
             raise UserError(f"{self.model_type}: rotary settings of their own for {nested[0]!r} are not supported")
