@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from decode_workload import DTYPES, DTYPES_OF, MODELS, SEQUENCES, SIDES
+from decode_workload import DTYPES, DTYPES_OF, MODELS, SEQUENCES, SIDES, SMALL_MODELS
 
 _EXAMPLES = """examples:
-  benchmarks/decode.sh                                   everything: about ten minutes on two cores
+  benchmarks/decode.sh                                   all but the largest model: about ten minutes on two cores
   benchmarks/decode.sh --sides nmoe,generate             without vLLM: its environment is not made
   benchmarks/decode.sh --models qwen3_5m --sequences 64 --dtypes bf16
+  benchmarks/decode.sh --models qwen3_0p1b --sides nmoe,vllm --dtypes bf16    a released model's vocabulary
   benchmarks/decode.sh --rounds 9 | tail -1 >run.json    the JSON line alone"""
 
 
@@ -26,7 +27,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sides", type=_some_of(SIDES), default=list(SIDES), metavar="A,B", help=_choices(SIDES))
-    parser.add_argument("--models", type=_some_of(MODELS), default=list(MODELS), metavar="A,B", help=_choices(MODELS))
+    parser.add_argument(
+        "--models",
+        type=_some_of(MODELS),
+        default=list(SMALL_MODELS),
+        metavar="A,B",
+        help=f"any of {','.join(MODELS)}; {','.join(SMALL_MODELS)} by default",
+    )
     parser.add_argument(
         "--sequences", type=_some_of(SEQUENCES), default=list(SEQUENCES), metavar="A,B", help=_choices(SEQUENCES)
     )

@@ -14,7 +14,13 @@ from typing import Literal
 Dtype = Literal["fp32", "bf16"]
 
 HERE = Path(__file__).parent
-MODELS = {"qwen3_5m": HERE / "qwen3_dense_5m.json", "qwen3_moe_14m": HERE / "qwen3_moe_14m.json"}
+# Qwen3-0.6B's vocabulary with half its width and a quarter of its layers is qwen3_0p1b.
+MODELS = {
+    "qwen3_5m": HERE / "qwen3_dense_5m.json",
+    "qwen3_moe_14m": HERE / "qwen3_moe_14m.json",
+    "qwen3_0p1b": HERE / "qwen3_0p1b.json",
+}
+SMALL_MODELS = ("qwen3_5m", "qwen3_moe_14m")
 SEQUENCES = (64, 256)
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16")
 SIDES = ("nmoe", "generate", "vllm", "bare")
@@ -23,7 +29,7 @@ DTYPES_OF: dict[str, tuple[Dtype, ...]] = {side: ("bf16",) if side == "vllm" els
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
-VOCABULARY = 4096
+VOCABULARY = 4096  # prompts hold these ids; a model may have more
 FIRST_ID = 2  # prompts hold neither padding nor the end token
 
 

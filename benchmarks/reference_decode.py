@@ -26,7 +26,7 @@ def make_model(config_file: Path) -> PreTrainedModel:
     head, so the scale goes into the last norm.
     """
     config = AutoConfig.from_pretrained(config_file)
-    assert config.vocab_size == VOCABULARY, "prompts are drawn from the workload's vocabulary"
+    assert config.vocab_size >= VOCABULARY, "prompts are drawn from the workload's vocabulary"
     config.initializer_range = config.hidden_size**-0.5
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -34,10 +34,15 @@ def make_model(config_file: Path) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-        ids_BT = torch.tensor(make_prompts(64))
+        ids_BT = torch.tensor(make_prompts(_prompts(config.vocab_size)))
         while mean_entropy(model(ids_BT).logits) > _PEAK * math.log(config.vocab_size):
             model.model.norm.weight.mul_(1.05)
     return model
+
+
+def _prompts(vocabulary: int) -> int:
+    """The number of prompts whose entropy is taken: at a wide vocabulary fewer, for their logits' memory."""
+    return max(4, 64 * VOCABULARY // vocabulary)
 
 
 def mean_entropy(logits_BTV: Tensor) -> float:
@@ -53,7 +58,8 @@ class Reference:
         self.model.save_pretrained(directory)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         with torch.inference_mode():
-            entropy = mean_entropy(self.model(torch.tensor(make_prompts(64))).logits)
+            ids_BT = torch.tensor(make_prompts(_prompts(self.model.config.vocab_size)))
+            entropy = mean_entropy(self.model(ids_BT).logits)
         self.about = {"parameters": parameters, "entropy_nats": round(entropy, 2)}
 
     @torch.inference_mode()

@@ -67,6 +67,16 @@ def test_linear(rows: int, inputs: int, outputs: int, dtype: torch.dtype, biased
 
 
 @needs_kernels
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 2, 5), (15, 6, 33), (300, 100, 70), (0, 4, 4)])
+def test_linear_of_bf16_in_fp32(rows: int, inputs: int, outputs: int) -> None:
+    """As near to the true product as fp32 is: 2^-8 of it would be lost by rounding."""
+    x, weight = draw(rows, inputs, dtype=torch.bfloat16), draw(outputs, inputs, dtype=torch.bfloat16)
+    found = operations.linear_in_fp32(x, operations.packed_panels(weight.t().unsqueeze(0)), outputs)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("counts", [[3, 0, 40], [0, 0, 1], [70, 0, 0]], ids=str)
 @pytest.mark.parametrize("outputs", [5, 70])

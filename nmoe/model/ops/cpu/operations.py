@@ -47,6 +47,19 @@ def linear(x_ND: Tensor, packed: Tensor, outputs: int, bias_F: Tensor | None) ->
     return out_NF
 
 
+def multiplies_bf16() -> bool:
+    """Whether the processor multiplies bf16 in pairs, with sums in fp32."""
+    return call("nmoe_multiplies_bf16") == 1
+
+
+def linear_in_fp32(x_ND: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """`F.linear(x.float(), weight.float())` of bf16, with a weight arranged by `packed_panels`: sums are fp32."""
+    x_ND = x_ND.contiguous()
+    out_NF = x_ND.new_empty(x_ND.shape[0], outputs, dtype=torch.float32)
+    call("nmoe_linear_bf16_in_fp32", x_ND, packed, out_NF, *x_ND.shape, outputs)
+    return out_NF
+
+
 def linear_by_group(x_RD: Tensor, packed: Tensor, outputs: int, counts: Sequence[int]) -> Tensor:
     """`x @ weight[e]` for each group of rows, `counts[e]` of them for expert e, in order; weights are arranged by
     `packed_panels`."""

@@ -115,6 +115,8 @@ class KernelOps(CpuOps):
         return operations.linear(x_ND, packed(weight_FD, packing.panels)[0], weight_FD.shape[0], bias_F)
 
     def linear_in_fp32(self, x_ND: Tensor, weight_FD: Tensor) -> Tensor:
+        if x_ND.dtype == torch.bfloat16 and _takes(x_ND, weight_FD) and operations.multiplies_bf16():
+            return operations.linear_in_fp32(x_ND, packed(weight_FD, packing.panels)[0], weight_FD.shape[0])
         wide_ND = x_ND.float()
         if not _takes(wide_ND, weight_FD):
             return super().linear_in_fp32(x_ND, weight_FD)

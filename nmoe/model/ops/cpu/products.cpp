@@ -11,8 +11,8 @@ namespace nmoe {
 // Rows that pass through a panel while it is in the L1 cache.
 constexpr long ROWS_AT_ONCE = 8 * MOST_ROWS;
 
-template <class T>
-void linear(const T* x_ND, const T* packed, const T* bias_F, T* out_NF, long N, long D, long F) {
+template <class T, class Out>
+void linear(const T* x_ND, const T* packed, const T* bias_F, Out* out_NF, long N, long D, long F) {
     const long panels = (F + PANEL - 1) / PANEL, chunks = (N + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 #pragma omp parallel for collapse(2) schedule(static)
     for (long panel = 0; panel < panels; ++panel) {
@@ -137,7 +137,7 @@ void experts(const T* x_TD, const int64_t* chosen_TK, const float* weights_TK, c
 
 #define NMOE_PRODUCTS(suffix, T)                                                                                            \
     extern "C" void nmoe_linear_##suffix(const T* x, const T* packed, const T* bias, T* out, long N, long D, long F) {      \
-        nmoe::linear<T>(x, packed, bias, out, N, D, F);                                                                     \
+        nmoe::linear(x, packed, bias, out, N, D, F);                                                                     \
     }                                                                                                                       \
     extern "C" void nmoe_linear_by_group_##suffix(const T* x, const T* packed, const int64_t* groups, T* out, long E,       \
                                                   long D, long F) {                                                         \
@@ -155,3 +155,10 @@ void experts(const T* x_TD, const int64_t* chosen_TK, const float* weights_TK, c
 
 NMOE_PRODUCTS(fp32, float)
 NMOE_PRODUCTS(bf16, nmoe::bf16)
+
+// bf16 multiplied in pairs, whose sums are fp32 and stay so. Says whether there is an instruction for it; otherwise widened weights
+// are faster.
+extern "C" long nmoe_multiplies_bf16() { return nmoe::BF16_PRODUCTS; }
+extern "C" void nmoe_linear_bf16_in_fp32(const nmoe::bf16* x, const nmoe::bf16* packed, float* out, long N, long D, long F) {
+    nmoe::linear<nmoe::bf16, float>(x, packed, nullptr, out, N, D, F);
+}
