@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nmoe"
 LEVELS = [
     {"cli"},
     {"api"},
-    {"serve"},
+    {"serve", "preflight"},
     {"speedrun"},
     {"selfplay"},
     {"rl"},

@@ -19,6 +19,7 @@ from nmoe.cli.config_list import list_ as list_configurations
 from nmoe.cli.config_show import show as show_configuration
 from nmoe.cli.data_pairs import pairs
 from nmoe.cli.data_show import show as show_data
+from nmoe.cli.doctor import doctor
 from nmoe.cli.dpo import dpo
 from nmoe.cli.env_check import check
 from nmoe.cli.env_gc import gc
@@ -145,7 +146,7 @@ def configurations() -> None:
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _training_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
-for plain_verb in (grade, chat, replay, report, export, speedrun):
+for plain_verb in (grade, chat, replay, report, export, speedrun, doctor):
     app.command(cls=Verb)(plain_verb)
 app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")

@@ -116,6 +116,12 @@ async def _verdict(problem: Problem, sandboxes: OpensSandboxes | None) -> Verdic
     return await task.verify(problem, Attempt(right, None, (), sandboxes))
 
 
+def golds_directory() -> Path:
+    """Where the golds that passed are stored: $NMOE_GOLDS, else nmoe/golds in the user's cache directory."""
+    named, cached = os.environ.get("NMOE_GOLDS"), os.environ.get("XDG_CACHE_HOME")
+    return Path(named) if named else Path(cached or Path.home() / ".cache") / "nmoe" / "golds"
+
+
 class Passed:
     """The golds that passed, stored as one file of hashes per task type: `Passed(sandboxes).has(problem)`."""
 
@@ -126,8 +132,7 @@ class Passed:
             if isinstance(sandboxes, Sandboxes)
             else ""
         )
-        named, cached = os.environ.get("NMOE_GOLDS"), os.environ.get("XDG_CACHE_HOME")
-        self._directory = Path(named) if named else Path(cached or Path.home() / ".cache") / "nmoe" / "golds"
+        self._directory = golds_directory()
         self._known: dict[str, set[str]] = {}
 
     def has(self, problem: Problem) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import nmoe
+from nmoe.model.ops.cpu.processor import cpu_model
 
 
 def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fast") -> dict[str, Any]:
@@ -36,7 +37,7 @@ def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fa
         "numpy": _version("numpy"),
         "transformers": _version("transformers"),
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
         "device": _device(device),
@@ -72,15 +73,6 @@ def _run_git(directory: Path, *arguments: str) -> str | None:
     except FileNotFoundError:  # no git on this machine
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _device(device: str) -> str:

@@ -378,7 +378,7 @@ def test_compiled_once_per_cache(compiler_runs: list[list[str]], tmp_path: Path)
 
 def test_another_processor_compiles_anew(compiler_runs: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     first = library._compiled(["g++"], "AVX512")
-    monkeypatch.setattr(library, "_cpu_features", lambda: {"avx512f", "amx_bf16"})
+    monkeypatch.setattr(library, "cpu_features", lambda: {"avx512f", "amx_bf16"})
     assert library._compiled(["g++"], "AVX512") != first
 
 

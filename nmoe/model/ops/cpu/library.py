@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nmoe.model.ops.cpu.processor import cpu_features
+
 _SOURCES = Path(__file__).parent
 _UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "sampling.cpp", "head.cpp")
 _HEADERS = ("vector.h", "tile.h")
@@ -62,17 +64,6 @@ def library(instructions: str | None = None) -> ctypes.CDLL | None:
         return None
 
 
-def _cpu_features() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    # "flags" on x86, "Features" on ARM
-    return next(
-        (set(line.split(":", 1)[1].split()) for line in lines if line.lower().startswith(("flags", "feat"))), set()
-    )
-
-
 def _compiled(compiler: Sequence[str], instructions: str) -> Path:
     """The library's file in the user's cache. Its name has the instructions and a hash of all that goes into it. It ends with a
     checksum of what comes before, because loading a truncated library would kill the process."""
@@ -81,10 +72,10 @@ def _compiled(compiler: Sequence[str], instructions: str) -> Path:
     parts = [
         version,
         *flags,
-        *sorted(_cpu_features()),
+        *sorted(cpu_features()),
         *((_SOURCES / name).read_text() for name in (*_HEADERS, *_UNITS)),
     ]
-    directory = _cache_directory()
+    directory = _writable_directory()
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     name = re.sub(r"\W+", "", instructions.lower())
     library = directory / f"{name}-{digest[:24]}.so"
@@ -122,9 +113,13 @@ def _remove_left_behind(directory: Path) -> None:
             continue
 
 
-def _cache_directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(home) / "nmoe" / "kernels"
+def cache_directory() -> Path:
+    """Where compiled libraries are kept, if it can be written."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmoe" / "kernels"
+
+
+def _writable_directory() -> Path:
+    directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -1,0 +1,357 @@
+"""Examines the machine: packages, processor, GPUs, kernels, sandboxes, caches, and what would make runs faster or safer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+import nmoe
+from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.model.ops.cpu.processor import cpu_features, cpu_model
+from nmoe.preflight.findings import Advice, Finding
+from nmoe.runs.threads import choose_threads, cpu_quota
+from nmoe.sandbox.api import SandboxSetupError
+from nmoe.sandbox.sandboxes import Sandboxes
+from nmoe.sandbox.workspaces.store import workspaces_root
+
+_SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "triton")
+_EXTRAS = {
+    "report": "the speedrun, and figures in reports",
+    "environments": "problems of the package reasoning-gym",
+}
+_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def examine() -> list[Finding]:
+    """All findings. Without a torch that can be imported, only those that need none."""
+    found = [packages(), extras(), processor(), threads(), compiler()]
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # an OSError where one of its libraries cannot be loaded
+        broken = Advice("needed", "torch cannot be imported", "pip install --force-reinstall torch")
+        return [*found, Finding("torch", f"cannot be imported: {error}", {}, (broken,)), sandbox()]
+    return [*found, gpu(), kernels(), sandbox(), caches()]
+
+
+def packages() -> Finding:
+    """The versions of Python, nmoe and what it needs. What is missing or too old is needed."""
+    versions = {"python": platform.python_version(), "nmoe": _version("nmoe")}
+    versions |= {name: _version(name) for name in _SHOWN}
+    lacking = [one for one in _requirements() if not _is_met(one)]
+    text = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items() if name != "triton")
+    where = Path(nmoe.__file__).parent
+    advice = tuple(
+        Advice(
+            "needed",
+            f"nmoe needs {one.name}{one.specifier}; installed is {_version(one.name) or 'none'}",
+            f"pip install {shlex.quote(f'{one.name}{one.specifier}')}",
+        )
+        for one in lacking
+    )
+    return Finding("packages", f"{text}\nnmoe lies in {where}", {**versions, "directory": str(where)}, advice)
+
+
+def extras() -> Finding:
+    """The optional packages: of each extra of nmoe those that are not there."""
+    missing = {
+        name: [one.name for one in _requirements(name) if not _is_met(one)]
+        for name in _known_extras()
+        if name in _EXTRAS
+    }
+    text = ", ".join(
+        f"{name}: {f'without {chr(44).join(lacks)}' if lacks else 'there'}" for name, lacks in missing.items()
+    )
+    advice = tuple(
+        Advice("more", f"{_EXTRAS[name]}: the extra {name!r} has {', '.join(lacks)}", f"pip install 'nmoe[{name}]'")
+        for name, lacks in missing.items()
+        if lacks
+    )
+    return Finding(
+        "extras", text or "unknown: nmoe runs from its sources, without having been installed", missing, advice
+    )
+
+
+def processor() -> Finding:
+    """Model, memory, and the instructions that the kernels could use."""
+    features = cpu_features()
+    instructions = [name for name in _INSTRUCTIONS if name in features]
+    memory = _memory()
+    facts: dict[str, Any] = {"model": cpu_model(), "instructions": instructions, **memory}
+    text = f"{facts['model']} ({', '.join(instructions) or platform.machine()})"
+    if memory:
+        text += f", {_gib(memory['memory_bytes'])} of memory, {_gib(memory['free_memory_bytes'])} free"
+    return Finding("processor", text, facts)
+
+
+def threads() -> Finding:
+    """The cores that this process may use, and how many are free now."""
+    cores, quota = _cores(), cpu_quota() if platform.system() == "Linux" else math.inf
+    free = choose_threads(0)
+    allowed = "" if math.isinf(quota) else f", of which its control group allows {quota:g}"
+    count = "1 thread" if free == 1 else f"{free} threads"
+    text = f"{cores} core{'s' * (cores > 1)}{allowed}; a run that starts now computes with {count}, for as many cores as are free"
+    facts = {"cores": cores, "free_cores": free, "quota": None if math.isinf(quota) else quota}
+    own = cores if math.isinf(quota) else max(1, min(cores, math.floor(quota)))
+    advice: tuple[Advice, ...] = ()
+    if free < own:
+        advice = (
+            Advice("faster", f"other programs keep {own - free} of {own} cores busy; end them, or start later", "top"),
+        )
+    return Finding("threads", text, facts, advice)
+
+
+def compiler() -> Finding:
+    """The C++ compiler that the kernels would be compiled with."""
+    command = os.environ.get("CXX") or "g++"
+    try:
+        found = shutil.which(shlex.split(command)[0])
+    except (ValueError, IndexError):  # quotes that are not closed, or blanks alone
+        found = None
+    if found is None:
+        return Finding("compiler", f"{command} is not there", {"command": command, "path": None, "version": None})
+    said = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False).stdout
+    version = said.splitlines()[0] if said else None
+    return Finding(
+        "compiler", f"{version or command} ({found})", {"command": command, "path": found, "version": version}
+    )
+
+
+def gpu() -> Finding:
+    """The CUDA devices with their memory, or why there are none."""
+    import torch
+
+    from nmoe.model.ops.triton.ops import OrderFreeTritonOps, TritonOps
+
+    if torch.cuda.is_available():
+        devices: list[dict[str, Any]] = []
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            devices.append(
+                {"name": torch.cuda.get_device_name(index), "memory_bytes": total, "free_memory_bytes": free}
+            )
+        lines = [
+            f"cuda:{index} {device['name']}, {_gib(device['memory_bytes'])}, {_gib(device['free_memory_bytes'])} free"
+            for index, device in enumerate(devices)
+        ]
+        lines.append(f"operations by Triton: {TritonOps.__name__}, with exact numerics {OrderFreeTritonOps.__name__}")
+        advice = () if _version("triton") else (Advice("needed", "kernels on CUDA need Triton", "pip install triton"),)
+        return Finding("gpu", "\n".join(lines), {"devices": devices, "cuda": torch.version.cuda}, advice)
+    facts: dict[str, Any] = {"devices": [], "cuda": torch.version.cuda}
+    driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    if torch.version.cuda is None and driver:
+        wanted = Advice(
+            "faster", "there is an NVIDIA driver, but this torch has no CUDA", "pip install --force-reinstall torch"
+        )
+        return Finding("gpu", f"none that torch {torch.__version__} can use: it has no CUDA", facts, (wanted,))
+    if driver:
+        reason = f"the driver does not serve torch's CUDA {torch.version.cuda}"
+        return Finding(
+            "gpu", f"none: {reason}", facts, (Advice("faster", f"{reason}: see which one it has", "nvidia-smi"),)
+        )
+    return Finding("gpu", "none: there is no NVIDIA driver", facts)
+
+
+def kernels() -> Finding:
+    """What computes on the CPU: in sampling, in training, and where the bits must not depend on the batch."""
+    import torch
+
+    from nmoe.model.exactness import numerics_here
+    from nmoe.model.ops.cpu import library
+    from nmoe.model.ops.table import kernels_in_use, ops_for
+
+    x = torch.zeros(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compiled = library.library() is not None
+    with torch.no_grad(), kernels_in_use():
+        sampling = type(ops_for(x)).__name__
+    training, exact = type(ops_for(x)).__name__, type(ops_for(x, exact=True)).__name__
+    capability, numerics = torch.backends.cpu.get_cpu_capability(), numerics_here("exact")
+    facts = {
+        "sampling": sampling,
+        "training": training,
+        "exact": exact,
+        "compiled": compiled,
+        "instructions": capability,
+        "exact_numerics": numerics,
+    }
+    advice = []
+    if compiled:
+        lines = [
+            f"C++ kernels for {capability}: sampling ({sampling}), exact numerics ({exact})",
+            f"torch: training ({training})",
+        ]
+    else:
+        # Of the warning, what stands in its parentheses.
+        reason = str(said[0].message).partition("(")[2].rpartition(")")[0] if said else f"none for {platform.system()}"
+        lines = [
+            f"the C++ kernels are off: {reason}",
+            f"torch instead: sampling ({sampling}), training ({training}), exact numerics ({exact})",
+        ]
+        if said:
+            remedy = "unset CXX, or name a C++ compiler in it" if os.environ.get("CXX") else "apt-get install g++"
+            advice.append(Advice("faster", "with the C++ kernels sampling takes a fifth of the time", remedy))
+    lowered = os.environ.get("ATEN_CPU_CAPABILITY")
+    if lowered and (best := _best_instructions()) and capability != best:
+        advice.append(
+            Advice("faster", f"ATEN_CPU_CAPABILITY={lowered} keeps torch from {best}", "unset ATEN_CPU_CAPABILITY")
+        )
+    lines.append(f'numerics = "exact" is {numerics} here')
+    return Finding("kernels", "\n".join(lines), facts, tuple(advice))
+
+
+def sandbox() -> Finding:
+    """The strongest level that holds, tested by attacks from inside, and what it lacks."""
+    refused = {}
+    for level in ("bubblewrap", "landlock"):
+        try:
+            sandboxes = Sandboxes(SandboxSettings(level=level, warm=0))
+        except SandboxSetupError as error:
+            refused[level] = re.sub(r"^sandbox_setup_failed: ", "", str(error))
+            continue
+        description = sandboxes.describe()
+        asyncio.run(sandboxes.close())
+        limited = "no cgroup limits" not in description
+        advice = []
+        if "bubblewrap" in refused:
+            text = f'runs with tools or code ask for level "bubblewrap", which does not start ({refused["bubblewrap"]})'
+            advice.append(Advice("safer", text, _for_bubblewrap("or set --sandbox.level=landlock")))
+        if not limited:
+            text = "the kernel limits memory and processes of a sandbox in a delegated cgroup; now they are watched every 20 ms"
+            advice.append(Advice("safer", text, 'systemd-run --user --scope -p "Delegate=yes" nmoe ...'))
+        facts: dict[str, Any] = {
+            "level": level,
+            "cgroup_limits": limited,
+            "protections": description,
+            "refused": refused,
+        }
+        return Finding("sandbox", f"level {level!r} withstood its test: {description}", facts, tuple(advice))
+    remedy = _for_bubblewrap("and sysctl -w user.max_user_namespaces=15000")
+    reasons = "; ".join(refused.values())
+    facts = {"level": None, "cgroup_limits": False, "protections": "", "refused": refused}
+    text = "none: environments with tools or code refuse to start"
+    return Finding("sandbox", text, facts, (Advice("safer", f"no level of sandboxes starts ({reasons})", remedy),))
+
+
+def _for_bubblewrap(further: str) -> str:
+    return further.partition(" ")[2] if shutil.which("bwrap") else f"apt-get install bubblewrap, {further}"
+
+
+def caches() -> Finding:
+    """Where things are kept between runs, and how large they are."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    from nmoe.envs.golds import golds_directory
+    from nmoe.model.ops.cpu import library
+
+    places = {
+        "compiled kernels": library.cache_directory(),
+        "golds that passed": golds_directory(),
+        "workspaces": workspaces_root(),
+        "models of the hub": Path(constants.HF_HUB_CACHE),
+        "datasets of the hub": Path(datasets.config.HF_DATASETS_CACHE),
+    }
+    if kept := os.environ.get("NMOE_DATASETS"):
+        places["your datasets"] = Path(kept)
+    width = max(map(len, places)) + 2
+    lines, facts, advice = [], {}, []
+    for name, path in places.items():
+        size = _size(path)
+        facts[name] = {"path": str(path), "bytes": size}
+        lines.append(f"{name:<{width}}{path} ({_mib(size)})")
+        if not _can_be_written(path):
+            text = f"{path} cannot be written, so its contents ({name}) are made again each time"
+            advice.append(Advice("faster", text, "export XDG_CACHE_HOME=DIRECTORY"))
+    return Finding("caches", "\n".join(lines), facts, tuple(advice))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requirements(extra: str = "") -> Iterator[Requirement]:
+    """What the installed nmoe needs on this machine, or what one of its extras adds; nothing where it has not been installed."""
+    try:
+        lines = importlib.metadata.requires("nmoe") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        one = Requirement(line)
+        applies = one.marker is None or one.marker.evaluate({"extra": extra})
+        if applies and not (extra and (one.marker is None or one.marker.evaluate({"extra": ""}))):
+            yield one
+
+
+def _known_extras() -> list[str]:
+    try:
+        return importlib.metadata.metadata("nmoe").get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _is_met(one: Requirement) -> bool:
+    version = _version(one.name)
+    return version is not None and one.specifier.contains(version, prereleases=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> dict[str, int]:
+    """In bytes, from Linux; elsewhere nothing."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return {"memory_bytes": kib["MemTotal"] << 10, "free_memory_bytes": kib["MemAvailable"] << 10}
+
+
+def _best_instructions() -> str | None:
+    """Torch's name for the best instructions of an x86 processor that it distinguishes."""
+    features = cpu_features()
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"} <= features:
+        return "AVX512"
+    return "AVX2" if {"avx2", "fma"} <= features else None
+
+
+def _can_be_written(path: Path) -> bool:
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    return os.access(existing, os.W_OK | os.X_OK)
+
+
+def _size(directory: Path) -> int:
+    """In bytes, of all files below it."""
+    size = 0
+    for place, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(OSError):  # another process may have removed it
+                size += Path(place, name).lstat().st_size
+    return size
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
