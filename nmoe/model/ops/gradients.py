@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Ops(Protocol):
-    """The operations of a table that these are made of; `nmoe.model.ops.torch.TorchOps` says what each does."""
+    """The operations of a table that the functions here are made of; `nmoe.model.ops.torch.TorchOps` says what each does."""
 
     def product(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor: ...
 
