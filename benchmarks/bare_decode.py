@@ -174,7 +174,7 @@ class BareDecode:
                 start += ids_BT.shape[1]
                 ids_BT = token_ids_BN[:, step : step + 1]
             token_ids, logprobs = token_ids_BN.tolist(), logprobs_BN.tolist()
-        return Generated(watch.seconds, watch.others_cores, token_ids, logprobs)
+        return Generated(watch.seconds, watch.cpu_seconds, watch.others_cores, token_ids, logprobs)
 
 
 def serve(connection: Connection, directory: Path) -> None:

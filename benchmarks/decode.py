@@ -11,6 +11,7 @@ them, the waiting sides included. The last line printed is one JSON object.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -67,6 +68,7 @@ def time_case(name: str, sides: dict[str, Side], run: Run, rounds: int) -> dict[
     """Alternate runs of all sides; medians over the rounds after one that warms up."""
     tokens = run.sequences * NEW_TOKENS
     speeds: dict[str, list[float]] = {side: [] for side in sides}
+    by_cpu: dict[str, list[float]] = {side: [] for side in sides}
     mismatches: list[tuple[float, float]] = []
     others: list[float] = []
     for number in range(rounds + 1):
@@ -83,15 +85,19 @@ def time_case(name: str, sides: dict[str, Side], run: Run, rounds: int) -> dict[
         if number > 0:
             for side, turn in turns.items():
                 speeds[side].append(tokens / turn.seconds)
+                by_cpu[side].append(tokens / turn.cpu_seconds)
             mismatches += found
             others.append(busiest)
-    medians = {side: statistics.median(values) for side, values in speeds.items()}
-    ratios = {side: medians["nmoe"] / medians[side] for side in sides if side != "nmoe"} if "nmoe" in sides else {}
+    medians, ratios = _compared(speeds)
+    cpu_medians, cpu_ratios = _compared(by_cpu)
     print(
         f"{name}: "
         + ", ".join(f"{side} {median:.0f}" for side, median in medians.items())
         + " tokens/s"
-        + "".join(f", nmoe is {ratio:.2f} times as fast as {side}" for side, ratio in ratios.items())
+        + "".join(
+            f", nmoe is {ratio:.2f} times as fast as {side} ({cpu_ratios[side]:.2f} by CPU seconds)"
+            for side, ratio in ratios.items()
+        )
         + told(mismatches),
         flush=True,
     )
@@ -99,6 +105,8 @@ def time_case(name: str, sides: dict[str, Side], run: Run, rounds: int) -> dict[
         "name": name,
         **{f"{side}_tokens_per_second": round(median) for side, median in medians.items()},
         **{f"ratio_{side}": round(ratio, 3) for side, ratio in ratios.items()},
+        **{f"{side}_tokens_per_cpu_second": round(median) for side, median in cpu_medians.items()},
+        **{f"ratio_{side}_by_cpu_seconds": round(ratio, 3) for side, ratio in cpu_ratios.items()},
         **{f"{side}_quartiles": [round(q) for q in statistics.quantiles(values)] for side, values in speeds.items()},
         **{
             f"mismatch_abs_{key}": value
@@ -108,6 +116,12 @@ def time_case(name: str, sides: dict[str, Side], run: Run, rounds: int) -> dict[
         "others_cores_median": round(statistics.median(others), 3),
         "rounds": rounds,
     }
+
+
+def _compared(speeds: dict[str, list[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Each side's median, and nmoe's by that of each other side."""
+    medians = {side: statistics.median(values) for side, values in speeds.items()}
+    return medians, {side: medians["nmoe"] / medians[side] for side in medians if side != "nmoe" and "nmoe" in medians}
 
 
 def combined(mismatches: list[tuple[float, float]]) -> tuple[float, float]:
@@ -149,7 +163,7 @@ def time_model(model: str, chosen: Namespace) -> list[dict[str, object]]:
 def main() -> None:
     """Parity and timing of every case, then the JSON line."""
     chosen = parse()
-    about: dict[str, object] = {"machine": machine(), "versions": versions(*PACKAGES)}
+    about: dict[str, object] = {"machine": machine(), "versions": versions(*PACKAGES), "load": os.getloadavg()}
     if "vllm" in chosen.sides:
         about["vllm_versions"] = vllm_versions()
     print(f"{about['machine']}, all sides with {torch.get_num_threads()} threads; {about['versions']}", flush=True)

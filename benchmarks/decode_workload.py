@@ -53,14 +53,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Generated:
-    """The answer, e.g. for two sequences: seconds = 0.9, others_cores = 0.01, token_ids = [[9, 44, ...], [7, 8, ...]] (128 each),
-    logprobs = [[-3.1, ...], [-2.2, ...]] or [] where they were not asked for.
+    """The answer, e.g. for two sequences: seconds = 0.9, cpu_seconds = 1.7, others_cores = 0.01, token_ids = [[9, 44, ...], [7, 8,
+    ...]] (128 each), logprobs = [[-3.1, ...], [-2.2, ...]] or [] where they were not asked for.
 
     `seconds` is the whole call, prompts in and token ids out; `others_cores` is what others used of the machine meanwhile.
     `mismatch` is nmoe's alone: mean and largest absolute difference of the engine's and the learner's logprobs.
     """
 
     seconds: float
+    cpu_seconds: float
     others_cores: float
     token_ids: list[list[int]] = field(repr=False)
     logprobs: list[list[float]] = field(repr=False)

@@ -54,7 +54,7 @@ class GenerateDecode:
         if run.logprobs:
             logits_BNV = torch.stack(out.logits, 1).float()
             logprobs = logits_BNV.log_softmax(-1).gather(-1, sampled_BN.unsqueeze(-1)).squeeze(-1).tolist()
-        return Generated(watch.seconds, watch.others_cores, token_ids, logprobs)
+        return Generated(watch.seconds, watch.cpu_seconds, watch.others_cores, token_ids, logprobs)
 
 
 def serve(connection: Connection, directory: Path) -> None:

@@ -57,6 +57,7 @@ class NmoeDecode:
             samples = engine.run(_generate(engine, prompts, run.seed))
         return Generated(
             watch.seconds,
+            watch.cpu_seconds,
             watch.others_cores,
             [sample.token_ids for sample in samples],
             [sample.logprobs for sample in samples],

@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 class Stopwatch:
-    """`with Stopwatch() as watch: work()`, then `watch.seconds`, and `watch.others_cores`: how many cores everybody but this
-    process used meanwhile, other guests of the host included (steal). Sides that spin while they wait show here. NaN where
-    /proc does not say.
+    """`with Stopwatch() as watch: work()`, then `watch.seconds`, `watch.cpu_seconds` of this process, and `watch.others_cores`: how
+    many cores everybody but this process used meanwhile, other guests of the host included (steal). Sides that spin while they
+    wait show here. NaN where /proc does not say.
     """
 
     def __enter__(self) -> Stopwatch:
@@ -22,8 +22,8 @@ class Stopwatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.seconds = time.perf_counter() - self._began
-        own_s, busy_s = time.process_time() - self._own_s, _machine_busy_s() - self._busy_s
-        self.others_cores = (busy_s - own_s) / self.seconds
+        self.cpu_seconds = time.process_time() - self._own_s
+        self.others_cores = (_machine_busy_s() - self._busy_s - self.cpu_seconds) / self.seconds
 
 
 def _machine_busy_s() -> float:

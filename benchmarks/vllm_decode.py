@@ -65,7 +65,7 @@ class VllmDecode:
                 [by_id[token].logprob for token, by_id in zip(output.token_ids, output.logprobs, strict=True)]
                 for output in outputs
             ]
-        return Generated(watch.seconds, watch.others_cores, token_ids, logprobs)
+        return Generated(watch.seconds, watch.cpu_seconds, watch.others_cores, token_ids, logprobs)
 
 
 def serve(connection: Connection, directory: Path) -> None:

@@ -92,6 +92,9 @@ def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
     """The mask `[B, V]` of tokens that remain after top-k and then top-p: the k largest, and of these the fewest whose renormalised
     mass reaches p (Holtzman et al. 2019, arXiv:1904.09751). Ties are kept in order of token id. The largest logit is always kept.
     """
+    kept_BV = ops_for(logits_BV).kept_mask(logits_BV, top_p_B, top_k_B)
+    if kept_BV is not None:
+        return kept_BV
     sorted_BV, order_BV = logits_BV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
     within_BV = (rank_V < top_k_B.unsqueeze(-1)) | (top_k_B == 0).unsqueeze(-1)

@@ -247,3 +247,7 @@ class TorchOps:
         """Tokens, their log-probabilities, `[B]` each, and whether all logits were finite, where one kernel does it all; rows use
         their whole support."""
         return None
+
+    def kept_mask(self, logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor | None:
+        """The tokens that top-k and then top-p keep, `[B, V]`, where one kernel finds them."""
+        return None

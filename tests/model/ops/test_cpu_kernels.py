@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
-from nmoe.engine.native.sampler import SamplingColumns, sample
+from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample
 from nmoe.errors import DivergenceError
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.ops.attention import paged_attention
@@ -211,6 +211,31 @@ def test_sampling(vocabulary: int) -> None:
     # The highest draw there is meets the last mass or one just before it, never a token that has none.
     highest = torch.full((rows,), 1 - 2**-24)
     assert operations.sample(logits, temperature, highest)[1].isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("top_p", "top_k"), [(0.9, 0), (1.0, 40), (0.5, 7), (0.99, 900), (1.0, 1), (1e-6, 0), (1.0, 0)]
+)
+@pytest.mark.parametrize("scale", [0.05, 3.0, 40.0])
+def test_kept_tokens(top_p: float, top_k: int, scale: float) -> None:
+    """Against rows that are sorted whole, in fp64."""
+    logits = (scale * draw(6, 1003)).round(decimals=2)  # some are equal
+    logits[1, ::7] = -torch.inf
+    shares, counts = torch.full((6,), top_p), torch.full((6,), top_k)
+    expected = kept_mask(logits.double(), shares.double(), counts)
+    assert torch.equal(operations.kept_mask(logits, shares, counts), expected)
+
+
+@needs_kernels
+def test_kept_tokens_of_rows_with_settings_of_their_own() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log().repeat(5, 1)
+    kept = operations.kept_mask(logits, torch.tensor([1.0, 0.65, 1.0, 0.55, 0.0]), torch.tensor([0, 0, 3, 2, 0]))
+    rows = [row.nonzero().flatten().tolist() for row in kept]
+    assert rows == [[0, 1, 2, 3], [1, 2], [1, 2, 3], [1], [1]]
+    flat = operations.kept_mask(torch.zeros(2, 5000), torch.tensor([1.0, 0.01]), torch.tensor([7, 0]))
+    assert flat[0].nonzero().flatten().tolist() == list(range(7))
+    assert flat[1].nonzero().flatten().tolist() == list(range(50))
 
 
 @needs_kernels

@@ -228,3 +228,11 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tupl
     logprobs_B = torch.empty(rows)
     bad = call("nmoe_sample", logits_BV, temperature_B, uniforms_B.contiguous(), tokens_B, logprobs_B, *logits_BV.shape)
     return tokens_B, logprobs_B, bad == 0
+
+
+def kept_mask(logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:
+    """`nmoe.engine.native.sampler.kept_mask` of fp32 logits without sorting whole rows, up to the rounding of sums."""
+    logits_BV = logits_BV.contiguous()
+    kept_BV = torch.empty(logits_BV.shape, dtype=torch.bool)
+    call("nmoe_kept", logits_BV, top_p_B.contiguous(), top_k_B.contiguous(), kept_BV, *logits_BV.shape)
+    return kept_BV

@@ -26,6 +26,9 @@ from nmoe.model.ops.torch import Norms, TorchOps
 # width 128, 35.6 against 28.7 at 256 and 256, 48.3 against 55.9 at 512 and 256 (two Zen 5 cores).
 _OWN_SHAPE_PRODUCT = 2**27
 
+# Sorting a row of 151,936 logits takes 15 ms. Shorter rows are sorted, which the torch definition does everywhere.
+_LONG_ROW = 2**14
+
 
 class CpuOps(TorchOps):
     """torch's operations, with fp32 products by oneDNN."""
@@ -98,6 +101,11 @@ class CpuOps(TorchOps):
     ) -> tuple[Tensor | None, Tensor | None]:
         by_token = (largest_N, factor_N, slope_N, onehot_N)
         return operations.head_backward(x_ND, weight_VD, targets_N, temperature, *by_token, of_x, of_weight)
+
+    def kept_mask(self, logits_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor | None:
+        if logits_BV.shape[-1] < _LONG_ROW or logits_BV.dtype != torch.float32 or library.library() is None:
+            return None
+        return operations.kept_mask(logits_BV, top_p_B, top_k_B)
 
     def loops_over_experts(self, x_RD: Tensor, longest: int, width: int, hidden: int) -> bool:
         small = longest * width * hidden < _OWN_SHAPE_PRODUCT
