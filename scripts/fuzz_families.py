@@ -139,6 +139,17 @@ def _glm4_moe(draw: random.Random, raw: Raw) -> None:
         raw["partial_rotary_factor"] = draw.choice([0.25, 0.5, 0.75, 1.0])
 
 
+def _gemma3_text(draw: random.Random, raw: Raw) -> None:
+    raw |= {"sliding_window": draw.choice([5, 11]), "query_pre_attn_scalar": draw.choice([8, 16, 24])}
+    raw["hidden_activation"] = "gelu_pytorch_tanh"
+    del raw["hidden_act"]
+    pattern = draw.random()
+    if pattern < 0.4:
+        raw["layer_types"] = draw.choices(["full_attention", "sliding_attention"], k=raw["num_hidden_layers"])
+    elif pattern < 0.8:
+        raw["sliding_window_pattern"] = draw.randint(1, 3)
+
+
 def _sigmoid_moe(draw: random.Random, raw: Raw) -> None:
     groups = draw.choice([1, 2, 4])
     raw |= {
@@ -164,6 +175,7 @@ FEATURES: dict[str, Callable[[random.Random, Raw], None]] = {
     "mistral": _mistral,
     "mixtral": _mixtral,
     "glm4_moe": _glm4_moe,
+    "gemma3_text": _gemma3_text,
 }
 
 
@@ -193,9 +205,17 @@ def rope(draw: random.Random) -> Raw:
 
 def with_rope(draw: random.Random, raw: Raw, settings: Raw) -> None:
     """Writes rotary settings in one of the two forms."""
+    by_layer = raw["model_type"] == "gemma3_text"
+    if by_layer:
+        settings.pop("truncate", None)  # transformers does not find it there
     if draw.random() < 0.5:
         raw["rope_parameters"] = settings
+        if by_layer:
+            near = {"rope_type": "default", "rope_theta": draw.choice([20.0, 100.0])}
+            raw["rope_parameters"] = {"full_attention": settings, "sliding_attention": near}
         return
+    if by_layer:
+        raw["rope_local_base_freq"] = draw.choice([20.0, 100.0])
     raw["rope_theta"] = settings.pop("rope_theta")
     if draw.random() < 0.5:
         settings["type"] = settings.pop("rope_type")

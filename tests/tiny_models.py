@@ -93,6 +93,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_experts": 1,
         "router_scores": "sigmoid",
     },
+    "gemma3_text": DENSE
+    | {
+        "layers": 3,
+        "head_dim": 16,
+        "tie_embeddings": True,
+        "windows": (8, 0, 8),
+        "window_rope_theta": 20.0,
+        "rope_theta": 500.0,
+        "rope_scaling": RopeScaling("linear", 4.0),
+        "attention_scale": 24**-0.5,
+        "gelu": True,
+        "output_norms": True,
+        "norm_offset": True,
+        "scale_embedding": True,
+    },
 }
 
 

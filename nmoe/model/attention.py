@@ -49,8 +49,8 @@ class Attention(nn.Module):
         columns = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, columns, config.qkv_bias)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
 
     def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend) -> Tensor:
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         """Query heads, then key heads."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            norms = self.q_norm.factors, self.k_norm.factors, self.q_norm.eps
         return ops_for(qkv_TNC).norm_and_rotate(qkv_TNC, norms, cos_T1c, sin_T1c, self.heads, self.kv_heads)
 
 

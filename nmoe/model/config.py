@@ -57,12 +57,17 @@ class ModelConfig(ModelShape):
     head_dim=32, experts=8, experts_per_token=2, expert_width=128, context_tokens=160)`.
 
     `experts = 0` is a dense model with SwiGLU blocks of `intermediate_size`; with experts, `dense_layers` names the layers that
-    have such a block in place of theirs. `swiglu_limit > 0` is gpt-oss's clamped SwiGLU in the experts.
+    have such a block in place of theirs. `swiglu_limit > 0` is gpt-oss's clamped SwiGLU in the experts. `gelu` puts GELU in the
+    place of SiLU.
+
+    `output_norms` norms what attention and feed-forward add to the residual stream, too; with `norm_offset` norms scale by one
+    plus their weight. `scale_embedding` multiplies embeddings by the root of their width (Gemma, arXiv:2403.08295).
 
     Attention: `windows` gives each layer's sliding window in tokens, itself included (0: everything before; empty: 0 in all
-    layers). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone. `attention_scale = 0` stands
-    for `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of them). `latent` replaces
-    grouped-query attention; `head_dim` is then `nope_dim + rope_dim`.
+    layers); `window_rope_theta` is the base of the rotary frequencies of layers with a window (0: that of the others, and
+    scaled like them). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone.
+    `attention_scale = 0` stands for `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of
+    them). `latent` replaces grouped-query attention; `head_dim` is then `nope_dim + rope_dim`.
 
     Routing: K of E by score plus a balancing bias that moves the choice alone. `router_bias_rate > 0` moves that bias by this
     rate after each optimizer step (Wang et al. 2024, arXiv:2408.15664). With `router_groups > 1` the choice is limited to the
@@ -80,10 +85,15 @@ class ModelConfig(ModelShape):
     output_bias: bool = False
     sinks: bool = False
     windows: Array[int] = ()
+    window_rope_theta: float = Field(default=0.0, ge=0)
     attention_scale: float = Field(default=0.0, ge=0)
     dense_layers: Array[int] = ()
     expert_bias: bool = False
     swiglu_limit: float = Field(default=0.0, ge=0)
+    gelu: bool = False
+    output_norms: bool = False
+    norm_offset: bool = False
+    scale_embedding: bool = False
     router_linear_bias: bool = False
     router_groups: int = Field(default=1, gt=0)
     router_groups_kept: int = Field(default=1, gt=0)
@@ -119,6 +129,10 @@ class ModelConfig(ModelShape):
                 yield Conflict("latent", "latent attention has neither qk_norm nor qkv_bias")
         if self.rotary_dim and (self.latent is not None or self.rotary_dim >= self.head_dim or self.head_dim % 2):
             yield Conflict("rotary_dim", f"is a part of a head of even width, not of head_dim = {self.head_dim}")
+        if self.window_rope_theta and not any(self.windows):
+            yield Conflict("window_rope_theta", "means something only beside windows")
+        if self.experts and self.gelu:
+            yield Conflict("gelu", "experts have SiLU")
         if self.experts:
             yield from self._expert_conflicts()
         elif self.dense_layers:

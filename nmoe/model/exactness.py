@@ -47,7 +47,7 @@ def _parts() -> dict[str, Callable[[slice], Tensor]]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    x_ND, heads_NHC, scale_D = draw(_ROWS, 96), draw(_ROWS, 6, 20), draw(96)
+    x_ND, heads_NHC, factors = draw(_ROWS, 96), draw(_ROWS, 6, 20), draw(96)
     wide, narrow, expert, head = draw(70, 96), draw(4, 96), draw(1, 96, 24), draw(4096, 96) / 10
     angles, tokens = draw(_ROWS, 1, 10), torch.arange(_ROWS)
     weights_NK, place_NK = (
@@ -75,8 +75,8 @@ def _parts() -> dict[str, Callable[[slice], Tensor]]:
         "products of experts": grouped,
         "sums over experts": lambda some: ops.combine(x_ND, weights_NK[some], place_NK[some]),
         "attention": attention,
-        "norms": lambda some: ops.rms_norm(x_ND[some], scale_D, 1e-6),
-        "norms of heads": lambda some: ops.rms_norm(heads_NHC[some, :5], scale_D[:20], 1e-6),
+        "norms": lambda some: ops.rms_norm(x_ND[some], factors, 1e-6),
+        "norms of heads": lambda some: ops.rms_norm(heads_NHC[some, :5], factors[:20], 1e-6),
         "rotary turns": lambda some: ops.rotate(heads_NHC[some, :5], angles[some].cos(), angles[some].sin()),
         "softmax": lambda some: x_ND[some, :48].softmax(-1),
         "sigmoid": lambda some: ops.sigmoid(heads_NHC[some]),

@@ -12,7 +12,7 @@ from nmoe.model.checkpoint import read_config
 from nmoe.model.shards import Shards
 
 # Settings that decoders had not when fingerprints were first written into adapters. At 0 they leave a decoder what it was.
-_LATER = ("rotary_dim",)
+_LATER = ("rotary_dim", "window_rope_theta", "gelu", "output_norms", "norm_offset", "scale_embedding")
 
 
 def fingerprint(directory: Path) -> str:

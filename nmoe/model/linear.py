@@ -29,12 +29,19 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last axis with a learned scale (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Root-mean-square normalisation over the last axis with a learned scale (Zhang and Sennrich 2019, arXiv:1910.07467): the
+    weight or, with `offset`, one plus the weight."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width) if offset else torch.ones(width))
+        self.eps, self.offset = eps, offset
+
+    @property
+    def factors(self) -> Tensor:
+        """What the normalised numbers are multiplied by."""
+        # The sum is rounded only once.
+        return (1 + self.weight.float()).to(self.weight.dtype) if self.offset else self.weight
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        return ops_for(x_ND).rms_norm(x_ND, self.weight, self.eps)
+        return ops_for(x_ND).rms_norm(x_ND, self.factors, self.eps)

@@ -293,3 +293,12 @@ class SwiGLU(nn.Module):
             hidden_TF = ops_for(gate_up_TF, gate_up.exact).swiglu(gate_up_TF)
         out_TD: Tensor = self.down_proj(hidden_TF)
         return out_TD
+
+
+class GeGLU(SwiGLU):
+    """The same with GELU, by its approximation with tanh, in the place of SiLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_up_TF = self.gate_up_proj(x_TD)
+        out_TD: Tensor = self.down_proj(ops_for(gate_up_TF, self.gate_up_proj.exact).geglu(gate_up_TF))
+        return out_TD

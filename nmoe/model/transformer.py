@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig, Numerics
 from nmoe.model.linear import Linear, RMSNorm
-from nmoe.model.moe import MoE, Router, RouterTrace, SwiGLU
+from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.ops.head import head_product
 from nmoe.model.rope import rope_table
 
@@ -31,15 +33,32 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         self.attention = Attention(config, layer) if config.latent is None else LatentAttentionBlock(config, layer)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.ffn = MoE(config) if layer in config.moe_layers else SwiGLU(config.hidden_size, config.intermediate_size)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+        dense = GeGLU if config.gelu else SwiGLU
+        self.ffn = MoE(config) if layer in config.moe_layers else dense(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_T1c, sin_T1c, attend)
         y_TD = self.ffn_norm(x_TD)
         return x_TD + (self.ffn(y_TD, trace) if isinstance(self.ffn, MoE) else self.ffn(y_TD))
+
+
+class SandwichBlock(Block):
+    """The same with a norm of what attention and feed-forward add, as well (Gemma 2, arXiv:2408.00118, section 2)."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.attention_output_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+        self.ffn_output_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+
+    def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
+        y_TD = self.attention(self.attention_norm(x_TD), cos_T1c, sin_T1c, attend)
+        x_TD = x_TD + self.attention_output_norm(y_TD)
+        y_TD = self.ffn_norm(x_TD)
+        y_TD = self.ffn(y_TD, trace) if isinstance(self.ffn, MoE) else self.ffn(y_TD)
+        return x_TD + self.ffn_output_norm(y_TD)
 
 
 def _plain(
@@ -93,8 +112,9 @@ class Transformer(nn.Module):
         # saved.
         self.generation: dict[str, Any] = {}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        block = SandwichBlock if config.output_norms else Block
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.reset_tables()
 
@@ -108,15 +128,37 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
+        if config.window_rope_theta:
+            cos, sin = rope_table(config.context_tokens, config.rope_dim, config.window_rope_theta, None, unturned)
+            self.register_buffer("window_rope_cos", cos.to(device), persistent=False)
+            self.register_buffer("window_rope_sin", sin.to(device), persistent=False)
+            self.window_rope_cos: Tensor
+            self.window_rope_sin: Tensor
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
         """Final hidden states `[T, D]`, normalised. `positions_T` counts from 0 within each sequence."""
         cos_T1c = self.rope_cos.index_select(0, positions_T).unsqueeze(1)
         sin_T1c = self.rope_sin.index_select(0, positions_T).unsqueeze(1)
         x_TD = F.embedding(token_ids_T, self.embedding.weight)
+        if self.config.scale_embedding:
+            # Rounded to the embedding's dtype, as in Gemma's release.
+            x_TD = x_TD * torch.tensor(self.config.hidden_size**0.5, dtype=x_TD.dtype).item()
         run = _checkpointed if self.checkpoint_activations and torch.is_grad_enabled() else _plain
+        if self.config.window_rope_theta:
+            return self._by_two_tables(x_TD, positions_T, (cos_T1c, sin_T1c), partial(run, attend=attend, trace=trace))
         for block in self.blocks:
             x_TD = run(block, x_TD, cos_T1c, sin_T1c, attend, trace)
+        out_TD: Tensor = self.norm(x_TD)
+        return out_TD
+
+    def _by_two_tables(
+        self, x_TD: Tensor, positions_T: Tensor, others: tuple[Tensor, Tensor], run: Callable[..., Tensor]
+    ) -> Tensor:
+        """The rest of `forward` where layers with a window turn by a table of their own."""
+        cos_T1c = self.window_rope_cos.index_select(0, positions_T).unsqueeze(1)
+        sin_T1c = self.window_rope_sin.index_select(0, positions_T).unsqueeze(1)
+        for layer, block in enumerate(self.blocks):
+            x_TD = run(block, x_TD, *((cos_T1c, sin_T1c) if self.config.window(layer) else others))
         out_TD: Tensor = self.norm(x_TD)
         return out_TD
 
@@ -158,7 +200,7 @@ class Transformer(nn.Module):
                 parameter.zero_()
                 continue
             if parameter.dim() == 1:
-                parameter.fill_(1.0)  # norms
+                parameter.fill_(0.0 if self.config.norm_offset else 1.0)  # norms
                 continue
             # Linear weights are [out, in], experts' [E, in, out].
             std = 0.02 if name == "embedding.weight" else parameter.shape[1] ** -0.5

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
@@ -80,6 +81,7 @@ FAMILIES["glm4_moe"] = Glm4MoeConfig(
     attention_bias=True,
     use_qk_norm=True,
 )
+FAMILIES["gemma3_text"] = Gemma3TextConfig(**SHAPE, sliding_window=8)
 FAMILIES["qwen2"] = Qwen2Config(**SHAPE)
 FAMILIES["mixtral"] = MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2)
 DENSE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
@@ -98,6 +100,7 @@ CASES = [
     ("deepseek_v3", EXPERTS | LATENT),
     ("glm4_moe", EXPERTS),
     ("qwen2", DENSE),
+    ("gemma3_text", DENSE),
     ("mixtral", EXPERTS),
 ]
 LENGTHS = [5, 1, 17, 9]

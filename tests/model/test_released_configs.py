@@ -248,6 +248,40 @@ RELEASED: dict[str, tuple[dict[str, Any], int]] = {
         },
         46_702_792_704,
     ),
+    "gemma-3-1b-it": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "cache_implementation": "hybrid",
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "initializer_range": 0.02,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": 262144,
+        },
+        999_885_952,
+    ),
     "GLM-4.5-Air": (
         _GLM
         | {
@@ -349,8 +383,10 @@ def test_a_released_configuration(raw: dict[str, Any], parameters: int) -> None:
     assert sum(math.prod(entry.shape) for entry in family.entries(config)) == parameters
     assert config.rope_theta == raw["rope_theta"]
     assert config.context_tokens == raw["max_position_embeddings"]
-    window = raw["sliding_window"] if raw.get("use_sliding_window", raw["model_type"] == "mistral") else None
-    assert config.windows == ((window,) * config.layers if window else ())
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    pattern = raw.get("sliding_window_pattern", config.layers + 1)
+    windows = tuple(window if (layer + 1) % pattern else 0 for layer in range(config.layers)) if window else ()
+    assert config.windows == windows
     exported = FAMILIES.get("deepseek_v3") if raw["model_type"] == "kimi_k2" else family
     assert family_of(config) is exported
     # Every setting that both have comes out as it went in.

@@ -9,6 +9,7 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import (
     deepseek_v3,
+    gemma3_text,
     glm4_moe,
     gpt_oss,
     kimi_k2,
@@ -35,6 +36,7 @@ _OWN = (
     mixtral,
     glm4_moe,
     kimi_k2,
+    gemma3_text,
 )
 FAMILIES = Registry(
     "family", {family.MODEL_TYPE: f"{__name__}:{family.__name__.rpartition('.')[2]}" for family in _OWN}

@@ -51,10 +51,11 @@ class Settings:
         return tuple(value)
 
     def only(self, key: str, *values: Any) -> None:
-        """Raises UserError if the key has a value other than these."""
+        """Raises UserError if the key has a value other than these; null is none."""
         if key in self.raw and self.raw[key] not in values:
             known = " or ".join(repr(value) for value in values)
-            raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported, only {known}")
+            only = f", only {known}" if known else ""
+            raise UserError(f"{self.model_type}: {key} = {self.raw[key]!r} is not supported{only}")
 
     def refuse_null(self, *keys: str) -> None:
         """Raises UserError if one of these keys is null, which does not mean the same as leaving it out."""

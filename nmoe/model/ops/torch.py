@@ -113,6 +113,15 @@ class TorchOps:
         """`x * sigmoid(x)`."""
         return F.silu(x)
 
+    def gelu(self, x: Tensor) -> Tensor:
+        """GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+        return F.gelu(x, approximate="tanh")
+
+    def geglu(self, gate_up_NF: Tensor) -> Tensor:
+        """`gelu(gate) * up`, of the two halves of the last axis."""
+        gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
+        return self.gelu(gate_NF) * up_NF
+
     def swiglu(self, gate_up_NF: Tensor, limit: float = 0.0) -> Tensor:
         """`silu(gate) * up`, of the two halves of the last axis (Shazeer 2020, arXiv:2002.05202). With a limit, gpt-oss's clamped
         form: gate at most and up within the limit, then `gate * sigmoid(1.702 gate) * (up + 1)`."""

@@ -8,6 +8,7 @@ on the batch and the threads. So the sigmoid is computed from the exponential. G
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from nmoe.model.ops.cpu.packing import kept
 from nmoe.model.ops.exact import attention, grid
 from nmoe.model.ops.gradients import Linear, LinearByGroup, sum_rows_in_order
 from nmoe.model.ops.torch import TorchOps
+
+_GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class ExactSums(TorchOps, ABC):
@@ -62,6 +65,10 @@ class ExactSums(TorchOps, ABC):
 
     def silu(self, x: Tensor) -> Tensor:
         return x * self.sigmoid(x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        # (1 + tanh(y)) / 2 is the sigmoid of 2y.
+        return x * self.sigmoid(_GELU * (x + 0.044715 * (x * x * x)))
 
     def causal_attention(
         self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
