@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger
-from nmoe.runs.storage import remove_partials, step_of, storage_errors, write_atomically
+from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 # What may change when a run is resumed: how long it goes on and what is kept. Another number of steps is another schedule, so that
@@ -92,7 +92,7 @@ class RunDirectory:
         """
         with storage_errors(path), ExitStack() as undo:
             _refuse_unless_free(path, resume)
-            _make(path)
+            make_directory(path, "choose another --run.directory=DIRECTORY")
             lock = RunLock(path / ".lock")
             undo.callback(lock.release)
             # Again: another process may have created the run before the lock was taken.
@@ -144,13 +144,6 @@ def read_provenance(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or "resumed" not in record:
         raise UserError(f"{file}: not the provenance of a run (no 'resumed'); put back the file the run wrote")
     return record
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError:  # a file system such as /proc, which takes no directories
-        raise UserError(f"{path}: no directory can be made there; choose another --run.directory=DIRECTORY") from None
 
 
 def _refuse_unless_free(path: Path, resume: bool) -> None:

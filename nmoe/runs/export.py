@@ -14,7 +14,7 @@ from nmoe.model.checkpoint import export_model, stored_dtype
 from nmoe.model.peft_format import is_adapter, save_adapter
 from nmoe.model.policy import base_of, load_policy
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.storage import storage_errors
+from nmoe.runs.storage import make_directory, storage_errors
 from nmoe.text.harmony import Harmony
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT
 from nmoe.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def export_checkpoint(
     with storage_errors(directory):
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            make_directory(partial, "name another to export to")
             if lora is None:
                 export_model(model, partial)
             elif format == "peft":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from nmoe.errors import StorageError
+from nmoe.errors import StorageError, UserError
 
 _STORAGE_ERRNOS = {
     errno.ENOSPC,
@@ -43,6 +43,14 @@ def storage_errors(path: Path) -> Iterator[None]:
             f"{path}: cannot be written: {reason} ({_bytes_free(path):,} bytes free on its disk). "
             "Make room or permit writing there; a run goes on from its last checkpoint with --run.resume=true."
         ) from error
+
+
+def make_directory(path: Path, remedy: str) -> None:
+    """Makes a directory that may exist, with those above it. Raises UserError, with the remedy, where none can be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, NotADirectoryError):  # a file system such as /proc takes none, and a file holds none
+        raise UserError(f"{path}: no directory can be made there; {remedy}") from None
 
 
 def write_atomically(path: Path, content: bytes) -> None:

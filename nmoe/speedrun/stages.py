@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nmoe.errors import UserError
-from nmoe.runs.storage import storage_errors, write_atomically
+from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
 # Marks the directory of a speedrun, which the next one may replace.
 _MARKER = ".speedrun"
@@ -121,7 +121,7 @@ class Stages:
 
 def _clear(out: Path) -> None:
     with storage_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out, "choose another --out")
         (out / _MARKER).touch()
         for path in out.iterdir():
             if path.name == _MARKER:

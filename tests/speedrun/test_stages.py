@@ -62,6 +62,9 @@ def test_what_can_not_be_resumed(tmp_path: Path) -> None:
         pipeline(tmp_path, [], resume=True)
     assert list(tmp_path.iterdir()) == []
     pipeline(tmp_path, [], resume=False)
+    for nowhere in (tmp_path / "stages.json" / "x", Path("/proc/x")):
+        with pytest.raises(UserError, match=rf"{nowhere}: no directory can be made there; choose another --out"):
+            pipeline(nowhere, [], resume=False)
     with pytest.raises(UserError, match=r'began with \{"seed": 0\}, which \{"seed": 1\} does not go on'):
         pipeline(tmp_path, [], resume=True, seed=1)
     (tmp_path / "stages.json").write_text(json.dumps({"settings": {"seed": 0}, "done": [{"name": "one"}]}))
