@@ -74,7 +74,7 @@ class _Kind:
         found = [one for one in known if one.name == name]
         if found:
             return self._only(found)
-        hint = _did_you_mean(name, known)
+        hint = self._hint(name, known)
         if path.exists() or (match["suffix"] and not hint):
             return path
         raise UserError(
@@ -87,9 +87,16 @@ class _Kind:
         known, name = self.all(), named.removesuffix(".toml")
         found = [one for one in known if one.name == name]
         if not found:
-            hint = _did_you_mean(name, known)
+            hint = self._hint(name, known)
             raise UserError(f"there is no packaged {self.noun} {named!r}{hint} (`{self.listed_by}` shows them)")
         return self._only(found)
+
+    def _hint(self, name: str, known: list[Packaged]) -> str:
+        other = _ENVIRONMENT if self is _CONFIGURATION else _CONFIGURATION
+        if any(one.name == name for one in other.all()):
+            return f"; there is a packaged {other.noun} of that name"
+        alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
+        return f"; did you mean {alike[0]!r}?" if alike else ""
 
     def _only(self, found: list[Packaged]) -> Path:
         one, *others = found
@@ -146,11 +153,6 @@ class _Kind:
                 return file
             looked_at.append(str(file if resource is None or "." not in resource else directory / resource))
         raise UserError(f"the entry point {value!r} leads to no {self.noun}: there is no {' or '.join(looked_at)}")
-
-
-def _did_you_mean(name: str, known: list[Packaged]) -> str:
-    alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
-    return f"; did you mean {alike[0]!r}?" if alike else ""
 
 
 _ENVIRONMENT = _Kind("environment", ENVIRONMENTS, "environment.toml", "nmoe env list")

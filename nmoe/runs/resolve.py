@@ -23,12 +23,14 @@ def resolve_checkpoint(path: Path) -> Path:
             return candidate
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
-    hub = ""
-    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+    remedy = ""
+    if not path.exists() and path.parts[:2] == ("runs", "speedrun"):  # where the packaged configurations start
+        remedy = "; `nmoe speedrun` makes it, or a command in the first lines of the configuration that asks for it"
+    elif not path.exists() and _HUB_NAME.fullmatch(str(path)):
         fetch = f"hf download {path} --local-dir {path.name}"
-        hub = f"; if it is a model on the Hugging Face hub, fetch it and name the directory: {fetch}"
+        remedy = f"; if it is a model on the Hugging Face hub, fetch it and name the directory: {fetch}"
     raise UserError(
-        f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){hub}"
+        f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
     )
 
 

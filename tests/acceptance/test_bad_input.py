@@ -86,6 +86,9 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
         "Qwen/Qwen3-0.6B: neither a checkpoint",
         "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
     )
+    refused(
+        nmoe("rl", "train", "sort_grpo"), "runs/speedrun/base: neither a checkpoint", "; `nmoe speedrun` makes it, or"
+    )
     (tmp_path / "pool.jsonl").unlink()
     refused(nmoe("rl", "train", "x.toml"), "pool.jsonl: ", "No such file")
     for verb in (["eval", "nowhere", "x.toml"], ["chat", "nowhere"]):

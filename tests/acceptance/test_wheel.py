@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 OFFLINE = ["--no-deps", "--no-index"]
 
-# The speedrun's first stage on a few documents, with the settings of all stages loaded, and a step of its second.
+# The speedrun's first stage on a few documents and without the verifier's, with the settings of all stages loaded; and a step of
+# its second.
 SPEEDRUN = """
 import sys
 from importlib import import_module
@@ -28,6 +29,7 @@ from nmoe.recipes.pretrain import pretrain
 
 speedrun = import_module("nmoe.speedrun.speedrun")
 speedrun.TOKENIZER_DOCUMENTS, speedrun.CORPUS_DOCUMENTS, speedrun.TOOL_DOCUMENTS = 200, 200, 20
+speedrun.write_domain = lambda out, seed: None
 out = Path("out")
 out.mkdir()
 speedrun.Pipeline(out, 0, True, False)

@@ -148,6 +148,14 @@ def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: py
             UserError, match=rf"^{wrong}: no such file .* packaged configuration .* did you mean 'sort_grpo'\?"
         ):
             load_run(Path(wrong), RLConfig)
+    with pytest.raises(
+        UserError, match=r"^skills: .* packaged configuration of that name; there is a packaged environment of that"
+    ):
+        load_run(Path("skills"), RLConfig)
+    with pytest.raises(
+        UserError, match=r"^sort_ppo: .* packaged environment of that name; there is a packaged configuration of"
+    ):
+        find_environment("sort_ppo")
     with pytest.raises(ConfigError, match=r"^wholly-else\.toml: no such file$"):
         load_run(Path("wholly-else.toml"), RLConfig)
     (tmp_path / "folder").mkdir()
