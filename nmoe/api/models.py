@@ -20,6 +20,7 @@ from nmoe.envs.prompts import split_prompt
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
+from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
@@ -45,17 +46,23 @@ class Completion:
     finish_reason: FinishReason
 
 
-def load_model(path: str | Path) -> Transformer:
-    """Loads the model of a run or checkpoint; an adapter comes on its base.
+def load_model(path: str | Path, device: str = "auto") -> Transformer:
+    """Loads the model of a run or checkpoint; an adapter comes on its base. `device` is "auto" (a GPU where there is one), "cpu",
+    "cuda" or, of several, "cuda:1"; the weights are float32 on a CPU and bfloat16 on a GPU.
 
         >>> import nmoe
         >>> model = nmoe.load_model(checkpoint)
         >>> model.config.vocab_size
         233
 
-    Raises UserError for a path that holds no model, and for a model of an unknown family.
+    Raises UserError for a path that holds no model, a model of an unknown family, and a device that is not there.
     """
-    return load_policy(resolve_checkpoint(Path(path)))[0]
+    return _loaded(resolve_checkpoint(Path(path)), device)
+
+
+def _loaded(directory: Path, device: str) -> Transformer:
+    on = choose_device(device, "device")
+    return load_policy(directory, dtype_for(on), on)[0]
 
 
 def generate(
@@ -68,6 +75,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    device: str = "auto",
 ) -> list[list[Completion]]:
     """Samples `n` completions of each prompt: one list per prompt.
 
@@ -78,11 +86,11 @@ def generate(
 
     A prompt is a text or a list of messages; it is rendered in the format of the environment that the model was
     trained on, else in the one that the tokenizer is made for: Harmony, its chat template, or plain text. The samples
-    depend on `seed` and on the place of the prompt, not on the other prompts. Raises UserError for a prompt that
-    leaves no room in the model's context.
+    depend on `seed` and on the place of the prompt, not on the other prompts. `device` is that of `load_model`.
+    Raises UserError for a prompt that leaves no room in the model's context.
     """
     directory = resolve_checkpoint(Path(model))
-    tokenizer, loaded = Tokenizer.load(directory), load_policy(directory)[0]
+    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device).requires_grad_(False)
     trained = trained_on(Path(model))
     form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
     renderer = RENDERERS[form](tokenizer)
@@ -120,6 +128,7 @@ def evaluate(
     temperature: float = 0.0,
     max_new_tokens: int = 256,
     seed: int = 0,
+    device: str = "auto",
 ) -> list[Evaluation]:
     """Evaluates a model on the problems of an environment: over all of them first, then by source.
 
@@ -130,12 +139,13 @@ def evaluate(
 
     `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
     gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and `majority@n` as well.
+    `device` is that of `load_model`.
     Raises UserError for problems without a right answer.
     """
     from nmoe.eval.evaluate import evaluate as evaluated
 
     directory = resolve_checkpoint(Path(model))
-    tokenizer, loaded = Tokenizer.load(directory), load_policy(directory)[0]
+    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device).requires_grad_(False)
     settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))
     environment = Environment.from_settings(settings, tokenizer)
     # The records of a dataset have no held-out split: they are what was asked for.

@@ -38,6 +38,13 @@ Temperature = Annotated[
         metavar="NUMBER", min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token."
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        help="What the model computes on: auto (a GPU where there is one), cpu, cuda or, of several, cuda:1.",
+    ),
+]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random draws.")]
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Seed, Temperature
+from nmoe.cli.arguments import Checkpoint, Device, Seed, Temperature
 
 
 def chat(
@@ -29,6 +29,7 @@ def chat(
         ),
     ] = "auto",
     seed: Seed = 0,
+    device: Device = "auto",
 ) -> None:
     """Chat with a checkpoint in the terminal.
 
@@ -42,4 +43,4 @@ def chat(
     """
     from nmoe.serve.chat import chat
 
-    chat(checkpoint, temperature, max_new_tokens, seed, system, format)
+    chat(checkpoint, temperature, max_new_tokens, seed, system, format, device)

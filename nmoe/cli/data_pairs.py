@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Seed, Temperature
+from nmoe.cli.arguments import Checkpoint, Device, Seed, Temperature
 
 
 def pairs(
@@ -21,6 +21,7 @@ def pairs(
     samples: Annotated[int, typer.Option(metavar="N", min=2, help="Completions per problem.")] = 8,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
+    device: Device = "auto",
 ) -> None:
     """Sample preference pairs from a checkpoint.
 
@@ -32,4 +33,4 @@ def pairs(
     """
     from nmoe.recipes.sampled_pairs import write_pairs
 
-    typer.echo(write_pairs(checkpoint, environment, file, problems, samples, temperature, seed))
+    typer.echo(write_pairs(checkpoint, environment, file, problems, samples, temperature, seed, device))

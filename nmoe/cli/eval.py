@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Seed, Temperature
+from nmoe.cli.arguments import Checkpoint, Device, Seed, Temperature
 from nmoe.errors import UserError
 
 
@@ -29,6 +29,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="Completions per problem.")] = 1,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
+    device: Device = "auto",
     best_of: Annotated[
         Path | None,
         typer.Option(
@@ -68,7 +69,7 @@ def evaluate(
             )
         from nmoe.eval.format_check import format_check as check_format
 
-        for line in check_format(checkpoint, environment, problems or 20, seed):
+        for line in check_format(checkpoint, environment, problems or 20, seed, device):
             typer.echo(line)
         return
     if environment is None:
@@ -76,4 +77,5 @@ def evaluate(
     from nmoe.eval.command import evaluate_command
     from nmoe.verifier.scorers import load_scorer
 
-    evaluate_command(checkpoint, environment, problems or 200, samples, temperature, seed, load_scorer, best_of, out)
+    asked = (problems or 200, samples, temperature, seed)
+    evaluate_command(checkpoint, environment, *asked, load_scorer, best_of, out, device)

@@ -23,24 +23,25 @@ def evaluate_command(
     samples: int,
     temperature: float,
     seed: int,
-    load_scorer: Callable[[Path], Scorer],
+    load_scorer: Callable[[Path, str], Scorer],
     best_of: Path | None = None,
     out: Path | None = None,
+    device: str = "auto",
 ) -> None:
     """Prints one line per evaluation, and writes them to `out` with the answers to every problem.
 
     With `best_of`, the scorer that `load_scorer` loads from it chooses among the samples.
 
-    Raises UserError for a checkpoint or environment that cannot be loaded or sampled. After Ctrl-C, the finished problems are
-    evaluated, printed and written, then SamplingInterruptedError is raised.
+    Raises UserError for a checkpoint or environment that cannot be loaded or sampled, and a device that is not there. After Ctrl-C,
+    the finished problems are evaluated, printed and written, then SamplingInterruptedError is raised.
     """
     if best_of is not None and samples < 2:
         raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
-    scorer = None if best_of is None else load_scorer(best_of)
+    scorer = None if best_of is None else load_scorer(best_of, device)
     interrupted: SamplingInterruptedError | None = None
-    with open_subject(checkpoint, environment, problems, on_held_out=True) as subject:
+    with open_subject(checkpoint, environment, problems, on_held_out=True, device=device) as subject:
         refuse_open_problems(subject.environment)
         env_id = subject.environment.settings.env_id
         groups: Sequence[Group] = ()

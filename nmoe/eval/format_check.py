@@ -35,13 +35,17 @@ SAMPLES = 8
 HARD_LEVELS = ("4", "5")
 
 
-def format_check(checkpoint: Path, environment: Path | None, problems: int, seed: int) -> Iterator[str]:
+def format_check(
+    checkpoint: Path, environment: Path | None, problems: int, seed: int, device: str = "auto"
+) -> Iterator[str]:
     """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
 
     Raises UserError for a checkpoint or environment that cannot be loaded.
     """
     named: Path | EnvironmentSettings = environment or environment_of(checkpoint)
-    with open_subject(checkpoint, named, problems, on_held_out=True, prepare=hard_problems_alone) as subject:
+    with open_subject(
+        checkpoint, named, problems, on_held_out=True, prepare=hard_problems_alone, device=device
+    ) as subject:
         groups = subject.sample(problems, 1, 0.0, seed)
         sampled = subject.sample(problems, SAMPLES, 1.0, seed) if has_gold(groups) else []
         yield from report(subject.environment, [group.trajectories[0] for group in groups], sampled)

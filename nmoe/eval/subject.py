@@ -17,6 +17,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import distinct_problems, sample_problems
+from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
@@ -89,13 +90,16 @@ def open_subject(
     *,
     on_held_out: bool,
     prepare: Callable[[Environment], None] = lambda _: None,
+    device: str = "auto",
 ) -> Iterator[Subject]:
     """Opens the model of a run or checkpoint with an environment.
 
     `on_held_out` takes the environment's eval split if it has one. `prepare` may select among the environment's problems.
-    Raises UserError for what cannot be loaded, and if one of the first `problems` prompts fills the model's context.
+    Raises UserError for what cannot be loaded, for a device that is not there, and if one of the first `problems` prompts fills the
+    model's context.
     """
     torch.set_num_threads(choose_threads(0))
+    on = choose_device(device, "--device")
     directory = resolve_checkpoint(checkpoint)
     settings = environment if isinstance(environment, EnvironmentSettings) else load_environment(environment)
     loaded = Environment.from_settings(settings, Tokenizer.load(directory))
@@ -103,7 +107,7 @@ def open_subject(
         loaded = loaded.held_out()
         print("on the eval split, which training never meets")
     prepare(loaded)
-    model = load_policy(directory)[0]
+    model = load_policy(directory, dtype_for(on), on)[0].requires_grad_(False)
     start = loaded.state()
     longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
     if longest >= model.config.context_tokens:

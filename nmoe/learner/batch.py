@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nmoe.model.device import put
+
 Aggregation = Literal["token", "sequence", "constant"]
 
 
@@ -89,7 +91,7 @@ class Batch:
             places.append(np.arange(run, run + length - skipped))
             start, run = start + length, run + length - skipped
         device = self.inputs_T.device
-        return torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(np.concatenate(places)).to(device)
+        return put(np.concatenate(rows), device), put(np.concatenate(places), device)
 
     def without_routes(self) -> Batch:
         """The batch for another model, which picks its own experts: recorded routes belong to the policy that sampled."""
@@ -112,7 +114,7 @@ class Batch:
         return torch.arange(len(self.lengths)) if self.samples is None else torch.tensor(self.samples)
 
     def to(self, device: torch.device) -> Batch:
-        columns: dict[str, Any] = {name: values_T.to(device) for name, values_T in self._columns()}
+        columns: dict[str, Any] = {name: put(values_T, device) for name, values_T in self._columns()}
         return replace(self, **columns)
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Outputs
+from nmoe.model.device import put
 from nmoe.model.head import Head
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
@@ -34,14 +35,14 @@ def split(
     for first in range(0, len(parts), ranks.size):
         own = first + ranks.rank
         micro, rows_T = batch.select(parts[own] if own < len(parts) else parts[0])
-        yield micro.to(model.embedding.weight.device), rows_T, own < len(parts)
+        yield micro.to(model.device), rows_T, own < len(parts)
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
     """Final hidden states of the scored tokens, `[N, D]`. Fills the trace for all tokens of the micro-batch. Of rows that several
     sequences share, the recorded routes of the first sequence are replayed."""
     device = micro.inputs_T.device
-    positions_T = micro.positions().to(device)
+    positions_T = put(micro.positions(), device)
     if (shared := micro.shared_rows()) is None:
         attend = PackedAttention(micro.lengths, device, model.exact)
         states_TD: Tensor = model(micro.inputs_T, positions_T, attend, trace)

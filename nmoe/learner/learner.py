@@ -24,6 +24,7 @@ from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
+from nmoe.model.device import put
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
@@ -105,6 +106,8 @@ class Learner:
         assert head is not None or not head_only, "a learner of a head alone has one"
         assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
         self.model, self.lora, self.head, self.head_only = model, lora, head, head_only
+        if head is not None:
+            head.to(model.device)
         self.ranks = ranks or Ranks()
         if lora is not None and self.ranks.size > 1:
             raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
@@ -294,6 +297,6 @@ def _scored(micro: Batch) -> Scored:
         returns_N=column(micro.returns_T),
         old_values_N=column(micro.old_values_T),
         labels_N=column(micro.labels_T),
-        sequence_N=micro.sequence_ids().to(micro.scored_T.device)[micro.scored_T],
+        sequence_N=put(micro.sequence_ids(), micro.scored_T.device)[micro.scored_T],
         pairs=micro.pairs,
     )

@@ -159,9 +159,9 @@ class Optimizer:
         tensors: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{name}/{key}"] = whole(value).contiguous()
+                tensors[f"{name}/{key}"] = whole(value).cpu().contiguous()
             if master is not parameter:
-                tensors[f"{name}/master"] = whole(master.detach())
+                tensors[f"{name}/master"] = whole(master.detach()).cpu()
         if not writes:
             return
         save_file(tensors, directory / "optimizer.safetensors")
@@ -190,7 +190,7 @@ class Optimizer:
                 master.data.copy_(like(states.pop("master"), master))
             if not states and self.steps:
                 raise UserError(f"{directory / 'optimizer.safetensors'}: no state for parameter {name}")
-            self.adamw.state[master] = {key: like(value, master) for key, value in states.items()}
+            self.adamw.state[master] = {key: like(value.to(master.device), master) for key, value in states.items()}
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -36,12 +36,18 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: torc
     20 MiB.
     """
     family, config = read_config(directory)
+    model = new_model(config, dtype, device)
+    model.generation = _read_generation(directory)
+    fill(model.state_dict(), family, config, Shards(directory))
+    return model
+
+
+def new_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """A model whose weights and routers' biases are not set yet, allocated where and as they will be."""
     with torch.device("meta"):
         model = cast(Transformer(config), dtype)
     model = model.to_empty(device=device)
     model.reset_tables()
-    model.generation = _read_generation(directory)
-    fill(model.state_dict(), family, config, Shards(directory))
     return model
 
 

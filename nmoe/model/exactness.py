@@ -21,38 +21,39 @@ from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
 
 _ROWS = 97
+_CPU = torch.device("cpu")
 _SOME = (slice(0, 1), slice(0, 8), slice(5, 22), slice(40, 41), slice(64, _ROWS))
 
 
 @torch.no_grad()
-def inexact_parts() -> list[str]:
+def inexact_parts(device: torch.device = _CPU) -> list[str]:
     """The parts in which some row's bits change with the batch; empty if exact numerics are exact."""
     found = []
-    for name, part in _parts().items():
+    for name, part in _parts(device).items():
         whole = part(slice(0, _ROWS))
         if not all(torch.equal(part(some), whole[some]) for some in _SOME):
             found.append(name)
     return found
 
 
-def numerics_here(asked: str) -> str:
-    """What a run records of its numerics: `fast`, `exact`, or, for example, `exact, but for norms`."""
-    inexact = inexact_parts() if asked == "exact" else []
+def numerics_here(asked: str, device: torch.device = _CPU) -> str:
+    """What a run records of its numerics on this device: `fast`, `exact`, or, for example, `exact, but for norms`."""
+    inexact = inexact_parts(device) if asked == "exact" else []
     return f"{asked}, but for {', '.join(inexact)}" if inexact else asked
 
 
-def _parts() -> dict[str, Callable[[slice], Tensor]]:
+def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(device)
 
     x_ND, heads_NHC, factors = draw(_ROWS, 96), draw(_ROWS, 6, 20), draw(96)
     wide, narrow, expert, head = draw(70, 96), draw(4, 96), draw(1, 96, 24), draw(4096, 96) / 10
-    angles, tokens = draw(_ROWS, 1, 10), torch.arange(_ROWS)
+    angles, tokens = draw(_ROWS, 1, 10), torch.arange(_ROWS, device=device)
     weights_NK, place_NK = (
-        torch.rand(_ROWS, 3, generator=generator),
-        torch.randint(_ROWS, (_ROWS, 3), generator=generator),
+        torch.rand(_ROWS, 3, generator=generator).to(device),
+        torch.randint(_ROWS, (_ROWS, 3), generator=generator).to(device),
     )
     layer, ops = AttentionLayer(0, 0.2), ops_for(x_ND, exact=True)
 

@@ -46,7 +46,7 @@ class Head(nn.Module):
         outputs, hidden_size = self.weight.shape
         description = {"hidden_size": hidden_size, "outputs": outputs, "kind": self.kind}
         (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, directory / WEIGHTS)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}, directory / WEIGHTS)
 
     def load_weights(self, directory: Path) -> None:
         """Loads the weights of a checkpoint's head. Raises UserError as `load_head` does, and if the number of outputs

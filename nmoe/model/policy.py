@@ -14,14 +14,16 @@ from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, r
 from nmoe.model.transformer import Transformer
 
 
-def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Lora | None]:
+def load_policy(
+    directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Transformer, Lora | None]:
     """The model of a checkpoint and, if the checkpoint is an adapter, the adapter on it.
 
     Raises UserError as `load_model` and `read_adapter` do, if the base is not on this machine, and if the base's weights are
     not those that an nmoe adapter was trained with.
     """
     if not is_adapter(directory):
-        return load_model(directory, dtype), None
+        return load_model(directory, dtype, device), None
     base, trained_beside = base_of(directory), read_base(directory)[1]
     own = fingerprint(base)
     if trained_beside not in (None, own):
@@ -29,7 +31,7 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Tr
             f"{directory / BASE}: trained beside {base} when that had the fingerprint {trained_beside}; it now holds another "
             f"configuration or other weights ({own}). Put the base back"
         )
-    model = load_model(base, dtype)
+    model = load_model(base, dtype, device)
     adapter = read_adapter(model, directory)
     lora = adapter.attach(model, str(base), own)
     lora.notes = (*adapter.notes, *base_notes(directory, str(base), own))

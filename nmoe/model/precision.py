@@ -3,14 +3,11 @@ sums within norms, logits and softmax stay in fp32, because rounding them would 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from nmoe.model.device import Precision
 from nmoe.model.moe import Router
 from nmoe.model.transformer import Transformer
-
-Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def set_precision(model: Transformer, precision: Precision) -> Transformer:

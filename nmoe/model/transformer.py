@@ -123,15 +123,14 @@ class Transformer(nn.Module):
         config = self.config
         unturned = config.head_dim - config.rotary_dim if config.rotary_dim else 0
         cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling, unturned)
-        device = self.embedding.weight.device
-        self.register_buffer("rope_cos", cos.to(device), persistent=False)
-        self.register_buffer("rope_sin", sin.to(device), persistent=False)
+        self.register_buffer("rope_cos", cos.to(self.device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
         if config.window_rope_theta:
             cos, sin = rope_table(config.context_tokens, config.rope_dim, config.window_rope_theta, None, unturned)
-            self.register_buffer("window_rope_cos", cos.to(device), persistent=False)
-            self.register_buffer("window_rope_sin", sin.to(device), persistent=False)
+            self.register_buffer("window_rope_cos", cos.to(self.device), persistent=False)
+            self.register_buffer("window_rope_sin", sin.to(self.device), persistent=False)
             self.window_rope_cos: Tensor
             self.window_rope_sin: Tensor
 
@@ -165,6 +164,11 @@ class Transformer(nn.Module):
     def logits(self, x_ND: Tensor) -> Tensor:
         """Logits `[N, V]` of these rows, in fp32."""
         return head_product(x_ND, self.head_weight, self.exact).float()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.weight.device
 
     @property
     def head_weight(self) -> Tensor:

@@ -23,7 +23,7 @@ from nmoe.learner.objectives.dpo import implicit_rewards
 from nmoe.recipes.pair_batch import completion_batch
 from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
 from nmoe.recipes.supervised import Supervised, supervise
 
 # The most tokens of one batch of pairs that the reference scores.
@@ -32,7 +32,7 @@ REFERENCE_TOKENS = 2**20
 
 def dpo(config: DPOConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)

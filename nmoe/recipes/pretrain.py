@@ -20,7 +20,7 @@ from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def document_batch(documents: Sequence[Document]) -> Batch:
 
 def pretrain(config: PretrainConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)

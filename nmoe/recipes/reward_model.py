@@ -20,13 +20,13 @@ from nmoe.model.head import Head
 from nmoe.recipes.pair_batch import reward_batch
 from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
 from nmoe.recipes.supervised import Supervised, supervise
 
 
 def train_reward_model(config: RewardConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)

@@ -19,7 +19,7 @@ from nmoe.config import to_toml
 from nmoe.config.commands.base import RunConfig
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
-from nmoe.runs.directory import RunDirectory, flat_keys
+from nmoe.runs.directory import RunDirectory, flat_keys, recorded_device
 from nmoe.runs.progress import Progress
 from nmoe.runs.state import Part, load_parts, save_parts
 from nmoe.runs.watch import ExpertWatch
@@ -91,8 +91,11 @@ class Recipe(ABC):
 class Run:
     """A run in progress: its directory, and what is told to whoever watches."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress, steps: int) -> None:
-        self.directory, self.ledger = directory, directory.ledger
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, progress: Progress, steps: int, moved: str | None
+    ) -> None:
+        """`moved` is the line to print where a resumed run was on another device before."""
+        self.directory, self.ledger, self._moved = directory, directory.ledger, moved
         self._checkpoint, self._progress, self._steps = config.checkpoint, progress, steps
 
     def note(self, text: str) -> None:
@@ -147,6 +150,8 @@ class Run:
         load_parts(checkpoint, recipe.parts())
         recipe.resume()
         self.note(f"resumed from step {first}")
+        if self._moved is not None:
+            self.note(self._moved)
         # The run may have been killed between the checkpoint and its mark.
         if self.ledger.is_best(first):
             mark_best(checkpoint)
@@ -183,12 +188,16 @@ def open_run(
     """Creates the run's directory, or opens it to resume, for the `with` block. `steps` is the number of the last step, by default
     run.steps, and `around` more of its provenance (`ToolRuntime.provenance`). Raises UserError (`RunDirectory.create`)."""
     total = config.run.steps if steps is None else steps
-    start = run_path(config), to_toml(config), provenance_of(config, threads) | dict(around or {}), config.run.resume
+    now, before = provenance_of(config, threads), recorded_device(run_path(config)) if config.run.resume else None
+    start = run_path(config), to_toml(config), now | dict(around or {}), config.run.resume
+    moved = None
+    if before not in (None, now["device"]):
+        moved = f"on {now['device']}, and before on {before}: numbers repeat only on one device"
     with (
         RunDirectory.create(*start, defaults=default_keys(config)) as directory,
         Progress(total, directory.log, config.run.name, directory.start_step) as progress,
     ):
-        yield Run(config, directory, progress, total)
+        yield Run(config, directory, progress, total, moved)
 
 
 def default_keys(config: RunConfig) -> set[str]:

@@ -21,7 +21,14 @@ from nmoe.trajectory import Group, Trajectory
 
 
 def write_pairs(
-    checkpoint: Path, environment: Path, out: Path, problems: int, samples: int, temperature: float, seed: int
+    checkpoint: Path,
+    environment: Path,
+    out: Path,
+    problems: int,
+    samples: int,
+    temperature: float,
+    seed: int,
+    device: str = "auto",
 ) -> str:
     """Writes a line with `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair. Returns a
     line that says how many there are.
@@ -29,7 +36,7 @@ def write_pairs(
     Raises UserError where there is none, and for a format without messages. After Ctrl-C the pairs of finished problems are
     written before SamplingInterruptedError is raised.
     """
-    with open_subject(checkpoint, environment, problems, on_held_out=False) as subject:
+    with open_subject(checkpoint, environment, problems, on_held_out=False, device=device) as subject:
         if subject.environment.settings.format == "boxed":
             raise UserError(f'{environment}: format = "boxed" has no messages to write a pair as')
         interrupted: SamplingInterruptedError | None = None

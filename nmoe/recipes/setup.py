@@ -1,4 +1,4 @@
-"""The start of every recipe: threads, determinism, tokenizer, model and adapter."""
+"""The start of every recipe: device, threads, determinism, tokenizer, model and adapter."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.model import ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import load_model
+from nmoe.model.checkpoint import load_model, new_model
 from nmoe.model.config import ModelConfig
+from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
-from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
-from nmoe.runs.directory import recorded_threads
+from nmoe.runs.directory import recorded_precision, recorded_threads
 from nmoe.runs.provenance import provenance
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 C = TypeVar("C", bound=RecordsConfig)
+R = TypeVar("R", bound=RunConfig)
 
 # The `[model] tokenizer` of which each byte is a token, with the control tokens of Harmony; it has no file.
 BYTES = "bytes"
@@ -54,16 +55,30 @@ def with_steps(config: C, steps_per_epoch: int) -> C:
     )
 
 
-def set_threads(config: RunConfig) -> int:
-    """Sets torch's thread count and returns it. A resumed run uses the recorded count: sums are split by threads, so that only the
-    same count gives the same numbers."""
-    recorded = recorded_threads(run_path(config)) if config.run.resume else None
-    threads = recorded or choose_threads(config.run.threads)
+def settle(config: R) -> tuple[R, int]:
+    """Prepares this process for a run: chooses and prepares the device, and sets torch's thread count. Returns the configuration
+    with the precision that it leaves to the device, and the thread count.
+
+    A resumed run takes both as recorded: an optimizer's state is of one precision, and sums are split by threads, so that only the
+    same count gives the same numbers. Raises UserError for a device that is not there.
+    """
+    device = choose_device(config.model.device)
+    path = run_path(config)
+    resumed = config.run.resume and (path / "config.toml").exists()
+    threads = (recorded_threads(path) if resumed else None) or choose_threads(config.run.threads)
     keep_freed_memory()
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
+    kind_of(device).prepare(device)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return threads
+    asked = config.model.precision or (recorded_precision(path) if resumed else None)
+    precision = precision_for(device, asked, config.model.numerics == "exact")
+    return config.model_copy(update={"model": config.model.model_copy(update={"precision": precision})}), threads
+
+
+def device_and_dtype(settings: ModelSection) -> tuple[torch.device, torch.dtype]:
+    """Where the model of these settings computes, and in which dtype. Raises UserError for a device that is not there."""
+    device = choose_device(settings.device)
+    return device, dtype_for(device, settings.precision, settings.numerics == "exact")
 
 
 def keep_freed_memory() -> None:
@@ -136,19 +151,25 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
     else:
         start = fingerprint(resolve_checkpoint(Path(section.path))) if lora is None else lora.fingerprint
     return ModelIdentity(
-        checkpoint=section.path or "", start=start, numerics=section.numerics, precision=section.precision
+        checkpoint=section.path or "",
+        start=start,
+        numerics=section.numerics,
+        precision=precision_for(choose_device(section.device), section.precision, section.numerics == "exact"),
     )
 
 
 def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
     """The provenance of a run: what its numbers depend on."""
-    return provenance(config.run.seed, threads, numerics=numerics_here(config.model.numerics))
+    device = choose_device(config.model.device)
+    return provenance(
+        config.run.seed, threads, kind_of(device).describe(device), numerics_here(config.model.numerics, device)
+    )
 
 
 def describe(config: RunConfig, lora: Lora | None) -> list[str]:
     """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
     lines = [] if lora is None else lora.describe()
-    if (numerics := numerics_here(config.model.numerics)) != config.model.numerics:
+    if (numerics := numerics_here(config.model.numerics, choose_device(config.model.device))) != config.model.numerics:
         inexact = numerics.removeprefix("exact, but for ")
         lines.insert(
             0,
@@ -165,9 +186,10 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
     `balance` decides what the settings leave open: whether experts are balanced as the checkpoint was trained. Reinforcement
     learning turns it off, since a moving bias changes the policy even where the gradient is zero.
     """
+    device, dtype = device_and_dtype(settings)
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
-        return _prepared(Transformer(shape).initialize(seed), settings, balance)
+        return _prepared(new_model(shape, dtype, device).initialize(seed), settings, balance)
     assert settings.path is not None, "the configuration asks for a path where there is no shape"
     directory = resolve_checkpoint(Path(settings.path))
     if is_adapter(directory):
@@ -175,7 +197,7 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
             f"{settings.path}: an adapter; name its base in model.path and the adapter in lora.path, or merge the two with "
             f"`nmoe export {settings.path} DIRECTORY --format hf`"
         )
-    model = load_model(directory)
+    model = load_model(directory, dtype, device)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "
@@ -185,11 +207,10 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
 
 
 def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Transformer:
-    """The model with the balancing, numerics, precision and memory trade-offs of the settings."""
+    """The model with the balancing, numerics and memory trade-offs of the settings."""
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
     model.config = model.config.model_copy(update=changes)
     model.set_numerics(settings.numerics)
-    set_precision(model, settings.precision)
     model.checkpoint_activations = settings.checkpoint_activations
     return model.compile_feed_forward() if settings.compile else model

@@ -21,7 +21,7 @@ from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads, with_steps
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
 from nmoe.recipes.supervised import Supervised, held_out_source, supervise
 from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ def held_out_loss(learner: Learner, examples: Examples, source: str) -> HeldOut:
 
 def sft(config: SFTConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)

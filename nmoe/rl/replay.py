@@ -17,7 +17,6 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import load_policy
-from nmoe.model.precision import set_precision
 from nmoe.recipes.setup import ModelIdentity
 from nmoe.rl.experience import policy_batch
 from nmoe.rollout.bundle import Bundle, read_bundle
@@ -135,8 +134,7 @@ def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
     recorded = _model(bundle)
     _refuse_other_weights(bundle, recorded, versions[0], directory)
     torch.set_num_threads(choose_threads(0))
-    model = load_policy(directory)[0].set_numerics(recorded.numerics)
-    set_precision(model, recorded.precision)
+    model = load_policy(directory, getattr(torch, recorded.precision))[0].set_numerics(recorded.numerics)
     batch = policy_batch([trajectory], torch.zeros(1), "token", 1)
     now = batch_logprobs(model, batch, batch.tokens, trajectory.sampling.temperature).double()
     places = [place for place, sampled in enumerate(trajectory.mask) if sampled]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import (
     describe,
     load_tokenizer,
-    set_threads,
+    settle,
 )
 from nmoe.rl.critic import Critic
 from nmoe.rl.early_stopping import rates_of, read_rates, reason_to_end
@@ -72,10 +73,16 @@ from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
 def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path:
     """Runs the configuration to its last step and returns the run directory. `generate_fn` samples in place of the engine. Raises
     KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
-    attach_scorers(environment.rewards, load_scorer, load_step_scorer, RewardModel.load)
+    device = config.model.device
+    attach_scorers(
+        environment.rewards,
+        partial(load_scorer, device=device),
+        partial(load_step_scorer, device=device),
+        partial(RewardModel.load, device=device),
+    )
     held_out = None
     if config.eval.every_steps:
         named, split = config.eval.environment, config.eval.split

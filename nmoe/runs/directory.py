@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -20,8 +20,8 @@ from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 # What may change when a run is resumed: how long it goes on and what is kept. Another number of steps is another schedule, so that
 # the resumed run does not repeat the shorter one. The thread count is here because 0 stands for the free cores;
-# `recorded_threads` gives the count to use again.
-_KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads")
+# `recorded_threads` gives the count to use again. A run may go on on another device, and says so.
+_KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads", "model.device")
 _SECTION_THAT_MAY_DIFFER = "checkpoint."
 
 
@@ -129,6 +129,22 @@ def recorded_threads(path: Path) -> int | None:
         return None
     provenance = read_provenance(path)
     return [provenance, *provenance["resumed"]][-1]["threads"]
+
+
+def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
+    """The precision of a run's config.toml; None where that has none, or cannot be read (`RunDirectory.create` says so)."""
+    try:
+        return tomllib.loads((path / "config.toml").read_text())["model"].get("precision")
+    except (tomllib.TOMLDecodeError, KeyError):
+        return None
+
+
+def recorded_device(path: Path) -> str | None:
+    """The device that a run last used; None if there is no such run."""
+    if not (path / "provenance.json").exists():
+        return None
+    provenance = read_provenance(path)
+    return [provenance, *provenance["resumed"]][-1]["device"]
 
 
 def read_provenance(path: Path) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import nmoe
 from nmoe.model.ops.cpu.processor import cpu_model
 
@@ -23,8 +21,8 @@ def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fa
          "platform": "Linux-6.18-x86_64-with-glibc2.36", "cpu": "AMD EPYC 9B14", "cores": 2, "threads": 2,
          "device": "cpu", "numerics": "exact", "seed": 0, "argv": ["nmoe", "rl", "arithmetic.toml"]}
 
-    The git entries are None unless the package runs from its own checkout. A CUDA `device` comes with the name of the
-    card and the CUDA version. In `argv` the home directory is written `~`.
+    The git entries are None unless the package runs from its own checkout. `device` is what `nmoe.model.device` says of it: with a
+    GPU its name and the CUDA version. In `argv` the home directory is written `~`.
     """
     commit, dirty = _git()
     return {
@@ -40,7 +38,7 @@ def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fa
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "device": _device(device),
+        "device": device,
         "numerics": numerics,
         "seed": seed,
         "argv": _argv(),
@@ -73,12 +71,6 @@ def _run_git(directory: Path, *arguments: str) -> str | None:
     except FileNotFoundError:  # no git on this machine
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _device(device: str) -> str:
-    if not device.startswith("cuda"):
-        return device
-    return f"{device} ({torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda})"
 
 
 def _argv() -> list[str]:

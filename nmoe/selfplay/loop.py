@@ -36,7 +36,7 @@ from nmoe.recipes.setup import (
     load_tokenizer,
     model_identity,
     optimizer_settings,
-    set_threads,
+    settle,
 )
 from nmoe.rl.train import PolicyUpdate
 from nmoe.rollout.collector import Collector
@@ -108,7 +108,7 @@ def selfplay_environment(config: SelfplayConfig) -> EnvironmentSettings:
 def selfplay(config: SelfplayConfig) -> Path:
     """Runs the configuration to its end and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
     signal asked it to stop."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(selfplay_environment(config), tokenizer)
     held_out = None

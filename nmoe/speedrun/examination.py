@@ -12,6 +12,7 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import Evaluation, sample_problems, summarise
 from nmoe.model.policy import load_policy
+from nmoe.recipes.setup import device_and_dtype
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
@@ -74,8 +75,8 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
     """Examines a run's latest checkpoint on the held-out split of the configuration's environment and on longer problems."""
     directory = resolve_checkpoint(run)
     tokenizer = Tokenizer.load(directory)
-    model = load_policy(directory)[0].set_numerics(config.model.numerics)
-
+    device, dtype = device_and_dtype(config.model)
+    model = load_policy(directory, dtype, device)[0].set_numerics(config.model.numerics).requires_grad_(False)
     engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
 
     def ask(environment: Environment, problems: int, samples: int, temperature: float) -> list[Group]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_head_outputs, batch_logprobs
+from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
@@ -72,15 +73,16 @@ class Judge:
     tokens_per_microbatch: int = 16384
 
     @classmethod
-    def load(cls, path: Path) -> tuple[Judge, Description]:
-        """Loads the verifier of a run or a checkpoint. Raises UserError if it is not a verifier, or incomplete."""
+    def load(cls, path: Path, device: str = "auto") -> tuple[Judge, Description]:
+        """Loads the verifier of a run or a checkpoint. Raises UserError if it is not a verifier, or incomplete, and for a device
+        that is not there."""
         directory = resolve_checkpoint(path)
         described = Description.load(directory)
         form = described.form(Tokenizer.load(directory))
-        model = load_policy(directory)[0]
+        model = load_policy(directory, device=choose_device(device))[0]
         head = None
         if described.head == "discriminative":
-            head = load_head(directory, model.config.hidden_size, described.mode)
+            head = load_head(directory, model.config.hidden_size, described.mode).to(model.device)
         return cls(model, head, form), described
 
     def probabilities(self, solutions: Sequence[tuple[Sequence[Message], Sequence[str]]]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from nmoe.data.prm import split_steps
 from nmoe.envs.scorer import Scorer, StepScorer
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_head_outputs
+from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
@@ -32,16 +33,17 @@ TOKENS_PER_PASS = 16384
 Ids = tuple[int, ...]
 
 
-def load_scorer(path: Path) -> Scorer:
+def load_scorer(path: Path, device: str = "auto") -> Scorer:
     """Loads the run or checkpoint at `path` as a scorer of answers. Raises UserError if it is neither a reward model nor a
     verifier.
     """
-    return Verifier.load(path) if (resolve_checkpoint(path) / DESCRIPTION).exists() else RewardModel.load(path)
+    described = (resolve_checkpoint(path) / DESCRIPTION).exists()
+    return Verifier.load(path, device) if described else RewardModel.load(path, device)
 
 
-def load_step_scorer(path: Path) -> StepScorer:
+def load_step_scorer(path: Path, device: str = "auto") -> StepScorer:
     """Loads the run or checkpoint at `path` as a scorer of steps. Raises UserError if it is not a verifier of steps."""
-    verifier = Verifier.load(path)
+    verifier = Verifier.load(path, device)
     if verifier.mode != "step":
         raise UserError(
             f"{path}: this verifier scores whole solutions, and steps are to be judged; train one with --mode=step"
@@ -61,14 +63,14 @@ class RewardModel:
         self._together = Together[Ids, float](lambda taken: self._run(taken))
 
     @classmethod
-    def load(cls, path: Path) -> RewardModel:
-        """Loads a checkpoint. Raises UserError if it has no head, or one of another kind."""
+    def load(cls, path: Path, device: str = "auto") -> RewardModel:
+        """Loads a checkpoint. Raises UserError if it has no head, or one of another kind, and for a device that is not there."""
         directory = resolve_checkpoint(path)
-        model = load_policy(directory)[0].requires_grad_(False)
+        model = load_policy(directory, device=choose_device(device))[0].requires_grad_(False)
         head = load_head(directory, model.config.hidden_size, "reward").requires_grad_(False)
         if (outputs := head.weight.shape[0]) != 1:
             raise UserError(f"{directory / 'head.json'}: a reward is one number, and this head has {outputs} outputs")
-        return cls(model, head, make_renderer(Tokenizer.load(directory)), str(path))
+        return cls(model, head.to(model.device), make_renderer(Tokenizer.load(directory)), str(path))
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:
         """Returns the reward. Raises UserError if prompt and answer do not fit the model's context."""
@@ -104,9 +106,9 @@ class Verifier:
         self._together = Together[Question, tuple[tuple[float, ...], ...]](self._run)
 
     @classmethod
-    def load(cls, path: Path) -> Verifier:
-        """Loads a checkpoint. Raises UserError if it is not a verifier's, or incomplete."""
-        judge, described = Judge.load(path)
+    def load(cls, path: Path, device: str = "auto") -> Verifier:
+        """Loads a checkpoint. Raises UserError if it is not a verifier's, or incomplete, and for a device that is not there."""
+        judge, described = Judge.load(path, device)
         return cls(judge, described.mode)
 
     async def score(self, messages: Sequence[Message], answer: str) -> float:

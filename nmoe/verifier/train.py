@@ -27,7 +27,7 @@ from nmoe.learner.objectives import classification, cross_entropy
 from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
 from nmoe.model.head import Head, load_head
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, set_threads
+from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Message
@@ -55,7 +55,7 @@ class LabelledSolution:
 
 def verifier(config: VerifierConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
-    threads = set_threads(config)
+    config, threads = settle(config)
     section = config.verifier
     tokenizer = load_tokenizer(config.model)
     described = Description(section.mode, section.head, section.neutral == "own")

@@ -134,23 +134,27 @@ def test_the_other_verbs_hand_over_their_arguments(
         "--best-of",
         "runs/b",
         "--out=r",
+        "--device=cpu",
     ]
     assert nmoe("eval", "a", "e", *several) == 0
     assert calls == [
-        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, load_scorer, None, None),
-        (Path("a"), Path("e"), 5, 8, 0.6, 7, load_scorer, Path("runs/b"), Path("r")),
+        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, load_scorer, None, None, "auto"),
+        (Path("a"), Path("e"), 5, 8, 0.6, 7, load_scorer, Path("runs/b"), Path("r"), "cpu"),
     ]
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
     assert nmoe("eval", "runs/a", "--format-check") == 0
     assert nmoe("eval", "a", "e", "--format-check", "--problems=50", "--seed=3") == 0
-    assert calls == [(Path("runs/a"), None, 20, 0), (Path("a"), Path("e"), 50, 3)]
+    assert calls == [(Path("runs/a"), None, 20, 0, "auto"), (Path("a"), Path("e"), 50, 3, "auto")]
     assert capsys.readouterr().out == "ready\nready\n"
 
     calls = stand_in("nmoe.serve.chat", "chat")
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
     assert nmoe("chat", "m", "--system=Be brief.", "--format", "chat") == 0
-    assert calls == [(Path("runs/a"), 0.0, 9, 2, None, "auto"), (Path("m"), 0.7, 256, 0, "Be brief.", "chat")]
+    assert calls == [
+        (Path("runs/a"), 0.0, 9, 2, None, "auto", "auto"),
+        (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto"),
+    ]
 
     calls = stand_in("nmoe.runs.export", "export_checkpoint")
     assert nmoe("export", "runs/a", "out") == 0

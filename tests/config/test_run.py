@@ -453,7 +453,7 @@ def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
 )
 def test_exact_numerics_go_with_nothing_that_rounds_otherwise(config: Write, keys: str, message: str) -> None:
     path = config(SHAPE + DATA)
-    assert load_run(path, PretrainConfig, ["--model.numerics=exact"]).model.precision == "float32"
+    assert load_run(path, PretrainConfig, ["--model.numerics=exact"]).model.precision is None
     (refusal,) = refusals(path, PretrainConfig, "--model.numerics=exact", f"--model.{keys}")
     assert "model.numerics" in refusal
     assert message in refusal
@@ -476,3 +476,12 @@ def test_an_adapter_has_a_base_and_one_source_of_its_settings(config: Write) -> 
     assert lora is not None
     assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (32, None, False, ("q_proj", "experts.down_proj"))
     assert load_run(config(SHAPE + ENVIRONMENT), RLConfig).lora is None
+
+
+def test_a_device_is_named_as_torch_names_it(config: Write) -> None:
+    path = config(SHAPE + DATA)
+    for name in ("auto", "cpu", "cuda", "cuda:1"):
+        assert load_run(path, PretrainConfig, [f"--model.device={name}"]).model.device == name
+    (refusal,) = refusals(path, PretrainConfig, "--model.device=gpu")
+    assert "model.device" in refusal
+    assert "'gpu' is no device: auto, cpu, cuda or, of several, cuda:1" in refusal

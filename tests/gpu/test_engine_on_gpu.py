@@ -7,13 +7,13 @@ import torch
 from tiny_models import DENSE, FAMILIES, MOE, peaked_model
 
 from nmoe.engine.api import Request
-from nmoe.engine.native.graphs import CudaRecorder
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.config import ModelConfig
+from nmoe.model.device import CudaRecorder, Precision
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import Precision, set_precision
+from nmoe.model.precision import set_precision
 from nmoe.types import Sample, Sampling
 
 pytestmark = pytest.mark.gpu

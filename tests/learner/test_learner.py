@@ -21,9 +21,10 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.forward import score
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import Objective, Outputs, Scored, clip, cross_entropy, reference_divergence, total
+from nmoe.model.device import Precision
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
-from nmoe.model.precision import Precision, set_precision
+from nmoe.model.precision import set_precision
 from nmoe.model.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]

@@ -69,9 +69,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories that models are loaded from."""
     seen: list[Path] = []
 
-    def record(directory: Path) -> Any:
+    def record(directory: Path, *rest: Any) -> Any:
         seen.append(directory)
-        return load_model(directory)
+        return load_model(directory, *rest)
 
     monkeypatch.setattr(setup, "load_model", record)
     return seen

@@ -1,11 +1,15 @@
 """[model], [model.shape] and [lora]: the model that a run trains, or the adapter beside it."""
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, Section
+
+# How a device is named.
+DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
 class ModelShape(Section):
@@ -59,9 +63,11 @@ class ModelSection(Section):
         default="fast",
         description="exact: engine and learner compute the same bits (float32), somewhat slower",
     )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32",
-        description="dtype of weights and activations; below float32 the optimizer keeps float32 master weights",
+    device: str = Field(default="auto", description="auto (a GPU where there is one), cpu, cuda or, of several, cuda:1")
+    precision: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="dtype of weights and activations; default: float32 on a CPU and with exact numerics, bfloat16 on a GPU; "
+        "below float32 the optimizer keeps float32 master weights",
     )
     router_bias_rate: float | None = Field(
         default=None,
@@ -86,13 +92,15 @@ class ModelSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
+        if re.fullmatch(DEVICE, self.device) is None:
+            yield Conflict("device", f"{self.device!r} is no device: auto, cpu, cuda or, of several, cuda:1")
         if self.path is not None and self.shape is not None:
             yield Conflict("path", "a checkpoint has its own shape; give either path or [model.shape]")
         if self.path is None and self.shape is None:
             yield Conflict("", "needs either path (a checkpoint) or [model.shape] (a new model)")
         if self.path is None and self.shape is not None and self.tokenizer is None:
             yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
-        if self.numerics == "exact" and self.precision != "float32":
+        if self.numerics == "exact" and self.precision not in (None, "float32"):
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
         if self.numerics == "exact" and self.compile:
             yield Conflict("numerics", "exact fixes the order of sums, and compile changes it")

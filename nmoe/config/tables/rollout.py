@@ -10,7 +10,10 @@ class EngineSection(Section):
 
     max_sequences: int = Field(default=256, gt=0, description="maximum number of sequences generated at once")
     cache_mb: int = Field(
-        default=0, ge=0, description="memory of the key-value cache; 0: enough for max_sequences, at most 4096"
+        default=0,
+        ge=0,
+        description="memory of the key-value cache; 0: enough for max_sequences, at most 4096 on a CPU and, on a GPU, 0.4 of "
+        "what is free beside training and 0.85 without",
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.model.attention import LatentAttentionBlock
+from nmoe.model.device import put
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.exact.attention import attention as order_free_attention
 from nmoe.model.ops.table import ops_for
@@ -237,8 +238,8 @@ class DecodeAttention:
             hidden_BL |= age_BL >= window
         device, dtype = self.cache.device, self.cache.dtype
         mask_BL = torch.zeros(hidden_BL.shape, device=device, dtype=dtype)
-        mask_BL.masked_fill_(torch.from_numpy(hidden_BL).to(device), float("-inf"))
-        rows_B = None if rows is None else torch.from_numpy(rows).to(device)
+        mask_BL.masked_fill_(put(hidden_BL, device), float("-inf"))
+        rows_B = None if rows is None else put(rows, device)
         return _Bucket(rows_B, len(positions_B), self.cache.gather_index(held_BM), mask_BL)
 
     def _attend(self, layer: AttentionLayer, bucket: _Bucket, q_BHC: Tensor) -> Tensor:

@@ -18,25 +18,23 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
+from nmoe.model.device import kind_of, put
 
 # Positions of a block. A smaller block shares more of a common prefix and wastes less at a sequence's end; a larger one makes fewer
 # pieces to gather. 8, 16 and 32 decode equally fast on two CPU cores.
 BLOCK_TOKENS = 16
 
 
-# The default bound of the cache's memory.
-_CACHE_BYTES = 4 * 2**30
-
-
-def cache_blocks(config: ModelConfig, dtype: torch.dtype, max_sequences: int, cache_bytes: int = 0) -> int:
+def cache_blocks(config: ModelConfig, dtype: torch.dtype, max_sequences: int, cache_bytes: int, most_bytes: int) -> int:
     """How many blocks a cache of `cache_bytes` has; with 0, as many as `max_sequences` can fill at the model's full context, up to
-    4 GiB. Raises UserError if there is not room for one."""
+    `most_bytes`. Raises UserError if there is not room for one."""
     size = bytes_per_block(config, dtype)
     # One block more per sequence, for its copy of the last block of a prompt that it shares.
     wanted = max_sequences * (-(-config.context_tokens // BLOCK_TOKENS) + 1)
-    blocks = cache_bytes // size if cache_bytes else min(wanted, _CACHE_BYTES // size)
+    blocks = cache_bytes // size if cache_bytes else min(wanted, most_bytes // size)
     if blocks < 1:
-        raise UserError(f"a cache of {cache_bytes} bytes holds not even one block of this model ({size} bytes)")
+        given = cache_bytes or most_bytes
+        raise UserError(f"a cache of {given} bytes holds not even one block of this model ({size} bytes)")
     return blocks
 
 
@@ -82,9 +80,7 @@ class PagedCache:
     def places(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> Tensor:
         """The index of each token's key per head, `[T * J]`, for `write`; `blocks_T` is the block of its position."""
         heads = blocks_T[:, None] * self.kv_heads + np.arange(self.kv_heads)
-        return torch.from_numpy((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1)).to(
-            self.device
-        )
+        return put((heads * BLOCK_TOKENS + positions_T[:, None] % BLOCK_TOKENS).reshape(-1), self.device)
 
     def write(self, layer: int, places: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> None:
         """Stores keys and values at the places that `places` gave."""
@@ -103,7 +99,7 @@ class PagedCache:
     def gather_index(self, table_BM: NDArray[np.int64]) -> Tensor:
         """The index for `gather` of sequences with these block tables."""
         heads = table_BM[:, None, :] * self.kv_heads + np.arange(self.kv_heads)[None, :, None]
-        return torch.from_numpy(heads.reshape(-1)).to(self.device)
+        return put(heads.reshape(-1), self.device)
 
     def gather(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Keys `[rows * J, M * P, C]` and values `[rows * J, M * P, U]` in the order of positions."""
@@ -117,14 +113,14 @@ class PagedCache:
     def write_routes(self, blocks_T: NDArray[np.int64], positions_T: NDArray[np.int64], routes_TYK: Tensor) -> None:
         """Stores the router picks of tokens at their positions."""
         if self.routes is not None:
-            slots_T = torch.from_numpy(blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS).to(self.device)
+            slots_T = put(blocks_T * BLOCK_TOKENS + positions_T % BLOCK_TOKENS, self.device)
             self.routes.index_copy_(0, slots_T, routes_TYK)
 
     def read_routes(self, blocks: Sequence[int], positions: int) -> Tensor | None:
         """The router picks of a sequence's first positions, `[positions, Y, K]` on the CPU; None in a dense model."""
         if self.routes is None:
             return None
-        wanted = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        wanted = put(blocks, self.device)
         routes = self.routes.view(self.blocks, BLOCK_TOKENS, *self.routes.shape[1:]).index_select(0, wanted)
         return routes.flatten(0, 1)[:positions].cpu()
 
@@ -135,7 +131,7 @@ class PagedCache:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole blocks, keys, values and routes."""
-        source, target = (torch.tensor(blocks, dtype=torch.int64, device=self.device) for blocks in (sources, targets))
+        source, target = (put(blocks, self.device) for blocks in (sources, targets))
         for tensor in (self.keys, self.values):
             tensor.index_copy_(1, target, tensor.index_select(1, source))
         if self.routes is not None:
@@ -146,7 +142,7 @@ class PagedCache:
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system hands out
     pages as they are first written, so that a generous budget costs only what is used."""
-    if device.type != "cpu" or 0 in shape:
+    if not kind_of(device).on_host or 0 in shape:
         return torch.zeros(shape, device=device, dtype=dtype)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

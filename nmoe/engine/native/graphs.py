@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.model.attention import LatentAttentionBlock
+from nmoe.model.device import Record, kind_of, put
 from nmoe.model.moe import RouterTrace, grouped_mm_fits
 from nmoe.model.ops.attention import AttentionLayer, paged_attention
 from nmoe.model.ops.table import ops_for
@@ -27,9 +28,6 @@ from nmoe.model.transformer import Transformer
 
 # The narrowest block table that a graph is recorded for; each wider one doubles. One split of decode attention reads as much.
 _LEAST_BLOCKS = 32
-
-# `record(run)` calls `run` at least once and returns a function that does the same again, on the present content of the buffers.
-Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class PagedDecodeAttention:
@@ -95,8 +93,8 @@ class DecodeGraphs:
         positions, table = np.zeros(size[0], dtype=np.int64), np.full(size, self.scratch, dtype=np.int32)
         positions[:rows], table[:rows, :blocks] = positions_B, table_BM
         graph.tokens_B[:rows].copy_(tokens_B)
-        graph.positions_B.copy_(torch.from_numpy(positions))
-        graph.table_BM.copy_(torch.from_numpy(table))
+        graph.positions_B.copy_(put(positions, self.cache.device))
+        graph.table_BM.copy_(put(table, self.cache.device))
         graph.replay()
         assert graph.states_BD is not None, "recording ran it"
         return graph.states_BD[:rows], None if graph.routes_BYK is None else graph.routes_BYK[:rows]
@@ -119,8 +117,8 @@ class DecodeGraphs:
 
 
 def decode_graphs(model: Transformer, cache: PagedCache, scratch: int) -> DecodeGraphs:
-    """The decode step of a model on CUDA. A model that cannot be recorded runs unrecorded."""
-    return DecodeGraphs(model, cache, scratch, CudaRecorder() if recordable(model) else run_plainly)
+    """The decode step of a model on an accelerator. A model that cannot be recorded runs unrecorded."""
+    return DecodeGraphs(model, cache, scratch, kind_of(cache.device).recorder() if recordable(model) else run_plainly)
 
 
 def recordable(model: Transformer) -> bool:
@@ -133,34 +131,13 @@ def recordable(model: Transformer) -> bool:
         return True
     adapters = [a for moe in model.moe_layers() for a in (moe.gate_up_adapter, moe.down_adapter) if a is not None]
     fits = grouped_mm_fits(weight[:1], model.config.expert_width, *(adapter.rank for adapter in adapters))
-    return fits and torch.cuda.get_device_capability(weight.device) >= (9, 0)
+    return fits and kind_of(weight.device).records_groups(weight.device)
 
 
 def run_plainly(run: Callable[[], None]) -> Callable[[], None]:
     """A recorder that records nothing: every replay is a call."""
     run()
     return run
-
-
-class CudaRecorder:
-    """A recorder of CUDA graphs. They share one memory pool, since they are replayed one at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        # In the first calls libraries choose kernels and Triton compiles them, which cannot be recorded.
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
 
 
 def _at_least(count: int, least: int) -> int:

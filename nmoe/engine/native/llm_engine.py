@@ -22,27 +22,39 @@ from nmoe.engine.native.sampler import check_sampling
 from nmoe.engine.native.scheduler import PREFILL_TOKENS, Scheduler
 from nmoe.engine.native.sequence import Sequence, SequenceGroup, Status
 from nmoe.errors import UserError
+from nmoe.model.device import kind_of
 from nmoe.model.transformer import Transformer
 from nmoe.types import FinishReason, Sample, Sampling
+
+# Bytes of a trained number that come after the engine: its gradient and Adam's two moments, in fp32.
+_TRAINED_BYTES = 12
+
+
+def _most_bytes(model: Transformer) -> int:
+    """How large the cache may be where nothing is asked for."""
+    device = model.embedding.weight.device
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return kind_of(device).cache_bytes(device, _TRAINED_BYTES * trained, trained > 0)
 
 
 class LLMEngine:
     """Continuous batching of up to `max_sequences` sequences over at most `cache_bytes` of cache (0: room for all of them at the
-    model's full context, at most 4 GiB)."""
+    model's full context, at most 4 GiB on a CPU and on a GPU a share of its free memory)."""
 
     def __init__(
         self, model: Transformer, max_sequences: int, cache_bytes: int = 0, prefill_tokens: int = PREFILL_TOKENS
     ) -> None:
         weight = model.embedding.weight
         self.model = model
-        blocks = cache_blocks(model.config, weight.dtype, max_sequences, cache_bytes)
-        # On a GPU one block more, which the block manager knows nothing of, for padding to write to.
-        on_gpu = weight.device.type == "cuda"
-        self.cache = PagedCache(model.config, blocks + on_gpu, weight.device, weight.dtype)
+        blocks = cache_blocks(model.config, weight.dtype, max_sequences, cache_bytes, _most_bytes(model))
+        # The decode kernels of an accelerator depend on the batch, and exact numerics run without them.
+        recorded = not (kind_of(weight.device).on_host or model.exact)
+        # With recordings one block more, which the block manager knows nothing of, for padding to write to.
+        self.cache = PagedCache(model.config, blocks + recorded, weight.device, weight.dtype)
         context_blocks = -(-model.config.context_tokens // BLOCK_TOKENS)
         self.running = RunningBatch(max_sequences, context_blocks, self.cache)
         self.scheduler = Scheduler(BlockManager(blocks, BLOCK_TOKENS), self.running, prefill_tokens)
-        graphs = decode_graphs(model, self.cache, scratch=blocks) if on_gpu else None
+        graphs = decode_graphs(model, self.cache, scratch=blocks) if recorded else None
         self.runner = Runner(model, self.cache, self.running, graphs)
         self._generated_tokens = self._prefilled_tokens = 0
         self._busy_s = 0.0

@@ -23,6 +23,7 @@ from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
 from nmoe.engine.native.scheduler import Chunk, Start
 from nmoe.engine.native.sequence import Sequence
+from nmoe.model.device import put
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.cpu.packing import PackedWeights
@@ -99,7 +100,7 @@ class Runner:
                 prompts[sequence] = end - 1
         if not prompts:
             return {}
-        rows = torch.tensor(list(prompts.values()), device=x_TD.device)
+        rows = put(list(prompts.values()), x_TD.device)
         return dict(zip(prompts, self.model.logits(x_TD[rows]).split(1), strict=True))
 
     def _states(self, chunks: list[Chunk], replay_TYK: Tensor | None) -> Tensor:
@@ -110,9 +111,9 @@ class Runner:
         pieces = [Piece(chunk.sequence.block_table, chunk.start, chunk.stop) for chunk in chunks]
         token_ids = [token for chunk in chunks for token in chunk.sequence.prefill_ids[chunk.start : chunk.stop]]
         attend = PrefillAttention(self.cache, pieces, self.model.exact)
-        trace = RouterTrace(replay=None if replay_TYK is None else replay_TYK.to(device))
-        positions_T = torch.from_numpy(attend.positions_T).to(device)
-        x_TD: Tensor = self.model(torch.tensor(token_ids, device=device), positions_T, attend, trace)
+        trace = RouterTrace(replay=None if replay_TYK is None else put(replay_TYK, device))
+        positions_T = put(attend.positions_T, device)
+        x_TD: Tensor = self.model(put(token_ids, device), positions_T, attend, trace)
         if trace.chosen_TK:
             routes_TYK = trace.routes() if trace.replay is None else trace.replay
             self.cache.write_routes(attend.blocks_T, attend.positions_T, routes_TYK)
@@ -125,7 +126,7 @@ class Runner:
         is not finite."""
         if not targets:
             return []
-        targets_L = torch.tensor(targets, device=self.running.device)
+        targets_L = put(targets, self.running.device)
         logprobs_L, _ = head_logprobs(
             x_TD[: len(targets)], self.model.head_weight, targets_L, temperature, exact=self.model.exact
         )
@@ -149,7 +150,7 @@ class Runner:
             x_BD, routes_BYK = self.graphs.run(running["last_token"][slots], positions, table)
         else:
             attend, trace = DecodeAttention(self.cache, positions, table, self.model.exact), RouterTrace()
-            positions_B = torch.from_numpy(positions).to(running.device)
+            positions_B = put(positions, running.device)
             x_BD = self.model(running["last_token"][slots], positions_B, attend, trace)
             routes_BYK = trace.routes() if trace.chosen_TK else None
         if routes_BYK is not None:
@@ -168,7 +169,7 @@ class Runner:
             plain=bool(running.plain[slots].all()),
             cuts=bool(running.cuts[slots].any()),
         )
-        at_B1 = torch.from_numpy(running.generated[slots]).to(running.device).unsqueeze(-1)
+        at_B1 = put(running.generated[slots], running.device).unsqueeze(-1)
         uniforms_B = running["uniforms"][slots].gather(1, at_B1).squeeze(-1)
         tokens_B, logprobs_B, kept_BV = sample(logits_BV, columns, uniforms_B)
         stopped_B, finished_B = running.record(slots, tokens_B, logprobs_B, self.version)

@@ -14,6 +14,7 @@ from torch import Tensor
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.sampler import uniforms
 from nmoe.engine.native.sequence import Sequence, Status
+from nmoe.model.device import put
 
 _NO_STOP = -1
 
@@ -78,7 +79,7 @@ class RunningBatch:
         self["top_k"][slots] = settings.top_k
         self._set_stop_ids(slots, settings.stop_ids)
         draws = uniforms(settings.seed, first + len(sequences), settings.max_new_tokens)[first:]
-        self["uniforms"][slots, : settings.max_new_tokens] = torch.from_numpy(draws).to(self.device)
+        self["uniforms"][slots, : settings.max_new_tokens] = put(draws, self.device)
         for slot, sequence in enumerate(sequences, slots.start):
             self._put(slot, sequence)
         self.sequences += sequences
@@ -99,7 +100,7 @@ class RunningBatch:
                 ("versions", sequence.versions),
             ):
                 column = self[name]
-                column[slot, :count] = torch.tensor(values, dtype=column.dtype, device=self.device)
+                column[slot, :count] = put(torch.tensor(values, dtype=column.dtype), self.device)
 
     def add_block(self, sequence: Sequence, block: int) -> None:
         """Gives a sequence that has filled its blocks one more."""
@@ -143,14 +144,14 @@ class RunningBatch:
     def record(self, slots: slice, tokens_B: Tensor, logprobs_B: Tensor, version: int) -> tuple[Tensor, Tensor]:
         """Records one more token per slot; returns which slots met a stop id and which are finished, `[B]` each."""
         rows = torch.arange(slots.start, slots.stop, device=self.device)
-        at_B = torch.from_numpy(self.generated[slots]).to(self.device)
+        at_B = put(self.generated[slots], self.device)
         self["tokens"][rows, at_B] = tokens_B
         self["logprobs"][rows, at_B] = logprobs_B
         self["versions"][rows, at_B] = version
         self["last_token"][slots] = tokens_B
         self.generated[slots] += 1
         stopped_B = (tokens_B.unsqueeze(-1) == self["stop_ids"][slots]).any(-1)
-        full_B = torch.from_numpy(self.generated[slots] >= self.limit[slots]).to(self.device)
+        full_B = put(self.generated[slots] >= self.limit[slots], self.device)
         return stopped_B, stopped_B | full_B
 
     def _make_room(self, tokens: int) -> None:
@@ -169,12 +170,12 @@ class RunningBatch:
             filler = torch.full((column.shape[0], missing), _NO_STOP, device=self.device)
             column = self.columns["stop_ids"] = torch.cat([column, filler], 1)
         column[slots] = _NO_STOP
-        column[slots, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64, device=self.device)
+        column[slots, : len(stop_ids)] = put(stop_ids, self.device)
 
     def _move(self, targets: Collection[int], sources: Collection[int]) -> None:
         hosts = (self.position, self.generated, self.limit, self.held, self.plain, self.cuts, self.streams, self.table)
         for host in hosts:
             host[list(targets)] = host[list(sources)]
-        to, of = (torch.tensor(list(slots), device=self.device) for slots in (targets, sources))
+        to, of = (put(list(slots), self.device) for slots in (targets, sources))
         for column in self.columns.values():
             column[to] = column[of]

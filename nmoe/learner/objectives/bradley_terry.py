@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.learner.objectives.base import Objective, Outputs, Scored, need, pair_sides, sequence_sums
+from nmoe.model.device import put
 
 
 def bradley_terry(margin: float = 0.0, centering: float = 0.0) -> Objective:
@@ -25,7 +26,7 @@ def bradley_terry(margin: float = 0.0, centering: float = 0.0) -> Objective:
         sequence_N, head_NK = need(scored.sequence_N, "sequence ids"), need(outputs.head_NK, "head outputs")
         if scored.pairs is None:
             raise ValueError("this objective needs the batch's pairs, which are missing")
-        preferred, other = pair_sides(scored.pairs)
+        preferred, other = (put(side, sequence_N.device) for side in pair_sides(scored.pairs))
         sequences = len(scored.pairs)
         if sequence_N.bincount(minlength=sequences).ne(1).any():
             raise ValueError("a reward is read at one position of every sequence, its last")

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmoe.learner.objectives.base import Objective, Outputs, Scored, need, pair_sides, sequence_sums
+from nmoe.model.device import put
 
 PreferenceLoss = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo"]
 
@@ -75,7 +76,7 @@ def dpo(loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0, sft_wei
         sequence_N = need(scored.sequence_N, "sequence ids")
         if scored.pairs is None:
             raise ValueError("this objective needs the batch's pairs, which are missing")
-        preferred, other = pair_sides(scored.pairs)
+        preferred, other = (put(side, sequence_N.device) for side in pair_sides(scored.pairs))
         sequences = len(scored.pairs)
         logprobs_N = outputs.logprobs_N
         reference_N = need(scored.reference_logprobs_N, "reference_logprobs")

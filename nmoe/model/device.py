@@ -1,0 +1,214 @@
+"""The device that a model computes on: the one place that asks what this machine has and knows what a kind of device needs.
+
+All other code takes a `torch.device`, moves what it has by `put` and `fetch`, and asks `kind_of(device)` for the rest. A test can
+put a kind of its own into `KINDS`, and so drive every branch for accelerators on a machine without one (`tests/fake_device.py`).
+
+Weights and draws come from generators on the CPU, whatever the device, so that a seed means the same numbers everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nmoe.config.tables.model import DEVICE
+from nmoe.errors import UserError
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+# `record(run)` calls `run` at least once and returns a function that does the same again, on the present content of the buffers.
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+# The default bound of an engine's cache on a CPU.
+_CPU_CACHE_BYTES = 4 * 2**30
+
+# The share of an accelerator's free memory that an engine's cache takes by default: what is left is for the activations and
+# logits of training, or where nothing is trained for those of one step of the engine.
+_SHARE_BESIDE_TRAINING, _SHARE_ALONE = 0.4, 0.85
+
+
+class Kind:
+    """What the host has to know of a kind of device. This is the CPU's."""
+
+    name = "cpu"
+    on_host = True
+    precision: Precision = "float32"  # of weights and activations where nothing else is asked for
+
+    def count(self) -> int:
+        """How many devices of this kind the machine has."""
+        return 1
+
+    def at(self, number: int) -> torch.device:
+        """The device of this number, counted from 0."""
+        return torch.device("cpu")
+
+    def missing(self) -> str:
+        """Why there are none, and what to do."""
+        raise AssertionError("there is always a CPU")
+
+    def prepare(self, device: torch.device) -> None:
+        """Makes it the process's device, and asks torch for results that repeat."""
+        torch.use_deterministic_algorithms(True)
+
+    def describe(self, device: torch.device) -> str:
+        """The device as provenance records it."""
+        return self.name
+
+    def synchronize(self, device: torch.device) -> None:
+        """Waits until all work of the device is done."""
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        """A host tensor where the device can copy it from without the host waiting."""
+        return tensor
+
+    def cache_bytes(self, device: torch.device, to_come: int, trains: bool) -> int:
+        """How large an engine's cache may be by default. `to_come` bytes will be needed for other things, and `trains` says whether
+        the engine shares the device with training."""
+        return _CPU_CACHE_BYTES
+
+    def records_groups(self, device: torch.device) -> bool:
+        """Whether a grouped product can be recorded, which takes that the host need not know the groups' sizes."""
+        return False
+
+    def recorder(self) -> Record:
+        """Records a decode step, to be replayed at once."""
+        raise AssertionError("only an accelerator's launches are worth recording")
+
+
+class Cuda(Kind):
+    """NVIDIA's GPUs."""
+
+    name = "cuda"
+    on_host = False
+    precision: Precision = "bfloat16"
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def at(self, number: int) -> torch.device:
+        return torch.device("cuda", number)
+
+    def missing(self) -> str:
+        if torch.version.cuda is None:
+            return (
+                f"torch {torch.__version__} was built without CUDA: install a build with it "
+                "(https://pytorch.org/get-started/locally)"
+            )
+        return (
+            f"torch {torch.__version__} was built for CUDA {torch.version.cuda} and found no driver or device: see what "
+            "nvidia-smi says, and CUDA_VISIBLE_DEVICES"
+        )
+
+    def prepare(self, device: torch.device) -> None:
+        """Operations that have no kernel of fixed order run all the same, without a warning each: attention's backward has none."""
+        # Read by cuBLAS when it first starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+
+    def describe(self, device: torch.device) -> str:
+        return f"{device} ({torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda})"
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def cache_bytes(self, device: torch.device, to_come: int, trains: bool) -> int:
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch holds and does not use is free, too.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free - to_come) * (_SHARE_BESIDE_TRAINING if trains else _SHARE_ALONE))
+
+    def records_groups(self, device: torch.device) -> bool:
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def recorder(self) -> Record:
+        return CudaRecorder()
+
+
+class CudaRecorder:
+    """A recorder of CUDA graphs. They share one memory pool, since they are replayed one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        # In the first calls libraries choose kernels and Triton compiles them, which cannot be recorded.
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+# By the type of a `torch.device`. "auto" is the first of which there is one, the CPU last.
+KINDS: dict[str, Kind] = {"cuda": Cuda(), "cpu": Kind()}
+
+
+def kind_of(device: torch.device) -> Kind:
+    """What the host has to know of this device. One of a kind that is not listed is treated as the CPU is (torch's `meta`)."""
+    return KINDS.get(device.type, KINDS["cpu"])
+
+
+def choose_device(asked: str = "auto", named: str = "[model] device") -> torch.device:
+    """The device for "auto", "cpu", "cuda" or "cuda:1". "auto" is a GPU where there is one. Raises UserError where there is no such
+    device; `named` says where it was asked for."""
+    name, _, index = asked.partition(":")
+    if re.fullmatch(DEVICE, asked) is None:
+        raise UserError(f'{named} = "{asked}" is no device: auto, cpu, cuda or, of several, cuda:1')
+    if name == "auto":
+        name = next(kind for kind, of_kind in KINDS.items() if of_kind.count())
+    kind, number = KINDS[name], int(index or 0)
+    if number < (found := kind.count()):
+        return kind.at(number)
+    if found:
+        there = ", ".join(f"{name}:{i}" for i in range(found))
+        raise UserError(f'{named} = "{asked}": there is no such device here, only {there}')
+    raise UserError(f'{named} = "{asked}": no {name.upper()} device was found; {kind.missing()}, or ask for "cpu"')
+
+
+def precision_for(device: torch.device, asked: Precision | None = None, exact: bool = False) -> Precision:
+    """The precision that was asked for, or else the device's; with exact numerics float32."""
+    return asked or ("float32" if exact else kind_of(device).precision)
+
+
+def dtype_for(device: torch.device, asked: Precision | None = None, exact: bool = False) -> torch.dtype:
+    """The dtype of weights and activations in `precision_for` these."""
+    dtype: torch.dtype = getattr(torch, precision_for(device, asked, exact))
+    return dtype
+
+
+def put(values: NDArray[Any] | Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """The device's copy of host values; a CPU's shares their memory. The host does not wait for it."""
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(values)
+    elif not isinstance(values, Tensor):
+        values = torch.tensor(values, dtype=torch.int64)
+    if values.device == device:
+        return values
+    return kind_of(device).staged(values).to(device, non_blocking=True)
+
+
+def fetch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one device on the host, which waits once for all of them."""
+    copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
+    if tensors:
+        kind_of(tensors[0].device).synchronize(tensors[0].device)
+    return copies
