@@ -51,6 +51,8 @@ def test_other_storage_is_refused_under_its_own_name(checkpoint: tuple[Path, Dee
     config = checkpoint[0] / "config.json"
     raw = json.loads(config.read_text())
     # Kimi-K2-Thinking's experts of four bits.
-    config.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "compressed-tensors"}}))
-    with pytest.raises(UserError, match=r"kimi_k2: quantization_config\.quant_method = 'compressed-tensors'"):
+    config.write_text(
+        json.dumps(raw | {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}})
+    )
+    with pytest.raises(UserError, match=r"kimi_k2, quantization_config: format = 'pack-quantized' is not supported"):
         load_model(checkpoint[0])

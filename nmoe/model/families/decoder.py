@@ -32,18 +32,14 @@ SHAPE_KEYS = (
 NO_BIASES = {"qkv_bias": False, "output_bias": False}
 
 
-def decoder_settings(
-    settings: Settings, quantised: str = "", theta: float = 10_000.0, rotary_share: float | None = None
-) -> dict[str, Any]:
+def decoder_settings(settings: Settings, theta: float = 10_000.0, rotary_share: float | None = None) -> dict[str, Any]:
     """The settings that every family's ModelConfig takes from the same keys. Query, key, value and output projections have
-    biases either all or none, as transformers' `attention_bias` means it. `quantised` is the storage that the family
-    unpacks, `theta` the base of the rotary frequencies where no key has one, `rotary_share` the share of a head that is turned
-    where no key says it, in families that turn a part."""
+    biases either all or none, as transformers' `attention_bias` means it. `theta` is the base of the rotary frequencies where no
+    key has one, `rotary_share` the share of a head that is turned where no key says it, in families that turn a part."""
     settings.only("hidden_act", "silu")
     settings.only("is_causal", True)
     settings.refuse_null("is_causal")
     settings.only("per_layer_config", {})
-    settings.refuse_quantised(quantised)
     heads, width = settings.whole("num_attention_heads"), settings.whole("hidden_size")
     rope_theta, rope_scaling = settings.rope(theta, rotary_share is not None)
     head_dim = settings.whole("head_dim", width // max(heads, 1))

@@ -14,11 +14,11 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.model.config import LatentAttention, ModelConfig
 from nmoe.model.families import decoder, fp8, sigmoid_moe
-from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families.base import Entry
 from nmoe.model.families.settings import Settings, yarn_mscale
 
 MODEL_TYPE = "deepseek_v3"
-PACKINGS: tuple[Packing, ...] = (fp8.PACKING,)
+PACKINGS = fp8.PACKINGS
 ignores = sigmoid_moe.ignores
 
 
@@ -32,13 +32,13 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         "qk_rope_head_dim",
         "v_head_dim",
     )
+    fp8.check(settings)
     if "q_lora_rank" not in raw:
         raise UserError("missing keys q_lora_rank, which is null where queries have no latent of their own")
     settings.only("attention_bias", False)
     settings.only("rope_interleave", True)
     settings.refuse_null("rope_interleave")
-    shared = decoder.decoder_settings(settings, "fp8")
-    fp8.check(settings)
+    shared = decoder.decoder_settings(settings)
     settings.only("num_key_value_heads", shared["heads"])
     latent = LatentAttention(
         q_rank=settings.whole("q_lora_rank", 0),

@@ -1,4 +1,9 @@
-"""FP8 storage as DeepSeek released it: E4M3 and one factor for each 128 x 128 of a weight."""
+"""FP8 storage: E4M3 with one factor for each 128 x 128 of a weight (DeepSeek's, Qwen's and Moonshot's releases), or, as
+compressed-tensors writes it, also for each row or for the whole weight.
+
+Weights are dequantised in fp32, which holds every product of the two exactly if the factor has at most 20 bits, as those in bf16
+have; then they are rounded once, to the model's dtype.
+"""
 
 # Shapes: N a product's outputs, D its inputs.
 
@@ -16,20 +21,34 @@ _BLOCK = 128
 
 
 def check(settings: Settings) -> None:
-    """Raises UserError for blocks of another size."""
-    settings.section("quantization_config").only("weight_block_size", [_BLOCK, _BLOCK])
+    """Raises UserError for a `quantization_config` that describes another storage, activations aside: they are not quantised
+    here."""
+    settings.refuse_quantised("fp8", "compressed-tensors")
+    quantised = settings.section("quantization_config")
+    if quantised.raw.get("quant_method") != "compressed-tensors":
+        quantised.only("fmt", "e4m3")
+        quantised.only("weight_block_size", [_BLOCK, _BLOCK])
+        return
+    quantised.only("format", "float-quantized")
+    groups = quantised.section("config_groups")
+    for name in groups.raw:
+        weights = groups.section(name).section("weights")
+        weights.only("type", "float")
+        weights.only("num_bits", 8)
+        weights.only("symmetric", True)
+        weights.only("strategy", "tensor", "channel", "block")
+        weights.only("block_structure", [_BLOCK, _BLOCK])
 
 
-def dequantised(weight_ND: Tensor, scales: Tensor) -> Tensor:
+def by_block(weight_ND: Tensor, scales: Tensor) -> Tensor:
     """A weight `[N, D]` in fp32 from FP8 (E4M3) and one factor for each 128 x 128 of it; the last blocks may be cut off.
 
     Raises UserError if the two do not match.
     """
-    wanted = tuple(-(-size // _BLOCK) for size in weight_ND.shape)
-    if weight_ND.dtype != torch.float8_e4m3fn or weight_ND.dim() != 2 or scales.shape != wanted:
+    _check_dtype(weight_ND)
+    if scales.shape != tuple(-(-size // _BLOCK) for size in weight_ND.shape):
         raise UserError(
-            f"{weight_ND.dtype} {list(weight_ND.shape)} with weight_scale_inv {list(scales.shape)} is not FP8 in blocks of "
-            f"{_BLOCK} x {_BLOCK}"
+            f"scales {list(scales.shape)} are not one for each {_BLOCK} x {_BLOCK} of {list(weight_ND.shape)}"
         )
     out_ND = weight_ND.float()
     for first, row in zip(range(0, weight_ND.shape[0], _BLOCK), scales.float(), strict=True):
@@ -37,4 +56,17 @@ def dequantised(weight_ND: Tensor, scales: Tensor) -> Tensor:
     return out_ND
 
 
-PACKING = Packing(("", "_scale_inv"), dequantised)
+def by_row(weight_ND: Tensor, scales: Tensor) -> Tensor:
+    """The same with one factor for each row, `[N, 1]`, or for the whole, `[1]`; or with those of `by_block`."""
+    _check_dtype(weight_ND)
+    if scales.numel() != 1 and scales.shape != (len(weight_ND), 1):
+        return by_block(weight_ND, scales)
+    return weight_ND.float().mul_(scales.float() if scales.numel() > 1 else scales.float().view(()))
+
+
+def _check_dtype(weight_ND: Tensor) -> None:
+    if weight_ND.dtype != torch.float8_e4m3fn or weight_ND.dim() != 2:
+        raise UserError(f"{weight_ND.dtype} {list(weight_ND.shape)} beside scales is not a matrix in FP8 (E4M3)")
+
+
+PACKINGS: tuple[Packing, ...] = (Packing(("", "_scale_inv"), by_block), Packing(("", "_scale"), by_row))

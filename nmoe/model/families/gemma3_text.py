@@ -11,12 +11,12 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder
-from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families import decoder, fp8
+from nmoe.model.families.base import Entry
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "gemma3_text"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 ignores = decoder.ignored_always
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -29,6 +29,7 @@ _THETA, _WINDOW_THETA, _WINDOW, _PATTERN, _SCALAR = 1_000_000.0, 10_000.0, 4096,
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
     settings.require(*decoder.SHAPE_KEYS, "num_key_value_heads", "intermediate_size")
+    fp8.check(settings)
     settings.only("hidden_activation", "gelu_pytorch_tanh")
     settings.refuse_null(*_DEFAULTS, "hidden_activation", "query_pre_attn_scalar", "rope_theta", "rope_local_base_freq")
     for capping in ("final_logit_softcapping", "attn_logit_softcapping"):

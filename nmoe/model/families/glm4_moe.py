@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder, sigmoid_moe
-from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families import decoder, fp8, sigmoid_moe
+from nmoe.model.families.base import Entry
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "glm4_moe"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 ignores = sigmoid_moe.ignores
 
 # The part of a head that is turned where the key is missing, as in transformers.
@@ -22,6 +22,7 @@ _ROTARY_SHARE = 0.5
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
     settings.require(*decoder.SHAPE_KEYS, "num_key_value_heads", *sigmoid_moe.KEYS)
+    fp8.check(settings)
     return ModelConfig(
         # attention_bias is about queries, keys and values alone.
         **decoder.decoder_settings(settings, rotary_share=_ROTARY_SHARE) | {"output_bias": False},

@@ -40,7 +40,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     limit, biases = settings.real("swiglu_limit"), settings.flag("attention_bias", True)
     if limit <= 0:
         raise UserError(f"swiglu_limit = {limit} is not positive")
-    shared = decoder.decoder_settings(settings, "mxfp4", _THETA)
+    settings.refuse_quantised("mxfp4")
+    shared = decoder.decoder_settings(settings, _THETA)
     return ModelConfig(
         **shared | {"qkv_bias": biases, "output_bias": biases},
         experts=settings.whole("num_local_experts"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder
-from nmoe.model.families.base import Packing
+from nmoe.model.families import decoder, fp8
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "llama"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 entries = decoder.dense
 ignores = decoder.ignored_always
 
@@ -18,6 +17,7 @@ ignores = decoder.ignored_always
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
     settings.require(*decoder.SHAPE_KEYS, "intermediate_size")
+    fp8.check(settings)
     settings.only("mlp_bias", False)
     return ModelConfig(
         **decoder.decoder_settings(settings),

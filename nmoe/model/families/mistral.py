@@ -9,12 +9,11 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder
-from nmoe.model.families.base import Packing
+from nmoe.model.families import decoder, fp8
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "mistral"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 entries = decoder.dense
 ignores = decoder.ignored_always
 
@@ -25,6 +24,7 @@ _WINDOW = 4096
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
     settings.require(*decoder.SHAPE_KEYS, "num_key_value_heads", "intermediate_size")
+    fp8.check(settings)
     # transformers reads no windows by layer in this family; a file that has them is another model's.
     settings.only("layer_types")
     return ModelConfig(

@@ -7,13 +7,13 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder
-from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families import decoder, fp8
+from nmoe.model.families.base import Entry
 from nmoe.model.families.mistral import one_window
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "mixtral"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 ignores = decoder.ignored_always
 
 # The base of the rotary frequencies where the key is missing, as in transformers.
@@ -26,6 +26,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings.require(
         *decoder.SHAPE_KEYS, "num_key_value_heads", "intermediate_size", "num_local_experts", "num_experts_per_tok"
     )
+    fp8.check(settings)
     if settings.whole("num_local_experts") == 0:
         raise UserError("num_local_experts = 0 is not a mixture; a dense model of this kind is model_type mistral")
     return ModelConfig(

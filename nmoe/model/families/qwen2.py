@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder, qwen3
-from nmoe.model.families.base import Packing
+from nmoe.model.families import decoder, fp8, qwen3
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "qwen2"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 entries = decoder.dense
 ignores = decoder.ignored_always
 
@@ -19,6 +18,7 @@ ignores = decoder.ignored_always
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
     settings.require(*decoder.SHAPE_KEYS, "num_key_value_heads", "intermediate_size")
+    fp8.check(settings)
     return ModelConfig(
         # The biases are no setting: all releases have these and no others.
         **decoder.decoder_settings(settings) | {"qkv_bias": True, "output_bias": False},

@@ -6,12 +6,11 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder
-from nmoe.model.families.base import Packing
+from nmoe.model.families import decoder, fp8
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "qwen3"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 entries = decoder.dense
 ignores = decoder.ignored_always
 
@@ -24,6 +23,7 @@ _WINDOW, _FULL_LAYERS = 4096, 28
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings = Settings(raw, MODEL_TYPE)
     settings.require(*decoder.SHAPE_KEYS, "num_key_value_heads", "intermediate_size")
+    fp8.check(settings)
     shared = {"head_dim": 128} | raw  # the family's default where the key is left out, not hidden_size / heads
     return ModelConfig(
         **decoder.decoder_settings(Settings(shared, MODEL_TYPE)),

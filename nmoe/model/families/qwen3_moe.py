@@ -8,13 +8,13 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import decoder
-from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families import decoder, fp8
+from nmoe.model.families.base import Entry
 from nmoe.model.families.qwen3 import sliding_window
 from nmoe.model.families.settings import Settings
 
 MODEL_TYPE = "qwen3_moe"
-PACKINGS: tuple[Packing, ...] = ()
+PACKINGS = fp8.PACKINGS
 ignores = decoder.ignored_always
 
 
@@ -26,6 +26,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     settings.require(
         *decoder.SHAPE_KEYS, "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"
     )
+    fp8.check(settings)
     layers, step = settings.whole("num_hidden_layers"), settings.whole("decoder_sparse_step", 1)
     if step == 0:
         raise UserError("decoder_sparse_step = 0 is not a whole number from 1 up")

@@ -77,12 +77,14 @@ class Settings:
             raise UserError(f"{key} = {found!r} is not a table")
         return Settings(found, self.model_type if key.startswith("rope_") else f"{self.model_type}, {key}")
 
-    def refuse_quantised(self, known: str = "") -> None:
-        """Raises UserError if weights are stored in a quantised form other than `known`."""
+    def refuse_quantised(self, *known: str) -> None:
+        """Raises UserError if weights are stored in a quantised form other than these."""
         method = self.section("quantization_config").raw.get("quant_method")
-        if "quantization_config" in self.raw and method != known:
-            only = f", only {known!r}" if known else ""
-            raise UserError(f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported{only}")
+        if "quantization_config" in self.raw and method not in known:
+            raise UserError(
+                f"{self.model_type}: quantization_config.quant_method = {method!r} is not supported, only "
+                f"{' or '.join(map(repr, known))}"
+            )
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
         """How many dimensions of a head `partial_rotary_factor` says are turned; 0 for all of them."""
