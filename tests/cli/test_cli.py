@@ -244,7 +244,15 @@ def test_help_holds_an_example(nmoe: Nmoe, capsys: pytest.CaptureFixture[str], v
     help_text = capsys.readouterr().out
     example = help_text[help_text.index("Example") :].splitlines()[1]
     assert example.startswith(f"    nmoe {' '.join(verb)}".rstrip())
-    assert re.findall(r"<(?:int|float|str|path|list)\b.*", help_text) == []
+
+
+def test_no_help_shows_python_types(nmoe: Nmoe, capsys: pytest.CaptureFixture[str]) -> None:
+    verbs = [("eval",), ("speedrun",), ("chat",), ("data", "show"), ("data", "pairs"), ("env", "check"), ("replay",)]
+    for verb in [*verbs, ("selfplay",), ("verifier",), ("sft",), ("rl", "train"), ("export",), ("grade",)]:
+        assert nmoe(*verb, "--help") == 0
+        listed = capsys.readouterr().out
+        assert "Arguments:" in listed or verb == ("speedrun",)
+        assert re.findall(r"<(?:int|float|str|path|list)\b.*|\b(?:INTEGER|FLOAT)\b.*", listed) == [], verb
 
 
 @pytest.mark.parametrize(
