@@ -36,8 +36,6 @@ def environment_table(
             table["task_pool"] = _pool(Path(data))
         else:
             table["task_pool"] = {"type": "python", "call": hand_over(_records(data))[0]}
-    if not isinstance(env, str | Path | Mapping | Environment | None) and "format" not in table:
-        table["format"] = "auto"
     if rewards:
         table["rewards"] = [*table.get("rewards", ()), *_rewards(rewards)]
     if tools:

@@ -78,11 +78,11 @@ def train_rl(
         >>> len(run.metrics)
         2
 
-    `model` is a run, a checkpoint or the name of a model on the Hugging Face hub; a dict is the `[model.shape]` of a new
-    model, over bytes. `env` is an environment's file or packaged name, a `Task` or `MultiTurnEnv` (class or instance), an
-    `Environment`, the table of an environment as a dict, or a list of records. Records with `rewards` need a `prompt`
-    alone; without `rewards` they are graded against their `answer`, as mathematics. `data` has the records of a `Task`: a
-    list or a file.
+    `model` is a run, a checkpoint or the name of a model on the Hugging Face hub; a dict is the `[model.shape]` of a
+    new model over bytes, which begins with plain text (`format = "boxed"`). `env` is an environment's file or
+    packaged name, a `Task` or `MultiTurnEnv` (class or instance), an `Environment`, the table of an environment as a
+    dict, or a list of records. Records with `rewards` need a `prompt` alone; without `rewards` they are graded
+    against their `answer`, as mathematics. `data` has the records of a `Task`: a list or a file.
 
     `rewards` are functions with TRL's signature, or tables of `[[rewards]]` as dicts; `tools` are functions or names.
     Functions and objects are used as such, wherever they were defined. `generate_fn(request, engine)` samples in place of
@@ -100,6 +100,9 @@ def train_rl(
     file, tables = read_config(config)
     if (environment := environment_table(env, rewards, tools, data)) or file is None:
         tables["environment"] = {**tables.get("environment", {}), **environment}
+    if isinstance(model, Mapping) and "environment" in tables:
+        # A new model has no format yet, and plain text asks for none.
+        tables["environment"].setdefault("format", "boxed")
     name = str(tables.get("environment", {}).get("env_id", "rl"))
     if file is None:
         tables.setdefault("run", {}).setdefault("steps", STEPS)
@@ -187,7 +190,7 @@ def _config(
 ) -> C:
     """The checked configuration: the model, and a name that no run has where none was given."""
     if isinstance(model, Mapping):
-        tables["model"] = {"tokenizer": BYTES, **tables.get("model", {}), "shape": dict(model)}
+        tables["model"] = {"tokenizer": BYTES, **tables.get("model", {}), "shape": _shape(model)}
     elif model is not None:
         tables["model"] = {**tables.get("model", {}), "path": str(Path(model))}
     named = "name" in tables.get("run", {})
@@ -198,6 +201,17 @@ def _config(
     while (Path(free.directory) / free.name).exists():
         free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
     return config.model_copy(update={"run": free})
+
+
+def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The shape of a new model. Where nothing else is said, every head has keys of its own, the heads share the width, and a dense
+    FFN is four times as wide."""
+    shape, heads, width = dict(model), model.get("heads"), model.get("hidden_size")
+    if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        shape = {"kv_heads": heads, "head_dim": width // heads, **shape}
+    if isinstance(width, int) and not shape.get("experts"):
+        shape.setdefault("intermediate_size", 4 * width)
+    return shape
 
 
 def _written(data: Sequence[Mapping[str, Any]], directory: Path) -> Path:

@@ -21,8 +21,10 @@ class FunctionEngine:
     version for every token. Raises UserError for anything else.
     """
 
-    def __init__(self, engine: Engine, function: GenerateFunction) -> None:
-        self._engine, self._function = engine, function
+    def __init__(self, engine: Engine, function: GenerateFunction, version: Callable[[], int]) -> None:
+        """`version` tells the version of the weights, for samples whose `versions` are empty: a function that samples by
+        the engine's weights need not know it."""
+        self._engine, self._function, self._version = engine, function, version
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return self._engine.run(coroutine)
@@ -38,6 +40,8 @@ class FunctionEngine:
         if not isinstance(returned, list) or len(returned) != request.n:
             raise UserError(f"generate_fn: it returned {_short(returned)}, not a list of {request.n} samples")
         for index, sample in enumerate(returned):
+            if isinstance(sample, Sample) and not sample.versions:
+                sample.versions = [self._version()] * len(sample.token_ids)
             if fault := _fault(sample, request):
                 raise UserError(f"generate_fn: sample {index} of request {request.request_id!r} {fault}")
         return returned

@@ -145,7 +145,9 @@ class PolicyGradient(Recipe):
             tokenizer,
             environment,
             tools,
-            self.engine if generate_fn is None else FunctionEngine(self.engine, generate_fn),
+            self.engine
+            if generate_fn is None
+            else FunctionEngine(self.engine, generate_fn, lambda: self.learner.version),
             self.learner,
             self._carries_signal,
         )

@@ -40,8 +40,8 @@ class GradingError(Exception):
         self.trajectory = trajectory
 
 
-class RewardFailedError(GradingError, UserError):
-    """One of `[[rewards]]` raised an exception or returned an invalid value.
+class UserCodeFailedError(GradingError, UserError):
+    """A reward, task or episode of the user's raised an exception or returned an invalid value.
 
     The mistake is in the user's code or service, so a command prints only its message.
     """
@@ -49,6 +49,13 @@ class RewardFailedError(GradingError, UserError):
     def __init__(self, trajectory: Trajectory, message: str) -> None:
         super().__init__(trajectory)
         self.args = (f"problem {trajectory.problem.id}: {message}",)
+
+
+def _failed(trajectory: Trajectory, error: BaseException | None, doing: str) -> GradingError:
+    """What ends the run: for a mistake in the user's code its message alone, for any other exception a defect."""
+    if isinstance(error, UserError):
+        return UserCodeFailedError(trajectory, str(error))
+    return GradingError(trajectory, doing)
 
 
 @dataclass
@@ -176,7 +183,7 @@ class Collector:
                 **{reward.name: reward.weight for reward in self._environment.rewards},
             }
             ungraded = replace(trajectory.grade, weights=weights, failure="grader_error", reason=str(error))
-            raise RewardFailedError(replace(trajectory, grade=ungraded), str(error)) from error
+            raise UserCodeFailedError(replace(trajectory, grade=ungraded), str(error)) from error
         self._grade_s += time.perf_counter() - began
         graded = {trajectory.index: grade for trajectory, grade in zip(judged, grades, strict=True)}
         return [replace(one, grade=graded.get(one.index, one.grade)) for one in trajectories]
@@ -196,7 +203,8 @@ class Collector:
                 try:
                     ended = await self._player.play(episode, session)
                 except ConversationError as error:
-                    raise GradingError(self._ungraded(episode, session), "answering") from error.__cause__
+                    cause = error.__cause__
+                    raise _failed(self._ungraded(episode, session), cause, "answering") from cause
             began = time.perf_counter()
             try:
                 grade = await self._environment.grade(
@@ -209,7 +217,7 @@ class Collector:
                     exchanges=episode.exchanges,
                 )
             except Exception as error:
-                raise GradingError(self._ungraded(episode, session)) from error
+                raise _failed(self._ungraded(episode, session), error, "grading") from error
             self._grade_s += time.perf_counter() - began
             workspace = {"failed": reason} if reason is not None else await self._keep_files(episode, session, grade)
         return self._done(episode, grade, workspace)

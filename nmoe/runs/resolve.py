@@ -16,8 +16,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names. Raises UserError if
-    there is none."""
+    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names: a checkpoint, a run, or a
+    model on the Hugging Face hub, fetched into its cache. Raises UserError if there is none."""
     for candidate in (path, path / "rl"):
         if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
             return candidate
@@ -26,12 +26,26 @@ def resolve_checkpoint(path: Path) -> Path:
     remedy = ""
     if not path.exists() and path.parts[:2] == ("runs", "speedrun"):  # where the packaged configurations start
         remedy = "; `nmoe speedrun` makes it, or a command in the first lines of the configuration that asks for it"
-    elif not path.exists() and _HUB_NAME.fullmatch(str(path)):
-        fetch = f"hf download {path} --local-dir {path.name}"
-        remedy = f"; if it is a model on the Hugging Face hub, fetch it and name the directory: {fetch}"
+    # What begins with a directory of this machine is a mistaken path, and nobody else's business.
+    elif not path.exists() and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+        try:
+            return _fetched(str(path))
+        except Exception as error:  # the hub's client raises many kinds
+            why = str(error).split("
+")[0]
+            fetch = f"hf download {path} --local-dir {path.name}"
+            remedy = f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"
     raise UserError(
         f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
     )
+
+
+def _fetched(name: str) -> Path:
+    """The directory of a model in the hub's cache. With HF_HUB_OFFLINE=1 only the cache is asked."""
+    from huggingface_hub import snapshot_download
+
+    # Weights in safetensors alone: a pickle could run code.
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
 
 
 def resolve_tokenizer(path: Path) -> Path:

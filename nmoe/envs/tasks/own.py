@@ -11,8 +11,10 @@ import inspect
 import json
 import math
 import random
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -93,6 +95,22 @@ class MultiTurnEnv:
 
         The rewards of an episode add up to its score; it counts as solved from 1 on. An exception stops the run.
         """
+
+
+class TaskError(UserError):
+    """A task of the user's raised an exception or returned something invalid."""
+
+
+@contextmanager
+def _of_the_user(who: str) -> Iterator[None]:
+    """Names the task and the line in an exception that the user's code raises. Raises TaskError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise TaskError(f"{who} raised {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error
 
 
 def adapted(part: Any, name: str) -> TaskProtocol:
@@ -194,11 +212,15 @@ class GradedTask(OwnTask):
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:
         kept = _json(record, f"task {self._name}")
         record = json.loads(kept)
-        gold = str(self._task.gold(record)) if self.knows_answers else ""
-        return self._posed(self._task.prompt(record), gold, given=kept)
+        with _of_the_user(f"task {self._name}: prompt"):
+            prompt = self._task.prompt(record)
+        with _of_the_user(f"task {self._name}: gold"):
+            gold = str(self._task.gold(record)) if self.knows_answers else ""
+        return self._posed(prompt, gold, given=kept)
 
     def pose_new(self, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
-        record = self._task.generate(rng, difficulty)
+        with _of_the_user(f"task {self._name}: generate"):
+            record = self._task.generate(rng, difficulty)
         if not isinstance(record, Mapping):
             raise UserError(f"task {self._name}: generate returned {record!r}; a record is a dict")
         return self.read_record(record)
@@ -207,13 +229,14 @@ class GradedTask(OwnTask):
         return problem.gold, f"not {problem.gold}"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        graded = self._task.grade(json.loads(str(problem.metadata["given"])), attempt.answer)
-        score = await graded if inspect.isawaitable(graded) else graded
+        with _of_the_user(f"task {self._name}: grade"):
+            graded = self._task.grade(json.loads(str(problem.metadata["given"])), attempt.answer)
+            score = await graded if inspect.isawaitable(graded) else graded
         if isinstance(score, bool):
             return Verdict.of(score, "grade", f"grade returned {score}")
         score = _number(score, f"task {self._name}: grade")
         if not 0 <= score <= 1:
-            raise ValueError(
+            raise TaskError(
                 f"task {self._name}: grade returned {score:g}; a score is between 0 and 1, of which 1 is correct"
             )
         return Verdict("correct" if score == 1 else "incorrect", score, "grade", f"grade returned {score:g}")
@@ -237,7 +260,8 @@ class EpisodeTask(OwnTask, ConversationTask):
 
     def _begun(self, kept: str, rng: random.Random, difficulty: int) -> tuple[str, str, Metadata]:
         episode = self._instance(kept, rng, difficulty)
-        prompt = episode.prompt()
+        with _of_the_user(f"task {self._name}: prompt"):
+            prompt = episode.prompt()
         state = _json(self._state(episode), f"task {self._name}: after prompt()")
         question, gold, metadata = self._posed(prompt, "", given=kept, state=state)
         return question, gold, {**metadata, "difficulty": difficulty}
@@ -261,15 +285,17 @@ class EpisodeTask(OwnTask, ConversationTask):
         metadata = problem.metadata
         episode = self._instance(str(metadata["given"]), rng, int(metadata["difficulty"]))
         vars(episode).update(copy.deepcopy(dict(state)))
-        returned = episode.step(said)
         who = f"task {self._name}: step"
+        with _of_the_user(who):
+            returned = episode.step(said)
         if not isinstance(returned, tuple) or len(returned) != 3:
-            raise TypeError(f"{who} returned {returned!r}, not (messages, reward, done)")
+            raise TaskError(f"{who} returned {returned!r}, not (messages, reward, done)")
         messages, reward, done = returned
         if not isinstance(done, bool):
-            raise TypeError(f"{who} returned done = {done!r}, not True or False")
+            raise TaskError(f"{who} returned done = {done!r}, not True or False")
         user = None if done else _user_message(messages, who)
-        return Response(self._state(episode), user, _number(reward, who))
+        kept = json.loads(_json(self._state(episode), f"task {self._name}: after step()"))
+        return Response(kept, user, _number(reward, who))
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         total = sum(exchange.reward for exchange in attempt.exchanges)
@@ -283,7 +309,7 @@ def _number(value: Any, who: str) -> float:
     # numpy and torch numbers
     if callable(item := getattr(value, "item", None)) and getattr(value, "size", 1) != 0:
         return _number(item(), who)
-    raise TypeError(f"{who} returned the reward {value!r}, not a finite number")
+    raise TaskError(f"{who} returned the reward {value!r}, not a finite number")
 
 
 def _user_message(messages: Any, who: str) -> str:
@@ -293,7 +319,7 @@ def _user_message(messages: Any, who: str) -> str:
         message = messages[0]
         if message.get("role") == "user" and isinstance(content := message.get("content"), str) and content.strip():
             return content
-    raise TypeError(
+    raise TaskError(
         f"{who} returned the messages {messages!r}; an episode that is not done needs the user's next message: a text that is not "
         "empty, or a list with one {'role': 'user', 'content': ...}"
     )

@@ -20,7 +20,7 @@ from nmoe.envs.rewards.reward import RewardError
 from nmoe.envs.rewards.rewards import rated
 from nmoe.errors import UserError
 from nmoe.rl.metrics import rollout_metrics
-from nmoe.rollout.collector import Collector, GradingError, RewardFailedError
+from nmoe.rollout.collector import Collector, GradingError, UserCodeFailedError
 from nmoe.trajectory import Group
 from nmoe.types import Sampling, TrainerState
 
@@ -133,7 +133,7 @@ def test_what_is_no_reward_stops_the_run_with_its_sample(
     environment: Make, play: Play, module: Module, tmp_path: Path, returned: str, said: str, index: int
 ) -> None:
     name = module(f"\n\ndef f(completions, **_):\n    return {returned}\n")
-    with pytest.raises(RewardFailedError) as caught:
+    with pytest.raises(UserCodeFailedError) as caught:
         play(environment(SORT + reward(f"{name}:f")), ["123", "9"])
     message = str(caught.value)
     assert said in message
@@ -159,7 +159,7 @@ def scalar(completions, **_):
     for function in ("array", "tensor"):
         group = play(environment(SORT + reward(f"{name}:{function}")), ["9", "9"])
         assert [t.grade.score for t in group.trajectories] == [0.5, 2.0]
-    with pytest.raises(RewardFailedError, match="a Tensor, for 1 completions"):
+    with pytest.raises(UserCodeFailedError, match="a Tensor, for 1 completions"):
         play(environment(SORT + reward(f"{name}:scalar")), ["9"])
 
 
@@ -200,7 +200,7 @@ def alone(completions, **_):
 def test_a_plain_function_that_hangs_stops_the_run(environment: Make, play: Play, module: Module) -> None:
     name = module("import time\ndef f(completions, **_):\n    time.sleep(3)\n")
     with pytest.raises(
-        RewardFailedError, match=r"took longer than its timeout_s = 0\.1; raise the limit, or make it an"
+        UserCodeFailedError, match=r"took longer than its timeout_s = 0\.1; raise the limit, or make it an"
     ):
         play(environment(SORT + reward(f"{name}:f", timeout_s=0.1)), ["123"])
 
@@ -209,7 +209,7 @@ def test_a_timeout_of_the_function_s_own_is_an_exception_like_any(
     environment: Make, play: Play, module: Module
 ) -> None:
     name = module("async def f(completions, **_):\n    raise TimeoutError('mine')\n")
-    with pytest.raises(RewardFailedError, match="raised TimeoutError: mine"):
+    with pytest.raises(UserCodeFailedError, match="raised TimeoutError: mine"):
         play(environment(SORT + reward(f"{name}:f")), ["123"])
 
 
@@ -312,7 +312,7 @@ async def wrong(completions, **_):
 def test_a_score_that_the_weights_make_infinite_stops_the_run(environment: Make, play: Play, module: Module) -> None:
     name = module("def f(completions, **_):\n    return [0.0, 1e18]\n")
     demo = environment(SORT + reward(f"{name}:f", weight=1e300) + reward(f"{name}:f", "other", weight=-1e300))
-    with pytest.raises(RewardFailedError) as caught:
+    with pytest.raises(UserCodeFailedError) as caught:
         play(demo, ["123", "9"])
     assert "1e+300 * 1e+18 (mine) + -1e+300 * 1e+18 (other) comes to nan; a score is finite" in str(caught.value)
     assert caught.value.trajectory.index == 1

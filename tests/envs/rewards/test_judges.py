@@ -17,7 +17,7 @@ from nmoe.envs.rewards import service
 from nmoe.envs.rewards.judge import fence_of
 from nmoe.errors import UserError
 from nmoe.rl.metrics import rollout_metrics
-from nmoe.rollout.collector import RewardFailedError
+from nmoe.rollout.collector import UserCodeFailedError
 from nmoe.trajectory import Group
 from nmoe.types import Problem
 
@@ -190,7 +190,7 @@ def test_a_template_is_read_from_a_file_and_its_columns_have_to_be_there(
         play(demo, ["123"], problem)
         assert asked.contents[0]["messages"] == [{"role": "user", "content": '123 by Ann; tags ["a", 1]; hm'}]
         with pytest.raises(
-            RewardFailedError, match=r"has \{\{author\}\}, and the problem's record no such column; there are"
+            UserCodeFailedError, match=r"has \{\{author\}\}, and the problem's record no such column; there are"
         ):
             play(demo, ["123"], PROBLEM)
     (tmp_path / "judge.txt").write_text("no place for it")

@@ -12,7 +12,7 @@ from reward_cases import SORT, reward
 
 from nmoe.envs.environment import Environment
 from nmoe.rollout.bundle import read_bundle
-from nmoe.rollout.collector import RewardFailedError
+from nmoe.rollout.collector import UserCodeFailedError
 from nmoe.rollout.recorder import ReplayRecorder
 from nmoe.rollout.replay import Check, replay
 from nmoe.text.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ def test_the_sample_that_a_reward_failed_on_fails_again(
     environment: Make, play: Play, module: Module, checks: Callable[..., dict[str, Check]]
 ) -> None:
     demo = environment(SORT + reward(f"{module(SOURCE)}:fails"))
-    with pytest.raises(RewardFailedError) as caught:
+    with pytest.raises(UserCodeFailedError) as caught:
         play(demo, ["123"])
     (said,) = differences(checks(demo, caught.value.trajectory)).values()
     assert "returned 0 values for 1 completions" in said

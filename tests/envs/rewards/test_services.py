@@ -15,7 +15,7 @@ from scripted_engine import ScriptedEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards import service
 from nmoe.errors import UserError
-from nmoe.rollout.collector import Collector, RewardFailedError
+from nmoe.rollout.collector import Collector, UserCodeFailedError
 from nmoe.trajectory import Group
 from nmoe.types import Problem, Sampling
 
@@ -150,7 +150,7 @@ def test_what_no_other_attempt_changes_stops_the_run(
     environment: Make, play: Play, monkeypatch: pytest.MonkeyPatch, answer: Answer, said: str
 ) -> None:
     monkeypatch.setenv("STYLE_TOKEN", "s3cret")
-    with serving(lambda *_: answer) as asked, pytest.raises(RewardFailedError) as caught:
+    with serving(lambda *_: answer) as asked, pytest.raises(UserCodeFailedError) as caught:
         play(environment(http(asked.url, token_env="STYLE_TOKEN")), ["123", "9"])
     assert len(asked.contents) == 1
     assert said in str(caught.value)

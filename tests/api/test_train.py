@@ -1,0 +1,357 @@
+"""`nmoe.train_rl` and the rest: what a program passes is what a run does, and what is wrong ends before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nmoe
+from nmoe.engine.api import Engine, Request
+from nmoe.errors import UserError
+from nmoe.rl.replay import replay_command
+from nmoe.rollout.collector import UserCodeFailedError
+from nmoe.text.tokenizer import SMALLEST_VOCABULARY
+from nmoe.types import Sample
+
+ROOT = Path(__file__).parents[2]
+TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "context_tokens": 64}
+SHORT: dict[str, Any] = {
+    "run.steps": 2,
+    "run.threads": 1,
+    "sampling.max_new_tokens": 8,
+    "batch.prompts_per_step": 2,
+    "batch.group_size": 4,
+    "optimizer.learning_rate": 0.01,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def vowels(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+
+class Echo(nmoe.Task):
+    """Any answer that begins with the letter of the record counts."""
+
+    def prompt(self, record: Any) -> str:
+        return f"Say {record['letter']}."
+
+    def grade(self, record: Any, answer: str) -> bool:
+        return answer.startswith(record["letter"])
+
+    def generate(self, rng: Any, difficulty: int) -> dict[str, str]:
+        return {"letter": rng.choice("abcdefghij")}
+
+
+class Count(nmoe.MultiTurnEnv):
+    """Says "again" until it was answered `turns` times; each answer earns its share."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def prompt(self) -> str:
+        self.said: list[str] = []
+        return f"Begin {self.rng.randrange(1000)}."
+
+    def step(self, turn: Any) -> tuple[str | None, float, bool]:
+        self.said.append(turn.text)
+        return "again", 1 / self.turns, len(self.said) == self.turns
+
+
+def says(*texts: str) -> Any:
+    """A policy by script: the samples of a prompt say the first text, the second, ..., each up to the stop token or the limit.
+    Later turns are asked for one by one, so they all say the first."""
+    tokenizer = nmoe.Tokenizer.train((), SMALLEST_VOCABULARY)
+
+    def generate(request: Request, engine: Engine) -> list[Sample]:
+        samples = []
+        for index in range(request.n):
+            ids = [*tokenizer.encode(texts[index % len(texts)]), request.sampling.stop_ids[0]]
+            cut = ids[: request.sampling.max_new_tokens]
+            samples.append(Sample(cut, [-1.0] * len(cut), [], "stop" if cut == ids else "length"))
+        return samples
+
+    return generate
+
+
+def samples_of(run: nmoe.TrainedRun) -> list[dict[str, Any]]:
+    files = sorted((run.path / "samples").iterdir())
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_importing_nmoe_does_not_import_torch() -> None:
+    code = (
+        "import sys, nmoe; dir(nmoe); assert 'torch' not in sys.modules; nmoe.Task; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert all(getattr(nmoe, name).__module__.startswith("nmoe.") for name in nmoe.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'train_lr'"):
+        _ = nmoe.train_lr  # type: ignore[attr-defined]
+
+
+def test_the_example_of_the_readme_learns_as_printed() -> None:
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
+    told: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), told)
+    rewards = [row["reward_mean"] for row in told["run"].metrics]
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.9
+    assert max(row.get("mismatch_abs_max", 0.0) for row in told["run"].metrics) <= 1e-4
+
+
+def test_functions_records_and_tables_are_what_the_run_uses() -> None:
+    records = [{"prompt": letter, "letter": letter} for letter in "ab"]
+    seen: list[list[str]] = []
+
+    def closure(completions: list[str], letter: list[str], **columns: Any) -> list[float]:
+        seen.append(letter)
+        return [float(text.startswith(one)) for text, one in zip(completions, letter, strict=True)]
+
+    run = nmoe.train_rl(TINY, env=records, rewards=[vowels, closure], config=SHORT)
+    assert {tuple(letters) for letters in seen} == {("a",) * 4, ("b",) * 4}
+    sample = json.loads(next((run.path / "samples").iterdir()).read_text().splitlines()[0])
+    text = sample["text"].removesuffix("<|endoftext|>")
+    assert sample["components"]["vowels"] == vowels([text])[0]
+    assert sample["components"]["closure"] == float(text.startswith(sample["columns"]["letter"]))
+    assert run.path == Path("runs/records")
+    assert nmoe.train_rl(TINY, env=records, rewards=[vowels], config=SHORT).path == Path("runs/records-2")
+
+
+def test_two_rewards_of_one_name_are_refused() -> None:
+    def make(letter: str) -> Any:
+        def count(completions: list[str], **columns: Any) -> list[float]:
+            return [float(text.count(letter)) for text in completions]
+
+        return count
+
+    with pytest.raises(UserError, match=r"rewards\[1\]\] name = \"count\": is used before"):
+        nmoe.train_rl(TINY, env=[{"prompt": "a"}], rewards=[make("a"), make("b")], config=SHORT)
+    named = [nmoe.reward(name=f"count_{letter}", weight=2.0)(make(letter)) for letter in "xy"]
+    run = nmoe.train_rl(TINY, env=[{"prompt": "a"}], rewards=named, config=SHORT)
+    sample = json.loads(next((run.path / "samples").iterdir()).read_text().splitlines()[0])
+    text = sample["text"].removesuffix("<|endoftext|>")
+    assert sample["components"]["count_x"] == text.count("x"), "each name has its own function"
+    assert sample["weights"]["count_y"] == 2.0
+
+
+def test_a_task_of_ones_own_is_graded_and_held_out() -> None:
+    config = {**SHORT, "eval.every_steps": 2, "eval.problems": 3}
+    run = nmoe.train_rl(TINY, env=Echo, config=config, generate_fn=says("abc", "jot"))
+    for sample in samples_of(run):
+        record = json.loads(sample["metadata"]["given"])
+        assert sample["question"] == f"Say {record['letter']}."
+        assert sample["answer"] in ("abc", "jot")
+        assert sample["reward"] == float(sample["answer"][0] == record["letter"])
+    assert (run.path / "eval").exists(), "generated problems have a split that is never trained on"
+    [result, *_] = nmoe.evaluate(run, Echo(), problems=3, max_new_tokens=4)
+    assert (result.mode, result.problems) == ("greedy_pass@1", 3)
+
+
+def test_an_episode_of_ones_own_is_played_turn_by_turn_and_replays() -> None:
+    config = {**SHORT, "sampling.max_new_tokens": 40, "monitor.replay_sample_rate": 1.0}
+    run = nmoe.train_rl(TINY, env=Count(turns=2), config=config, generate_fn=says("one", "two"))
+    for row in samples_of(run):
+        assert row["reward"] == pytest.approx(1.0)
+        assert row["failure"] == "ok"
+        first, last = row["exchanges"]
+        assert first["user"] == "again"
+        assert last["user"] is None
+        assert first["state"] in ({"turns": 2, "said": ["one"]}, {"turns": 2, "said": ["two"]})
+        assert last["state"] == {"turns": 2, "said": [first["state"]["said"][0], "one"]}
+    bundles = sorted((run.path / "replay").rglob("bundle.json"))
+    lines = list(replay_command(bundles[0].parent, None, None, allow_user_code=True))
+    assert any(line.startswith("exchanges    2 turns that the task answered") for line in lines)
+    assert lines[-1] == "all the same"
+    with pytest.raises(UserError, match="task test_train:Count"):
+        list(replay_command(bundles[0].parent, None, None, allow_user_code=False))
+
+
+def test_what_an_episode_earned_before_its_tokens_ran_out_counts() -> None:
+    config = {**SHORT, "sampling.max_new_tokens": 10}
+    run = nmoe.train_rl(TINY, env=Count(turns=50), config=config, generate_fn=says("one", "a"))
+    for row in samples_of(run):
+        turns = {"one": 2, "a": 3}[row["exchanges"][0]["state"]["said"][0]]
+        assert len(row["exchanges"]) == turns, "4 + 4 + 2 tokens, or 2 + 4 + 4"
+        assert row["failure"] == "truncated"
+        assert row["reward"] == pytest.approx(turns / 50)
+
+
+def test_generate_fn_samples_in_place_of_the_engine() -> None:
+    asked: list[Request] = []
+
+    async def greedy_first(request: Request, engine: Engine) -> list[Sample]:
+        asked.append(request)
+        return await engine.generate(request)
+
+    plain = nmoe.train_rl(TINY, env=[{"prompt": "a"}], rewards=[vowels], config=SHORT)
+    own = nmoe.train_rl(TINY, env=[{"prompt": "a"}], rewards=[vowels], config=SHORT, generate_fn=greedy_first)
+    assert len(asked) >= 4
+    assert [row["reward_mean"] for row in own.metrics] == [row["reward_mean"] for row in plain.metrics]
+    assert max(row.get("mismatch_abs_max", 0.0) for row in own.metrics) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (lambda request: None, "not a list of 4 samples"),
+        (lambda request: [Sample([9], [-1.0], [0], "length")], "not a list of 4 samples"),
+        (lambda request: [Sample([9, 9], [-1.0], [0, 0], "length")] * 4, "2 tokens, 1 log-probabilities"),
+        (lambda request: [Sample([9], [0.5], [0], "length")] * 4, "not a finite number of at most 0"),
+        (lambda request: [Sample([9], [-0.5], [0], "stop")] * 4, "`stop` means a stop token"),
+        (lambda request: ["abc"] * 4, "'abc', not a Sample"),
+    ],
+)
+def test_a_generate_fn_that_returns_nonsense_ends_the_run(samples: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        nmoe.train_rl(
+            TINY,
+            env=[{"prompt": "a"}],
+            rewards=[vowels],
+            config=SHORT,
+            generate_fn=lambda request, engine: samples(request),
+        )
+
+
+class NoGrade:
+    def prompt(self, record: Any) -> str:
+        return "?"
+
+
+class NoPrompt(nmoe.Task):
+    def grade(self, record: Any, answer: str) -> bool:
+        return True
+
+
+class OneArgument(nmoe.Task):
+    def grade(self, answer: str) -> bool:  # type: ignore[override]
+        return True
+
+
+class Wrong(nmoe.Task):
+    """Grades by what the record says, to be wrong in any way."""
+
+    returned: Any = None
+
+    def grade(self, record: Any, answer: str) -> Any:
+        if self.returned is None:
+            raise OSError("the server is down")
+        return self.returned
+
+
+class Nonsense(nmoe.MultiTurnEnv):
+    def __init__(self, returned: Any = None) -> None:
+        self._returned = returned
+
+    def prompt(self) -> str:
+        return "Begin."
+
+    def step(self, turn: Any) -> Any:
+        return self._returned
+
+
+def by(value: Any) -> Wrong:
+    task = Wrong()
+    task.returned = value
+    return task
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"env": 3}, "env = 3 is not an environment"),
+        ({"env": []}, "there are no records"),
+        ({"env": ["a"]}, "record 0 is 'a', not a dict"),
+        ({"env": [{"prompt": "a"}]}, "no field 'answer'"),
+        ({"env": [{"question": "1 + 1", "answer": None}]}, "answer"),
+        ({"env": NoGrade}, "NoGrade.* is not an environment"),
+        ({"env": {"env_id": "x", "task": "nmoe.tests:Missing"}}, "importing nmoe.tests failed"),
+        ({"env": NoPrompt, "data": [{"text": "a"}]}, r"NoPrompt has no prompt: define `prompt\(self, record\)`"),
+        ({"env": NoPrompt}, "makes no problems of its own"),
+        ({"env": OneArgument, "data": [{"prompt": "a"}]}, r"grade\(answer.*it gets 2 arguments"),
+        ({"env": [{"prompt": "a"}], "rewards": vowels}, r"is not a list; write rewards=\[...\]"),
+        ({"env": [{"prompt": "a"}], "rewards": ["vowels"]}, "'vowels', which is neither a function"),
+        ({"env": [{"prompt": "a"}], "rewards": [lambda completions, /: [1.0]]}, "by position alone"),
+        (
+            {"env": [{"prompt": "a"}], "rewards": [vowels], "config": {"run.stepz": 3}},
+            r"\[run\] stepz = 3: unknown key; did",
+        ),
+        ({"env": [{"prompt": "a"}], "rewards": [vowels], "config": 3}, "config = 3 is neither a file nor a dict"),
+        ({"env": [{"prompt": "a"}], "rewards": [vowels], "config": "none.toml"}, "none.toml: no such file"),
+        ({"env": [{"prompt": "a"}], "rewards": [vowels], "tools": [vowels]}, "tool"),
+        ({"env": "no_such_environment"}, "nor is there a packaged environment of that name"),
+    ],
+)
+def test_bad_input_ends_with_one_message_before_anything_is_written(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        nmoe.train_rl(TINY, **{"config": SHORT, **arguments})
+    assert not list(Path().rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (by(None), r"grade raised OSError: the server is down, at .*test_train.py:\d+"),
+        (by(1.5), "grade returned 1.5; a score is between 0 and 1"),
+        (by("yes"), "the reward 'yes', not a finite number"),
+        (by(float("nan")), "the reward nan, not a finite number"),
+        (Nonsense(), r"step returned None, not \(messages, reward, done\)"),
+        (Nonsense(("hm", float("inf"), False)), "the reward inf, not a finite number"),
+        (Nonsense(("", 0.0, False)), "needs the user's next message"),
+        (Nonsense(([{"role": "assistant", "content": "hm"}], 0.0, False)), "needs the user's next message"),
+        (Nonsense(("hm", 0.0, "no")), "done = 'no', not True or False"),
+    ],
+)
+def test_a_grade_or_step_that_returns_nonsense_stops_the_run_with_its_sample(env: Any, said: str) -> None:
+    data = [{"prompt": "a"}] if isinstance(env, Wrong) else None
+    with pytest.raises(UserCodeFailedError, match=said):
+        nmoe.train_rl(TINY, env=env, data=data, config={**SHORT, "run.name": "broken"}, generate_fn=says("hello"))
+    (line,) = Path("runs/broken/failures.jsonl").read_text().splitlines()
+    assert json.loads(line)["failure"] == "grader_error"
+    assert json.loads(line)["text"].startswith("hello")
+
+
+def test_supervised_runs_read_lists_and_end_after_an_epoch() -> None:
+    pairs = [{"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(16)]
+    examples = [{"prompt": one["prompt"], "completion": one["chosen"]} for one in pairs]
+    tuned = nmoe.train_sft(TINY, examples, config={"run.threads": 1})
+    dpo = nmoe.train_dpo(tuned, pairs, config={"run.threads": 1})
+    reward = nmoe.train_reward(tuned, pairs, config={"run.threads": 1})
+    assert [run.path.name for run in (tuned, dpo, reward)] == ["sft", "dpo", "reward"]
+    assert tuned.metrics[0]["loss"] > 0
+    assert dpo.metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "policy and reference are one at first"
+    assert len(list(Path("runs/data").glob("*.jsonl"))) == 2, "the examples, and the pairs once"
+    assert nmoe.generate(dpo, ["1 + 1 ="], n=2, max_new_tokens=4)[0][1].finish_reason in ("length", "stop")
+    with pytest.raises(UserError, match="record 1 of the data is 3, not a dict"):
+        nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}, 3])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="the data has no records"):
+        nmoe.train_dpo(TINY, [])
+
+
+def test_a_model_that_is_not_there_names_the_command_that_fetches_it() -> None:
+    with pytest.raises(UserError, match="hf download org/name --local-dir name"):
+        nmoe.train_rl("org/name", env=[{"prompt": "a"}], rewards=[vowels], config=SHORT)
+
+
+def test_a_model_of_the_hub_comes_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}] * 4, config={"run.threads": 1})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    shutil.copytree(start.checkpoint, repository / "snapshots" / ("0" * 40))
+    [[of_hub]] = nmoe.generate("org/tiny", "a", max_new_tokens=4, temperature=0.0)
+    [[of_run]] = nmoe.generate(start.checkpoint, "a", max_new_tokens=4, temperature=0.0)
+    assert of_hub == of_run
