@@ -31,10 +31,11 @@ def resolve_checkpoint(path: Path) -> Path:
         try:
             return _fetched(str(path))
         except Exception as error:  # the hub's client raises many kinds
-            why = str(error).split("
-")[0]
+            why = str(error).splitlines()[0]
             fetch = f"hf download {path} --local-dir {path.name}"
-            remedy = f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"
+            remedy = (
+                f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"
+            )
     raise UserError(
         f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
     )
