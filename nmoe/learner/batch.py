@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -93,6 +94,11 @@ class Batch:
         device = self.inputs_T.device
         return put(np.concatenate(rows), device), put(np.concatenate(places), device)
 
+    @cached_property
+    def scored_places(self) -> Tensor:
+        """The positions that are scored, `[N]`."""
+        return self.scored_T.nonzero().flatten()
+
     def without_routes(self) -> Batch:
         """The batch for another model, which picks its own experts: recorded routes belong to the policy that sampled."""
         return replace(self, routes_TYK=None)
@@ -114,8 +120,11 @@ class Batch:
         return torch.arange(len(self.lengths)) if self.samples is None else torch.tensor(self.samples)
 
     def to(self, device: torch.device) -> Batch:
+        """The batch on a device, which then need not be asked where the scored positions are."""
         columns: dict[str, Any] = {name: put(values_T, device) for name, values_T in self._columns()}
-        return replace(self, **columns)
+        there = replace(self, **columns)
+        there.__dict__["scored_places"] = put(self.scored_places, device)
+        return there
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:
         for f in fields(self):

@@ -24,8 +24,8 @@ from nmoe.parallel.ranks import Ranks
 def split(
     batch: Batch, model: Transformer, tokens_per_microbatch: int, ranks: Ranks
 ) -> Iterator[tuple[Batch, Tensor, bool]]:
-    """Yields this rank's micro-batches on the model's device, each with the places of its positions in the batch, and whether it
-    counts.
+    """Yields this rank's micro-batches on the model's device, each with the places of its scored positions in the batch, `[N]` on
+    the host, and whether it counts.
 
     All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the first one
     again, which must not count.
@@ -35,7 +35,7 @@ def split(
     for first in range(0, len(parts), ranks.size):
         own = first + ranks.rank
         micro, rows_T = batch.select(parts[own] if own < len(parts) else parts[0])
-        yield micro.to(model.device), rows_T, own < len(parts)
+        yield micro.to(model.device), rows_T[micro.scored_T], own < len(parts)
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
@@ -46,7 +46,7 @@ def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tenso
     if (shared := micro.shared_rows()) is None:
         attend = PackedAttention(micro.lengths, device, model.exact)
         states_TD: Tensor = model(micro.inputs_T, positions_T, attend, trace)
-        return states_TD[micro.scored_T]
+        return states_TD[micro.scored_places]
     rows_S, place_T = shared
     attend = PackedAttention(micro.lengths, device, model.exact, shared)
     run = RouterTrace(replay=None if trace.replay is None else trace.replay[rows_S])
@@ -54,7 +54,7 @@ def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tenso
     trace.chosen_TK += [chosen_SK[place_T] for chosen_SK in run.chosen_TK]
     trace.scores_TE += [scores_SE[place_T] for scores_SE in run.scores_TE]
     trace.biases_E += run.biases_E
-    return states_SD[place_T[micro.scored_T]]
+    return states_SD[place_T[micro.scored_places]]
 
 
 def score(
@@ -72,8 +72,8 @@ def score(
     if head_only:
         nan_N = torch.full(states_ND.shape[:1], torch.nan, device=states_ND.device)
         return Outputs(nan_N, nan_N, head_NK)
-    kept_NM = None if micro.kept_TM is None else micro.kept_TM[micro.scored_T]
-    targets_N = micro.targets_T[micro.scored_T]
+    kept_NM = None if micro.kept_TM is None else micro.kept_TM[micro.scored_places]
+    targets_N = micro.targets_T[micro.scored_places]
     logprobs_N, entropy_N = head_logprobs(states_ND, model.head_weight, targets_N, temperature, kept_NM, model.exact)
     return Outputs(logprobs_N, entropy_N, head_NK)
 
@@ -85,11 +85,11 @@ def batch_logprobs(
     """Log-probabilities of the batch's scored tokens, `[N]`, in its order, with recorded routes if the batch has them."""
     ranks = ranks or Ranks()
     parts, places = [], []
-    for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
+    for micro, places_N, counts in split(batch, model, tokens_per_microbatch, ranks):
         logprobs_N = score(model, micro, RouterTrace(replay=micro.routes_TYK), temperature).logprobs_N.cpu()
         if counts:
             parts.append(logprobs_N)
-            places.append(rows_T[micro.scored_T.cpu()])
+            places.append(places_N)
     return _in_order(ranks, parts, places)
 
 
@@ -100,11 +100,11 @@ def batch_head_outputs(
     """Outputs of a head at the batch's scored tokens, `[N, K]`, in its order, with recorded routes if the batch has them."""
     ranks = ranks or Ranks()
     parts, places = [], []
-    for micro, rows_T, counts in split(batch, model, tokens_per_microbatch, ranks):
+    for micro, places_N, counts in split(batch, model, tokens_per_microbatch, ranks):
         head_NK = head(scored_states(model, micro, RouterTrace(replay=micro.routes_TYK)), model.exact).cpu()
         if counts:
             parts.append(head_NK)
-            places.append(rows_T[micro.scored_T.cpu()])
+            places.append(places_N)
     return _in_order(ranks, parts, places)
 
 

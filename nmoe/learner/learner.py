@@ -24,7 +24,7 @@ from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
 from nmoe.model.checkpoint import export_model, load_weights, save_model
-from nmoe.model.device import put
+from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
@@ -133,28 +133,29 @@ class Learner:
         share_YE = self._load_shares(batch) if balancing and not alone else None
         experts = config.routed_experts
         part = _Part(RoutingStatistics.empty(len(config.moe_layers), experts) if experts else None)
-        for micro, rows_T, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
+        for micro, places_N, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
             trace = RouterTrace(replay=micro.routes_TYK)
             outputs = score(self.model, micro, trace, self.temperature, self.head, self.head_only)
             objective_sum, statistics = objective(outputs, _scored(micro))
             total = objective_sum
-            auxiliary = 0.0
+            sums = [objective_sum.detach()]
             if balancing:
                 share_YE = load_shares(count_load(trace, config.experts)) if share_YE is None else share_YE
                 extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
-                auxiliary = float(extra.detach())
+                sums.append(extra.detach())
                 total = total + extra
             # Ranks that shard a model average their gradients, and the sum is wanted.
             (total * (self.optimizer.loss_scale * self.ranks.size * counts)).backward()
             if not counts:
                 continue
-            part.loss += float(objective_sum.detach())
-            part.auxiliary_loss += auxiliary
             if not self.head_only:
                 statistics |= {"logprobs": outputs.logprobs_N.detach(), "entropy": outputs.entropy_N.detach()}
-            for name, values_N in statistics.items():
-                part.columns.setdefault(name, []).append(values_N.cpu())
-            part.places.append(rows_T[micro.scored_T.cpu()])
+            here = fetch(*sums, *statistics.values())
+            part.loss += float(here[0])
+            part.auxiliary_loss += sum(map(float, here[1 : len(sums)]))
+            for name, values_N in zip(statistics, here[len(sums) :], strict=True):
+                part.columns.setdefault(name, []).append(values_N)
+            part.places.append(places_N)
             if part.routing is not None:
                 self._load_YE += part.routing.add(trace)
         return Done(_joined(self.ranks.gather(part)))
@@ -168,7 +169,7 @@ class Learner:
             trace = RouterTrace(replay=micro.routes_TYK)
             scored_states(self.model, micro, trace)
             if counts:
-                load_YE += count_load(trace, self.model.config.experts)
+                load_YE += fetch(count_load(trace, self.model.config.experts))[0]
         self.ranks.sum(load_YE)
         return load_shares(load_YE)
 
@@ -286,10 +287,10 @@ def _joined(parts: list[_Part]) -> PassResult:
 
 def _scored(micro: Batch) -> Scored:
     def column(values_T: Tensor | None) -> Tensor | None:
-        return None if values_T is None else values_T[micro.scored_T]
+        return None if values_T is None else values_T[micro.scored_places]
 
     return Scored(
-        weights_N=micro.weights_T[micro.scored_T],
+        weights_N=micro.weights_T[micro.scored_places],
         advantages_N=column(micro.advantages_T),
         behaviour_logprobs_N=column(micro.behaviour_logprobs_T),
         reference_logprobs_N=column(micro.reference_logprobs_T),
@@ -297,6 +298,6 @@ def _scored(micro: Batch) -> Scored:
         returns_N=column(micro.returns_T),
         old_values_N=column(micro.old_values_T),
         labels_N=column(micro.labels_T),
-        sequence_N=put(micro.sequence_ids(), micro.scored_T.device)[micro.scored_T],
+        sequence_N=put(micro.sequence_ids(), micro.scored_T.device)[micro.scored_places],
         pairs=micro.pairs,
     )

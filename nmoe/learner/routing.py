@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmoe.model.device import fetch, put
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
 
 
 def count_load(trace: RouterTrace, experts: int) -> Tensor:
-    """Router picks per layer and expert, `[Y, E]` int64, of the routes that ran: recorded ones where they are replayed."""
+    """Router picks per layer and expert, `[Y, E]` int64 on the model's device, of the routes that ran: recorded ones where they are
+    replayed."""
     if trace.replay is not None:
-        picks = [trace.replay[:, layer].long() for layer in range(len(trace.chosen_TK))]
+        picks_YR = trace.replay.transpose(0, 1).flatten(1).long()
     else:
-        picks = trace.chosen_TK
-    return torch.stack([torch.bincount(chosen.reshape(-1), minlength=experts) for chosen in picks]).cpu()
+        picks_YR = torch.stack([chosen_TK.flatten() for chosen_TK in trace.chosen_TK])
+    # `bincount` would wait for the device, to learn the length of its result.
+    load_YE = torch.zeros(len(picks_YR), experts, dtype=torch.int64, device=picks_YR.device)
+    return load_YE.scatter_add_(1, picks_YR, torch.ones_like(picks_YR))
 
 
 def load_shares(load_YE: Tensor) -> Tensor:
@@ -37,6 +41,7 @@ def auxiliary_loss(trace: RouterTrace, share_YE: Tensor, batch_tokens: int, coef
     """
     layers, experts = share_YE.shape
     total = torch.zeros((), device=trace.scores_TE[0].device)
+    share_YE = put(share_YE, total.device)
     for layer, scores_TE in enumerate(trace.scores_TE):
         mean_E = (scores_TE / scores_TE.sum(-1, keepdim=True)).sum(0) / batch_tokens
         total = total + (share_YE[layer].to(mean_E) * mean_E).sum()
@@ -69,14 +74,14 @@ class RoutingStatistics:
 
     @torch.no_grad()
     def add(self, trace: RouterTrace) -> Tensor:
-        """Adds a micro-batch and returns its load, `[Y, E]`."""
-        load_YE = count_load(trace, self.load_YE.shape[1])
+        """Adds a micro-batch and returns its load, `[Y, E]`. The host waits once, and once more where routes were recorded."""
+        shares = (scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in trace.scores_TE)
+        entropy_Y = torch.stack([torch.special.entr(shares_TE).sum() for shares_TE in shares]).double()
+        load_YE, entropy_Y = fetch(count_load(trace, self.load_YE.shape[1]), entropy_Y)
         self.load_YE += load_YE
+        self.entropy_sum_Y += entropy_Y
         self.tokens += int(trace.chosen_TK[0].shape[0])
         self.picks += sum(chosen_TK.numel() for chosen_TK in trace.chosen_TK)
-        for layer, scores_TE in enumerate(trace.scores_TE):
-            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-            self.entropy_sum_Y[layer] += torch.special.entr(shares_TE).sum().double().cpu()
         if trace.replay is not None:
             self._compare(trace, trace.replay)
         return load_YE

@@ -117,12 +117,12 @@ class PagedCache:
             self.routes.index_copy_(0, slots_T, routes_TYK)
 
     def read_routes(self, blocks: Sequence[int], positions: int) -> Tensor | None:
-        """The router picks of a sequence's first positions, `[positions, Y, K]` on the CPU; None in a dense model."""
+        """The router picks of a sequence's first positions, `[positions, Y, K]`; None in a dense model."""
         if self.routes is None:
             return None
         wanted = put(blocks, self.device)
         routes = self.routes.view(self.blocks, BLOCK_TOKENS, *self.routes.shape[1:]).index_select(0, wanted)
-        return routes.flatten(0, 1)[:positions].cpu()
+        return routes.flatten(0, 1)[:positions]
 
     def clear(self, blocks: int) -> None:
         """Sets the first `blocks` blocks to zero."""

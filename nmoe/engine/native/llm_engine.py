@@ -147,26 +147,21 @@ class LLMEngine:
         """Streams tokens where asked for, and ends the sequences that have finished; returns the requests that finished."""
         slots, running = sampled.slots, self.running
         self._generated_tokens += slots.stop - slots.start
-        if sampled.kept_BV is not None:
-            for slot in (running.cuts[slots].nonzero()[0]).tolist():
-                sequence = running.sequences[slots.start + slot]
-                sequence.kept_ids = sequence.kept_ids or []
-                sequence.kept_ids.append(sampled.kept_BV[slot].nonzero().flatten().tolist())
+        for slot, kept in sampled.kept_ids.items():
+            sequence = running.sequences[slots.start + slot]
+            sequence.kept_ids = sequence.kept_ids or []
+            sequence.kept_ids.append(kept)
         ended = sampled.finished_B.nonzero().flatten()
         reasons: dict[Sequence, FinishReason] = {
             running.sequences[slots.start + slot]: "stop" if stopped else "length"
             for slot, stopped in zip(ended.tolist(), sampled.stopped_B[ended].tolist(), strict=True)
         }
         for slot in running.streams[slots].nonzero()[0].tolist():
-            self._stream(running.sequences[slots.start + slot], reasons)
+            sequence = running.sequences[slots.start + slot]
+            assert sequence.group.on_token is not None, "only sequences with a callback stream"
+            token_id, logprob = int(sampled.tokens_B[slot]), float(sampled.logprobs_B[slot])
+            sequence.group.on_token(sequence.index, Delta(token_id, logprob, reasons.get(sequence)))
         return self._finish(reasons)
-
-    def _stream(self, sequence: Sequence, reasons: dict[Sequence, FinishReason]) -> None:
-        """Passes on the sequence's last token."""
-        at = int(self.running.generated[sequence.slot]) - 1
-        token_id, logprob = (self.running[name][sequence.slot, at] for name in ("tokens", "logprobs"))
-        assert sequence.group.on_token is not None, "only sequences with a callback stream"
-        sequence.group.on_token(sequence.index, Delta(int(token_id), float(logprob), reasons.get(sequence)))
 
     def _finish(self, reasons: dict[Sequence, FinishReason]) -> list[SequenceGroup]:
         """Ends running sequences and delivers their samples; returns the requests that finished."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
@@ -23,7 +24,7 @@ from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
 from nmoe.engine.native.scheduler import Chunk, Start
 from nmoe.engine.native.sequence import Sequence
-from nmoe.model.device import put
+from nmoe.model.device import fetch, put
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.ops.cpu.packing import PackedWeights
@@ -36,13 +37,15 @@ _PACKED_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling gave the sequences in `slots`: whether each met a stop id and whether it has finished, `[B]`, and the kept sets
-    `[B, V]` if any of them has top-k or top-p. The tokens are in the running batch."""
+    """What sampling gave the sequences in `slots`, on the host: tokens and their log-probabilities, whether each met a stop id and
+    whether it has finished, `[B]`; and the kept ids of the rows that have top-k or top-p, by row."""
 
     slots: slice
+    tokens_B: Tensor
+    logprobs_B: Tensor
     stopped_B: Tensor
     finished_B: Tensor
-    kept_BV: Tensor | None
+    kept_ids: dict[int, list[int]]
 
 
 class Runner:
@@ -130,6 +133,7 @@ class Runner:
         logprobs_L, _ = head_logprobs(
             x_TD[: len(targets)], self.model.head_weight, targets_L, temperature, exact=self.model.exact
         )
+        (logprobs_L,) = fetch(logprobs_L)
         if not logprobs_L.isfinite().all():
             raise diverged("log-probabilities")
         return logprobs_L.tolist()
@@ -173,7 +177,15 @@ class Runner:
         uniforms_B = running["uniforms"][slots].gather(1, at_B1).squeeze(-1)
         tokens_B, logprobs_B, kept_BV = sample(logits_BV, columns, uniforms_B)
         stopped_B, finished_B = running.record(slots, tokens_B, logprobs_B, self.version)
-        return Sampled(slots, stopped_B, finished_B, kept_BV)
+        kept_ids = {} if kept_BV is None else self._kept_ids(kept_BV, running.cuts[slots].nonzero()[0])
+        tokens_B, logprobs_B, stopped_B, finished_B = fetch(tokens_B, logprobs_B.float(), stopped_B, finished_B)
+        return Sampled(slots, tokens_B, logprobs_B, stopped_B, finished_B, kept_ids)
+
+    def _kept_ids(self, kept_BV: Tensor, rows: NDArray[np.int64]) -> dict[int, list[int]]:
+        """The kept ids of these rows, by row."""
+        place_X, id_X = fetch(*kept_BV.index_select(0, put(rows, kept_BV.device)).nonzero().unbind(-1))
+        ids = id_X.split(place_X.bincount(minlength=len(rows)).tolist())
+        return {row: of_row.tolist() for row, of_row in zip(rows.tolist(), ids, strict=True)}
 
 
 def _replayed(chunk: Chunk) -> Tensor:

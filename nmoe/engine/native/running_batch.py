@@ -14,7 +14,7 @@ from torch import Tensor
 from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
 from nmoe.engine.native.sampler import uniforms
 from nmoe.engine.native.sequence import Sequence, Status
-from nmoe.model.device import put
+from nmoe.model.device import fetch, put
 
 _NO_STOP = -1
 
@@ -112,10 +112,11 @@ class RunningBatch:
         """Copies what a sequence has sampled, and the routes of its positions, from columns and cache to the sequence."""
         slot = sequence.slot
         count, position = int(self.generated[slot]), int(self.position[slot])
-        sequence.token_ids = self["tokens"][slot, :count].tolist()
-        sequence.logprobs = self["logprobs"][slot, :count].tolist()
-        sequence.versions = self["versions"][slot, :count].tolist()
-        sequence.routes_LYK = self.cache.read_routes(sequence.block_table, position)
+        routes_LYK = self.cache.read_routes(sequence.block_table, position)
+        columns = [self[name][slot, :count] for name in ("tokens", "logprobs", "versions")]
+        tokens, logprobs, versions, *routes = fetch(*columns, *([] if routes_LYK is None else [routes_LYK]))
+        sequence.token_ids, sequence.logprobs, sequence.versions = tokens.tolist(), logprobs.tolist(), versions.tolist()
+        sequence.routes_LYK = routes[0] if routes else None
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Frees the sequences' slots. The last running sequences move into the gaps."""
