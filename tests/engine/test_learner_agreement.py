@@ -18,6 +18,7 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import clip
 from nmoe.model.config import Numerics
 from nmoe.model.lora import Lora, LoraSettings, choose
+from nmoe.model.ops.cpu import library, operations
 from nmoe.model.transformer import Transformer
 from nmoe.rl.experience import policy_batch
 from nmoe.trajectory import Trajectory
@@ -94,6 +95,27 @@ def test_at_the_vocabulary_of_a_released_model(
     else:
         assert difference.mean() <= 1e-6 / min(1.0, sampling.get("temperature", 1.0))
         assert difference.max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("prefill_tokens", [2048, 500])
+def test_after_a_long_prompt(
+    request_of: MakeRequest, family: str, prefill_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 tokens, at once and in pieces: long enough for the kernel that attends to whole blocks of keys."""
+    model, calls, attend = tiny_family(family, context_tokens=2048), [], operations.causal_attention
+    monkeypatch.setattr(operations, "causal_attention", lambda *given: (calls.append(1), attend(*given))[1])
+    engine = LLMEngine(model, 2, prefill_tokens=prefill_tokens)
+    group = engine.add(request_of("long", 1500, 2, 20))
+    while not engine.idle:
+        engine.step()
+    assert calls or library.library() is None
+    trajectories = trajectories_of((group.request, sample) for sample in group.samples)
+    emitted = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
+    batch = policy_batch(trajectories, torch.ones(2), "token", 20)
+    difference = (batch_logprobs(model, batch, 4096, 1.0) - emitted).abs()
+    assert difference.mean() <= 1e-6
+    assert difference.max() <= 1e-4
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])

@@ -21,7 +21,7 @@ from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample
 from nmoe.errors import DivergenceError
 from nmoe.model.moe import MoE, Router, RouterTrace
-from nmoe.model.ops.attention import paged_attention
+from nmoe.model.ops.attention import AttentionLayer, causal_attention, paged_attention
 from nmoe.model.ops.cpu import library, operations
 from nmoe.model.ops.cpu.packing import PackedWeights, panels
 from nmoe.model.ops.table import kernels_in_use, ops_for
@@ -164,6 +164,30 @@ def test_attention(cache: Cache, dtype: torch.dtype) -> None:
     close(operations.attention(cache.layer, q_BHC, *cached, new=(new[0], new[1])), expected)
     assert torch.equal(cache.keys_NJPC[block_B, :, at_B % 16], new[0])
     assert torch.equal(cache.values_NJPU[block_B, :, at_B % 16], new[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "widths"),
+    [(1, 1, (1, 1), (2, 3)), (57, 57, (4, 2), (16, 16)), (300, 300, (2, 1), (40, 33)), (130, 400, (2, 2), (64, 64))],
+)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (0, True), (20, False), (150, True)])
+def test_attention_of_many_queries(
+    queries: int,
+    keys: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    window: int,
+    sinks: bool,
+    dtype: torch.dtype,
+) -> None:
+    shapes = (queries, heads[0], widths[0]), (keys, heads[1], widths[0]), (keys, heads[1], widths[1])
+    q, k, v = (draw(*shape, dtype=dtype, seed=i).transpose(0, 1) for i, shape in enumerate(shapes))
+    layer = AttentionLayer(0, 1.5 * widths[0] ** -0.5, window, draw(heads[0]) if sinks else None)
+    in_fp64 = [x.double().unsqueeze(0) for x in (q, k, v)]
+    expected = causal_attention(layer, *in_fp64, keys - queries)[0]
+    close(operations.causal_attention(layer, q, k, v), expected)
 
 
 @needs_kernels
@@ -327,6 +351,11 @@ def _samples(dtype: torch.dtype) -> list[Tensor]:
     return [part for v in (3, 65, 1000) for part in operations.sample(3 * draw(200, v), rows, uniforms)[:2]]
 
 
+def _many_queries(dtype: torch.dtype) -> list[Tensor]:
+    q, k, v = (draw(*shape, dtype=dtype).transpose(0, 1) for shape in ((60, 4, 24), (200, 2, 24), (200, 2, 20)))
+    return [operations.causal_attention(AttentionLayer(0, 0.2, window), q, k, v) for window in (0, 40)]
+
+
 def _head(dtype: torch.dtype) -> list[Tensor]:
     """In fp32 alone, whatever the dtype."""
     x_ND, weight_VD, targets_N = draw(300, 19), 0.2 * draw(700, 19), torch.arange(300)
@@ -340,7 +369,9 @@ def _head(dtype: torch.dtype) -> list[Tensor]:
 @needs_kernels
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine has no AVX-512")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kernel", [_linear, _groups, _swiglu, _experts, _routes, _norms, _attention, _samples, _head])
+@pytest.mark.parametrize(
+    "kernel", [_linear, _groups, _swiglu, _experts, _routes, _norms, _attention, _samples, _head, _many_queries]
+)
 def test_older_processors_compute_the_same(
     kernel: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from nmoe.model.ops.cpu.processor import cpu_features
 
 _SOURCES = Path(__file__).parent
-_UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "sampling.cpp", "head.cpp")
+_UNITS = ("products.cpp", "routing.cpp", "attention.cpp", "prefill.cpp", "sampling.cpp", "head.cpp")
 _HEADERS = ("vector.h", "tile.h")
 # Only the multiplications and additions that the sources fuse are fused, so that every target gives the same bits.
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=off")

@@ -220,6 +220,19 @@ def head_backward(
     return grad_x_ND, grad_weight_VD
 
 
+def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU: Tensor) -> Tensor:
+    """`TorchOps.causal_attention` of one sequence, `[H, L, U]`, whose tokens follow each other in memory. C is even in bf16."""
+    (heads, length, width), (kv_heads, positions, value_width) = q_HLC.shape, v_JSU.shape
+    views = [x if x.stride(2) == 1 else x.contiguous() for x in (q_HLC, k_JSC, v_JSU)]
+    strided = [part for x in views for part in (x, x.stride(1), x.stride(0))]
+    out_LHU = q_HLC.new_empty(length, heads, value_width)
+    sinks_H = None if layer.sinks_H is None else layer.sinks_H.float()
+    shape = (length, positions, heads, kv_heads, width, value_width)
+    name = f"nmoe_causal_attention_{DTYPES[q_HLC.dtype]}"
+    call(name, *strided, sinks_H, float(layer.scale), layer.window, out_LHU, *shape)
+    return out_LHU.transpose(0, 1)
+
+
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor, bool]:
     """The result of `nmoe.engine.native.sampler.sample` for rows without top-k and top-p: tokens and their log-probabilities,
     `[B]` each, and whether all logits were finite."""
