@@ -134,35 +134,25 @@ def gpu() -> Finding:
     """The CUDA devices with their memory, or why there are none."""
     import torch
 
+    from nmoe.model.device import KINDS, choose_device
     from nmoe.model.ops.triton.ops import OrderFreeTritonOps, TritonOps
 
-    if torch.cuda.is_available():
-        devices: list[dict[str, Any]] = []
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            devices.append(
-                {"name": torch.cuda.get_device_name(index), "memory_bytes": total, "free_memory_bytes": free}
-            )
-        lines = [
-            f"cuda:{index} {device['name']}, {_gib(device['memory_bytes'])}, {_gib(device['free_memory_bytes'])} free"
-            for index, device in enumerate(devices)
-        ]
+    cuda = KINDS["cuda"]
+    devices, lines = [], []
+    for device in map(cuda.at, range(cuda.count())):
+        free, total = torch.cuda.mem_get_info(device)
+        devices.append({"name": cuda.describe(device), "memory_bytes": total, "free_memory_bytes": free})
+        lines.append(f"{cuda.describe(device)}, {_gib(total)}, {_gib(free)} free")
+    facts = {"devices": devices, "cuda": torch.version.cuda, "auto": str(choose_device())}
+    if devices:
         lines.append(f"operations by Triton: {TritonOps.__name__}, with exact numerics {OrderFreeTritonOps.__name__}")
         advice = () if _version("triton") else (Advice("needed", "kernels on CUDA need Triton", "pip install triton"),)
-        return Finding("gpu", "\n".join(lines), {"devices": devices, "cuda": torch.version.cuda}, advice)
-    facts: dict[str, Any] = {"devices": [], "cuda": torch.version.cuda}
-    driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
-    if torch.version.cuda is None and driver:
-        wanted = Advice(
-            "faster", "there is an NVIDIA driver, but this torch has no CUDA", "pip install --force-reinstall torch"
-        )
-        return Finding("gpu", f"none that torch {torch.__version__} can use: it has no CUDA", facts, (wanted,))
-    if driver:
-        reason = f"the driver does not serve torch's CUDA {torch.version.cuda}"
-        return Finding(
-            "gpu", f"none: {reason}", facts, (Advice("faster", f"{reason}: see which one it has", "nvidia-smi"),)
-        )
-    return Finding("gpu", "none: there is no NVIDIA driver", facts)
+        return Finding("gpu", "\n".join(lines), facts, advice)
+    if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/version").exists():
+        return Finding("gpu", "none: there is no NVIDIA driver", facts)
+    command = "pip install --force-reinstall torch" if torch.version.cuda is None else "nvidia-smi"
+    text = f"there is an NVIDIA driver, but {cuda.missing()}"
+    return Finding("gpu", "none that torch can use", facts, (Advice("faster", text, command),))
 
 
 def kernels() -> Finding:

@@ -122,14 +122,21 @@ def test_gpus_and_why_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(cuda, "mem_get_info", lambda index: ((70 + index) << 30, 80 << 30))
-    monkeypatch.setattr(cuda, "get_device_name", lambda index: f"card {index}")
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: ((70 + device.index) << 30, 80 << 30))
+    monkeypatch.setattr(cuda, "get_device_name", lambda device: f"card {device.index}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = doctor.gpu()
-    assert found.text.splitlines()[:2] == [
-        "cuda:0 card 0, 80.0 GiB, 70.0 GiB free",
-        "cuda:1 card 1, 80.0 GiB, 71.0 GiB free",
+    assert found.text.splitlines() == [
+        "cuda:0 (card 0, CUDA 13.0), 80.0 GiB, 70.0 GiB free",
+        "cuda:1 (card 1, CUDA 13.0), 80.0 GiB, 71.0 GiB free",
+        "operations by Triton: TritonOps, with exact numerics OrderFreeTritonOps",
     ]
-    assert found.facts["devices"][1] == {"name": "card 1", "memory_bytes": 80 << 30, "free_memory_bytes": 71 << 30}
+    assert found.facts["devices"][1] == {
+        "name": "cuda:1 (card 1, CUDA 13.0)",
+        "memory_bytes": 80 << 30,
+        "free_memory_bytes": 71 << 30,
+    }
+    assert (found.facts["auto"], found.advice) == ("cuda:0", ())
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert [advice.command for advice in doctor.gpu().advice] == ["pip install triton"]
 
