@@ -58,7 +58,7 @@ def plain(draw: random.Random, family: str) -> Raw:
         "hidden_act": "silu",
     }
     FEATURES[family](draw, raw)
-    with_rope(draw, raw, rope(draw))
+    with_rope(draw, raw, rope(draw, turned_pairs(raw)))
     return raw
 
 
@@ -179,14 +179,33 @@ FEATURES: dict[str, Callable[[random.Random, Raw], None]] = {
 }
 
 
-def rope(draw: random.Random) -> Raw:
+def turned_pairs(raw: Raw) -> int:
+    """How many pairs of a head are turned."""
+    width = raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    share = raw.get("partial_rotary_factor", 0.5) if raw["model_type"] == "glm4_moe" else 1.0
+    return int(width * share) // 2
+
+
+def rope(draw: random.Random, pairs: int) -> Raw:
     """Rotary settings of a random kind."""
-    kind = draw.choice(["default", "linear", "llama3", "yarn", "yarn"])
+    # For a single pair transformers divides by 0.
+    dynamic = ["dynamic"] if pairs > 1 else []
+    kind = draw.choice(["default", "linear", "llama3", "yarn", "yarn", "longrope", *dynamic])
     settings: Raw = {"rope_type": kind, "rope_theta": draw.choice([100.0, 10_000.0])}
     if kind == "default":
         return settings
     settings["factor"] = draw.choice([2.0, 4.0])
-    if kind != "linear":
+    if kind == "longrope":
+        # Sequences here have 48 tokens: longer than the original context, or the context is no longer itself.
+        settings["original_max_position_embeddings"] = draw.choice([16, 32, CONTEXT])
+        for name in ("short_factor", "long_factor"):
+            settings[name] = [draw.choice([1.0, 1.5, 3.0]) for _ in range(pairs)]
+        if draw.random() < 0.5:
+            del settings["factor"]
+        if draw.random() < 0.3:
+            settings["attention_factor"] = 1.2
+        return settings
+    if kind not in ("linear", "dynamic"):
         settings["original_max_position_embeddings"] = draw.choice([16, 32])
     if kind == "llama3":
         settings |= {"low_freq_factor": 1.0, "high_freq_factor": draw.choice([2.0, 4.0])}
@@ -253,7 +272,7 @@ def odd(draw: random.Random, raw: Raw) -> str:
         del raw[key]
         return f"no {key}"
     if kind == "both":
-        raw |= {"rope_parameters": rope(draw), "rope_scaling": rope(draw)}
+        raw |= {"rope_parameters": rope(draw, 4), "rope_scaling": rope(draw, 4)}
         return "rope_scaling beside rope_parameters"
     if kind == "original":
         raw["original_max_position_embeddings"] = draw.choice([8, 24])

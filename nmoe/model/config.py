@@ -23,10 +23,13 @@ class RopeScaling:
     `llama3`: frequencies below `low_freq_factor` turns per original context are divided by `factor`, those above
     `high_freq_factor` stay, between them the two are blended (Llama 3.1's release). `yarn`: the same idea by dimension, from
     `beta_fast` to `beta_slow` turns, with cosines and sines times `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
-    `truncate` rounds the two bounds to whole dimensions. `linear` divides all by `factor`.
+    `truncate` rounds the two bounds to whole dimensions. `linear` divides all by `factor`. `longrope` divides each pair by a
+    factor of its own, one of `short_factors` if the model's context is no longer than the original, else of `long_factors`,
+    with cosines and sines times `attention_factor` (Ding et al. 2024, arXiv:2402.13753). `dynamic` changes nothing within the
+    original context; how it goes beyond, `nmoe.model.context` says.
     """
 
-    kind: Literal["llama3", "yarn", "linear"]
+    kind: Literal["llama3", "yarn", "linear", "dynamic", "longrope"]
     factor: float
     original_context_tokens: int = 0
     low_freq_factor: float = 1.0
@@ -35,6 +38,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,12 @@ class ModelConfig(ModelShape):
                 yield Conflict("latent", "latent attention has neither qk_norm nor qkv_bias")
         if self.rotary_dim and (self.latent is not None or self.rotary_dim >= self.head_dim or self.head_dim % 2):
             yield Conflict("rotary_dim", f"is a part of a head of even width, not of head_dim = {self.head_dim}")
+        if (scaling := self.rope_scaling) is not None and scaling.kind == "longrope":
+            pairs = self.rope_dim // 2
+            if {len(scaling.short_factors), len(scaling.long_factors)} != {pairs}:
+                yield Conflict(
+                    "rope_scaling", f"longrope needs {pairs} short and {pairs} long factors, one for each pair"
+                )
         if self.window_rope_theta and not any(self.windows):
             yield Conflict("window_rope_theta", "means something only beside windows")
         if self.experts and self.gelu:
@@ -201,8 +212,11 @@ class ModelConfig(ModelShape):
         for name, nested in (("rope_scaling", RopeScaling), ("latent", LatentAttention)):
             if values.get(name) is not None:
                 try:
-                    values[name] = nested(**values[name])
-                except TypeError as error:
+                    stored: dict[str, Any] = {
+                        key: tuple(value) if isinstance(value, list) else value for key, value in values[name].items()
+                    }
+                    values[name] = nested(**stored)
+                except (AttributeError, TypeError) as error:
                     raise UserError(f"{name} = {values[name]!r}: {error}") from None
         return cls(**values)
 
@@ -216,5 +230,9 @@ def _check_numbers(section: LatentAttention | RopeScaling) -> None:
             raise UserError(f"{f.name} = {value!r} is not a whole number from {least} up")
         if f.type == "float" and (type(value) not in (int, float) or value < 0):
             raise UserError(f"{f.name} = {value!r} is not a number from 0 up")
+        if f.type == "tuple[float, ...]" and not (
+            isinstance(value, tuple) and all(type(item) in (int, float) and item > 0 for item in value)
+        ):
+            raise UserError(f"{f.name} = {value!r} is not a list of numbers above 0")
         if f.type == "bool" and type(value) is not bool:
             raise UserError(f"{f.name} = {value!r} is neither true nor false")

@@ -11,8 +11,11 @@ import torch
 from nmoe.model.checkpoint import read_config
 from nmoe.model.shards import Shards
 
-# Settings that decoders had not when fingerprints were first written into adapters. At 0 they leave a decoder what it was.
-_LATER = ("rotary_dim", "window_rope_theta", "gelu", "output_norms", "norm_offset", "scale_embedding")
+# Settings that decoders had not when fingerprints were first written into adapters. At 0 or empty they leave a decoder as it was.
+_LATER = (
+    *("rotary_dim", "window_rope_theta", "gelu", "output_norms", "norm_offset", "scale_embedding"),
+    *("short_factors", "long_factors"),
+)
 
 
 def fingerprint(directory: Path) -> str:
@@ -20,6 +23,8 @@ def fingerprint(directory: Path) -> str:
     files' number or location. Takes about a second per gigabyte. Raises UserError as `load_model` does."""
     family, config = read_config(directory)
     settings = {name: value for name, value in config.to_dict().items() if value or name not in _LATER}
+    if (scaling := settings["rope_scaling"]) is not None:
+        settings["rope_scaling"] = {name: value for name, value in scaling.items() if value or name not in _LATER}
     digest = hashlib.sha256(json.dumps([family.MODEL_TYPE, settings], sort_keys=True).encode())
     shards = Shards(directory)
     for name in sorted(shards.files):

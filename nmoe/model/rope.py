@@ -13,11 +13,19 @@ from torch import Tensor
 from nmoe.model.config import RopeScaling
 
 
-def rope_frequencies(dimensions: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Radians per token of each pair, `[dimensions / 2]`, in fp64."""
+def rope_frequencies(context_tokens: int, dimensions: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Radians per token of each pair, `[dimensions / 2]`, in fp64, of a model with this context.
+
+    They are the same for sequences of any length, as in vLLM: were they to change while a sequence grows, as they do in
+    transformers for `longrope`, cached keys would be those of another model, and learner and sampler would differ.
+    """
     frequencies_c = theta ** (-torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions)
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return frequencies_c
+    if scaling.kind == "longrope":
+        longer = context_tokens > scaling.original_context_tokens
+        factors = scaling.long_factors if longer else scaling.short_factors
+        return frequencies_c / torch.tensor(factors, dtype=torch.float64)
     if scaling.kind == "linear":
         return frequencies_c / scaling.factor
     if scaling.kind == "llama3":
@@ -27,6 +35,11 @@ def rope_frequencies(dimensions: int, theta: float, scaling: RopeScaling | None 
     else:
         kept_c = 1 - _yarn_ramp(dimensions, theta, scaling)
     return frequencies_c * kept_c + frequencies_c / scaling.factor * (1 - kept_c)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much YaRN sharpens attention over a context stretched by `factor` (arXiv:2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn_ramp(dimensions: int, theta: float, scaling: RopeScaling) -> Tensor:
@@ -50,8 +63,8 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[context_tokens, dimensions / 2]`, computed in fp64 and kept in fp32: a table in bf16 is a known
     source of sampler/learner mismatch. `unturned` dimensions more have the angle 0: a turn by it changes no bit."""
-    frequencies_c = rope_frequencies(dimensions, theta, scaling)
+    frequencies_c = rope_frequencies(context_tokens, dimensions, theta, scaling)
     angles = torch.outer(torch.arange(context_tokens, dtype=torch.float64), frequencies_c)
-    factor = scaling.attention_factor if scaling is not None and scaling.kind == "yarn" else 1.0
+    factor = scaling.attention_factor if scaling is not None and scaling.kind in ("yarn", "longrope") else 1.0
     cos, sin = (angles.cos() * factor).float(), (angles.sin() * factor).float()
     return F.pad(cos, (0, unturned // 2), value=1.0), F.pad(sin, (0, unturned // 2))

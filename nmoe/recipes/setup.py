@@ -18,6 +18,7 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model, new_model
 from nmoe.model.config import ModelConfig
+from nmoe.model.context import extended
 from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
@@ -198,6 +199,12 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
             f"`nmoe export {settings.path} DIRECTORY --format hf`"
         )
     model = load_model(directory, dtype, device)
+    if settings.context_tokens is not None:
+        try:
+            model.config = extended(model.config, settings.context_tokens)
+        except UserError as error:
+            raise UserError(f"{settings.path}: model.{error}") from None
+        model.reset_tables()
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "

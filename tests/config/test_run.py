@@ -478,6 +478,16 @@ def test_an_adapter_has_a_base_and_one_source_of_its_settings(config: Write) -> 
     assert load_run(config(SHAPE + ENVIRONMENT), RLConfig).lora is None
 
 
+def test_a_longer_context_is_for_a_checkpoint_whose_weights_are_all_trained(config: Write) -> None:
+    longer = "--model.context_tokens=4096"
+    assert refusals(config(SHAPE + ENVIRONMENT), RLConfig, longer)[0].endswith(
+        "is for a checkpoint; a new model's context is model.shape.context_tokens"
+    )
+    base = '[run]\nsteps = 1\n[model]\npath = "base"\n' + ENVIRONMENT
+    assert load_run(config(base), RLConfig, [longer]).model.context_tokens == 4096
+    assert "an adapter does not record it" in refusals(config(base + "[lora]\n"), RLConfig, longer)[0]
+
+
 def test_a_device_is_named_as_torch_names_it(config: Write) -> None:
     path = config(SHAPE + DATA)
     for name in ("auto", "cpu", "cuda", "cuda:1"):

@@ -1,12 +1,16 @@
 """Rotary embedding: the table by hand, the turn as a complex product, the gradient by finite differences."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from transformers import Glm4MoeConfig, PreTrainedConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nmoe.model.families import FAMILIES
 from nmoe.model.ops.torch import TorchOps
-from nmoe.model.rope import rope_table
+from nmoe.model.rope import rope_frequencies, rope_table
 
 
 def test_table_by_hand() -> None:
@@ -51,3 +55,43 @@ def test_gradient_by_finite_differences() -> None:
     x = torch.randn(4, 2, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.unsqueeze(1) for t in rope_table(4, 6, 10.0))
     assert torch.autograd.gradcheck(lambda x: TorchOps().rotate(x, cos, sin), (x,))
+
+
+ORIGINAL = {"original_max_position_embeddings": 32}
+SHORT, LONG = [1.0, 1.1, 1.3, 2.0], [1.0, 2.5, 4.0, 9.0]
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": ORIGINAL | {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": ORIGINAL | {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": ORIGINAL | {"short_factor": SHORT, "long_factor": LONG},
+}
+
+
+@pytest.mark.parametrize("context", [32, 128])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_scaling_has_transformers_frequencies(kind: str, share: float, context: int) -> None:
+    shape = {"vocab_size": 8, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"head_dim": int(8 / share), "max_position_embeddings": context}
+    settings = KINDS[kind] | {"rope_type": kind, "rope_theta": 500.0}
+    theirs: PreTrainedConfig = Qwen3Config(**shape, rope_parameters=settings)
+    if share < 1:
+        theirs = Glm4MoeConfig(**shape, rope_parameters=settings | {"partial_rotary_factor": share})
+    config = FAMILIES.get(theirs.model_type).config_from_hf(theirs.to_dict())
+    ours = rope_frequencies(context, config.rope_dim, config.rope_theta, config.rope_scaling)
+    inverse, factor = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=context)
+    torch.testing.assert_close(ours.float(), inverse, rtol=1e-6, atol=0)
+    cos, sin = rope_table(context, config.rope_dim, config.rope_theta, config.rope_scaling)
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, factor**2))
+    plain = rope_frequencies(context, config.rope_dim, config.rope_theta)
+    assert torch.equal(ours, plain) == (kind == "dynamic")
+
+
+def test_unturned_dimensions_keep_every_bit() -> None:
+    cos, sin = (t.unsqueeze(1) for t in rope_table(5, 4, 50.0, None, 12))
+    x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(3))
+    turned = TorchOps().rotate(x, cos, sin)
+    assert torch.equal(turned[..., 2:8], x[..., 2:8])
+    assert torch.equal(turned[..., 10:], x[..., 10:])
+    assert not torch.isclose(turned[1:, :, :2], x[1:, :, :2]).any(-1).all()

@@ -44,6 +44,11 @@ class AdaptableConfig(RunConfig):
         yield from super().conflicts()
         if self.lora is not None and self.model.path is None:
             yield Conflict("lora", "an adapter needs a base; name its checkpoint in model.path")
+        if self.lora is not None and self.model.context_tokens is not None:
+            yield Conflict(
+                "model.context_tokens",
+                "an adapter does not record it; write rope_scaling into the base's config.json instead",
+            )
 
 
 class SupervisedConfig(AdaptableConfig):

@@ -59,6 +59,11 @@ class ModelSection(Section):
 
     path: str | None = Field(default=None, min_length=1, description="directory of the checkpoint to start from")
     shape: ModelShape | None = Field(default=None, description="the shape of a new model")
+    context_tokens: int | None = Field(
+        default=None,
+        gt=1,
+        description="a longer context than that of `path`: its rotary frequencies are stretched by YaRN, or as its `dynamic` asks",
+    )
     numerics: Literal["fast", "exact"] = Field(
         default="fast",
         description="exact: engine and learner compute the same bits (float32), somewhat slower",
@@ -100,6 +105,8 @@ class ModelSection(Section):
             yield Conflict("", "needs either path (a checkpoint) or [model.shape] (a new model)")
         if self.path is None and self.shape is not None and self.tokenizer is None:
             yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
+        if self.path is None and self.context_tokens is not None:
+            yield Conflict("context_tokens", "is for a checkpoint; a new model's context is model.shape.context_tokens")
         if self.numerics == "exact" and self.precision not in (None, "float32"):
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
         if self.numerics == "exact" and self.compile:

@@ -15,7 +15,8 @@ from nmoe.errors import UserError
 from nmoe.model.config import LatentAttention, ModelConfig
 from nmoe.model.families import decoder, fp8, sigmoid_moe
 from nmoe.model.families.base import Entry
-from nmoe.model.families.settings import Settings, yarn_mscale
+from nmoe.model.families.settings import Settings
+from nmoe.model.rope import yarn_mscale
 
 MODEL_TYPE = "deepseek_v3"
 PACKINGS = fp8.PACKINGS

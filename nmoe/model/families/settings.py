@@ -7,6 +7,7 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig, RopeScaling
+from nmoe.model.rope import yarn_mscale
 
 _MISSING: Any = object()
 
@@ -49,6 +50,15 @@ class Settings:
         if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
             raise UserError(f"{key} = {value!r} is not a list of whole numbers")
         return tuple(value)
+
+    def reals(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self._get(key, _MISSING)
+        if not isinstance(value, list) or any(
+            type(item) not in (int, float) or not 0 < item < math.inf for item in value
+        ):
+            raise UserError(f"{key} = {value!r} is not a list of positive numbers")
+        return tuple(map(float, value))
 
     def only(self, key: str, *values: Any) -> None:
         """Raises UserError if the key has a value other than these; null is none."""
@@ -114,21 +124,21 @@ class Settings:
             raise UserError(f"{self.model_type}: rope_theta = {theta} gives no frequencies")
         if kind == "default":
             return theta, None
-        if kind not in ("llama3", "yarn", "linear"):
+        if kind not in ("llama3", "yarn", "linear", "dynamic", "longrope"):
             raise UserError(
-                f"{self.model_type}: rope type {kind!r} is not supported, only default, linear, llama3 and yarn"
+                f"{self.model_type}: rope type {kind!r} is not supported, only default, linear, dynamic, llama3, yarn and longrope"
             )
+        if kind == "longrope":
+            return theta, self._longrope(settings)
         settings.require("factor")
         factor = settings.real("factor")
         if factor <= 0:
             raise UserError(f"{self.model_type}: rotary factor = {factor} is not positive")
         if kind == "linear":
             return theta, RopeScaling("linear", factor)
-        # The value outside the rotary settings has priority, as in transformers.
-        original = settings.whole("original_max_position_embeddings", self.whole("max_position_embeddings"))
-        original = self.whole("original_max_position_embeddings", original)
-        if original == 0:
-            raise UserError(f"{self.model_type}: original_max_position_embeddings = 0 is not positive")
+        if kind == "dynamic":
+            return theta, RopeScaling("dynamic", factor, self.whole("max_position_embeddings"))
+        original = self._original_context(settings)
         if kind == "llama3":
             settings.require("low_freq_factor", "high_freq_factor")
             low, high = settings.real("low_freq_factor"), settings.real("high_freq_factor")
@@ -148,6 +158,32 @@ class Settings:
         )
         return theta, scaling
 
+    def _original_context(self, settings: Settings) -> int:
+        # The value outside the rotary settings has priority, as in transformers.
+        original = settings.whole("original_max_position_embeddings", self.whole("max_position_embeddings"))
+        original = self.whole("original_max_position_embeddings", original)
+        if original == 0:
+            raise UserError(f"{self.model_type}: original_max_position_embeddings = 0 is not positive")
+        return original
+
+    def _longrope(self, settings: Settings) -> RopeScaling:
+        settings.require("short_factor", "long_factor")
+        original = self._original_context(settings)
+        factor = settings.real("factor", self.whole("max_position_embeddings") / original)
+        sharpened = 1.0
+        if factor > 1:
+            if original == 1:
+                raise UserError(f"{self.model_type}: original_max_position_embeddings = 1 gives no attention factor")
+            sharpened = math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeScaling(
+            "longrope",
+            factor,
+            original,
+            attention_factor=settings.real("attention_factor", sharpened),
+            short_factors=settings.reals("short_factor"),
+            long_factors=settings.reals("long_factor"),
+        )
+
     def rope_section(self) -> Settings:
         """The keys of `rope_scaling` or, where it is absent or empty, of `rope_parameters`: transformers merges nothing."""
         settings = self.section("rope_scaling")
@@ -157,11 +193,6 @@ class Settings:
         if key not in self.raw and default is _MISSING:
             raise UserError(f"missing keys {key}")
         return self.raw.get(key, default)
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much YaRN sharpens attention over a context stretched by `factor` (arXiv:2309.00071, eq. 22)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn_attention_factor(settings: Settings, factor: float) -> float:
@@ -177,10 +208,16 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] | None = None
     if scaling is not None:
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind != "linear":
+        if scaling.kind not in ("linear", "dynamic"):
             rope["original_max_position_embeddings"] = scaling.original_context_tokens
         if scaling.kind == "llama3":
             rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        if scaling.kind == "longrope":
+            rope |= {
+                "attention_factor": scaling.attention_factor,
+                "short_factor": list(scaling.short_factors),
+                "long_factor": list(scaling.long_factors),
+            }
         if scaling.kind == "yarn":
             rope |= {
                 "beta_fast": scaling.beta_fast,
