@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from nmoe.errors import StorageError, UserError
+from nmoe.text import tiktoken_model
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
 
 # The pattern of GPT-4's cl100k_base (https://github.com/openai/tiktoken), but each digit is a piece of its own: numbers
@@ -103,11 +104,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads the Hugging Face files in `directory`, written here or elsewhere.
+        """Reads the Hugging Face files in `directory`, written here or elsewhere; or `tiktoken.model` where that is all there is.
 
         Raises UserError, naming the file, when tokenizer.json is missing or cannot be read.
         """
         path = directory / _MODEL_FILE
+        if not path.exists() and (directory / tiktoken_model.FILE).exists():
+            backend, config = tiktoken_model.read(directory)
+            others = {name: _read(directory / name) for name in _SIDE_FILES if (directory / name).exists()}
+            return cls(backend, others | {tiktoken_model.CONFIG: config}, str(directory))
         definition = _read(path)
         try:
             backend = tokenizers.Tokenizer.from_str(definition)

@@ -1,12 +1,13 @@
 """The shape of a decoder: impossible ones are refused with the key and its value."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nmoe.errors import UserError
-from nmoe.model.config import ModelConfig
+from nmoe.model.config import ModelConfig, RopeScaling
 
 DENSE: dict[str, Any] = {
     "vocab_size": 8,
@@ -43,6 +44,9 @@ DENSE: dict[str, Any] = {
         ({"router_scores": "relu"}, 'router_scores = "relu": must be one of "softmax", "sigmoid"'),
         ({"rope_theta": "big"}, 'rope_theta = "big": expected a number'),
         ({"qk_norm": 1}, "qk_norm = 1: expected true or false"),
+        ({"rotary_dim": 2}, "rotary_dim = 2: is a part of a head of even width, not of head_dim = 2"),
+        ({"window_rope_theta": 9.0}, "window_rope_theta = 9.0: means something only beside windows"),
+        ({"gelu": True, "experts": 4, "experts_per_token": 2, "expert_width": 4}, "gelu = true: experts have SiLU"),
     ],
 )
 def test_impossible_shapes(changes: dict[str, Any], message: str) -> None:
@@ -53,3 +57,13 @@ def test_impossible_shapes(changes: dict[str, Any], message: str) -> None:
 def test_a_possible_shape_comes_back_whole() -> None:
     config = ModelConfig(**DENSE, experts=4, experts_per_token=4, expert_width=1, rope_theta=1)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_factors_for_each_pair_come_back_whole_and_are_as_many_as_the_pairs() -> None:
+    scaling = RopeScaling("longrope", 4.0, 16, short_factors=(1.0,), long_factors=(2.5,))
+    config = ModelConfig(**DENSE, rope_scaling=scaling)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(UserError, match="longrope needs 2 short and 2 long factors, one for each pair"):
+        ModelConfig(**(DENSE | {"head_dim": 4}), rope_scaling=scaling)
+    with pytest.raises(UserError, match=r"long_factors = \(0\.0,\) is not a list of numbers above 0"):
+        ModelConfig(**DENSE, rope_scaling=replace(scaling, long_factors=(0.0,)))
