@@ -14,6 +14,9 @@ from torch import Tensor
 # Kernels need head widths that are multiples of this.
 _WIDTH_STEP = 8
 
+# Queries that run together where a mask is needed. A mask of all of them is 64 MiB in bf16 at 65,536 keys.
+BLOCK_QUERIES = 512
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -29,9 +32,16 @@ class AttentionLayer:
     sinks_H: Tensor | None = None
 
 
-def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0) -> Tensor:
+def causal_attention(
+    layer: AttentionLayer,
+    q_BHLC: Tensor,
+    k_BJSC: Tensor,
+    v_BJSU: Tensor,
+    earlier: int = 0,
+    by_kv_head: bool = False,
+) -> Tensor:
     """Causal attention with the layer's window and sinks, `[B, H, L, U]`. The queries are the last L of S = earlier + L
-    positions.
+    positions. `by_kv_head` is how a layer that needs a mask is computed (`attention_in_blocks`).
 
     A sink is one more key before the others: the queries have an extra column with the sink's logit, the sink's key has a one
     there, and its value is zero. So any kernel computes it, with its gradient.
@@ -60,11 +70,46 @@ def causal_attention(layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJ
         mask_LS = age_LS >= 0
         if layer.window:
             mask_LS &= (age_LS < layer.window) | (key_S < 0)
+    attend = _grouped if mask_LS is None or not by_kv_head else _by_kv_head
+    return attend(q_BHLC, k_BJSC, v_BJSU, mask_LS, layer.scale)[:, :, -length:, :value_width]
+
+
+def _grouped(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor | None, scale: float) -> Tensor:
     gqa = q_BHLC.shape[1] != k_BJSC.shape[1]
-    o_BHLU = F.scaled_dot_product_attention(
-        q_BHLC, k_BJSC, v_BJSU, mask_LS, is_causal=mask_LS is None, scale=layer.scale, enable_gqa=gqa
+    return F.scaled_dot_product_attention(
+        q_BHLC, k_BJSC, v_BJSC, mask_LS, is_causal=mask_LS is None, scale=scale, enable_gqa=gqa
     )
-    return o_BHLU[:, :, -length:, :value_width]
+
+
+def _by_kv_head(q_BHLC: Tensor, k_BJSC: Tensor, v_BJSC: Tensor, mask_LS: Tensor | None, scale: float) -> Tensor:
+    """The same with a batch entry per key-value head, whose query heads share its keys as a view."""
+    batch, kv_heads = k_BJSC.shape[:2]
+    q_NGLC = q_BHLC.unflatten(1, (kv_heads, -1)).flatten(0, 1)
+    k_NGSC, v_NGSC = (x.flatten(0, 1).unsqueeze(1).expand(-1, q_NGLC.shape[1], -1, -1) for x in (k_BJSC, v_BJSC))
+    out_NGLC = F.scaled_dot_product_attention(q_NGLC, k_NGSC, v_NGSC, mask_LS, scale=scale)
+    return out_NGLC.unflatten(0, (batch, kv_heads)).flatten(1, 2)
+
+
+def attention_in_blocks(
+    layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
+) -> Tensor:
+    """The same as `causal_attention`, for accelerators: what needs a mask runs in blocks of queries, each with the keys that it can
+    see, so that no mask or score is as large as all queries times all keys.
+
+    CUDA's fast kernels take a mask, or key-value heads that several query heads share, and not both at once: torch would compute
+    such a layer with all scores in memory. So heads are shared as a view.
+    """
+    length = q_BHLC.shape[-2]
+    if earlier == 0 and not 0 < layer.window < length:
+        return causal_attention(layer, q_BHLC, k_BJSC, v_BJSU)
+    parts = []
+    for start in range(0, length, BLOCK_QUERIES):
+        stop = min(start + BLOCK_QUERIES, length)
+        first = max(0, earlier + start - layer.window + 1) if layer.window else 0
+        keys = slice(first, earlier + stop)
+        rows = q_BHLC[:, :, start:stop], k_BJSC[:, :, keys], v_BJSU[:, :, keys]
+        parts.append(causal_attention(layer, *rows, earlier + start - first, by_kv_head=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
 def paged_attention(

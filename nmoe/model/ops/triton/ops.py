@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.ops.attention import AttentionLayer
+from nmoe.model.ops.attention import AttentionLayer, attention_in_blocks
 from nmoe.model.ops.exact.ops import OrderFreeSums
 from nmoe.model.ops.torch import TorchOps
 
@@ -47,6 +47,11 @@ class TritonOps(TorchOps):
         from nmoe.model.ops.triton.routing import spread_rows
 
         return spread_rows(grad_TD, y_RD, weights_TK, row_TK)
+
+    def causal_attention(
+        self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
+    ) -> Tensor:
+        return attention_in_blocks(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
 
     def paged_attention(
         self,
