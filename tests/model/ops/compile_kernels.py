@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for a Hopper chip (sm_90), with no GPU there, and prints what each came to as JSON lines.
+"""Compiles every Triton kernel for the chip of this compute capability (90 is Hopper, 100 Blackwell), with no GPU there, and prints
+what each came to as JSON lines.
 
 The interpreter knows nothing of the compiler's rules; this does: Triton's front end, LLVM and ptxas, which come in its package.
 """
@@ -18,11 +19,14 @@ from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.triton import paged_attention, rotary, routing, swiglu
 
 
-class Hopper:
+class Chip:
     """What a driver is asked before a launch."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -40,6 +44,7 @@ def compile_instead(kernel: JITFunction, grid: Any) -> Any:
         ptx = compiled.asm["ptx"]
         row = {"kernel": f"{kernel.__module__.rsplit('.', 1)[1]}.{kernel.__name__}", "case": CASE}
         row |= {"shared": compiled.metadata.shared, "tensor_cores": "mma" in ptx, "async_copies": "cp.async" in ptx}
+        row |= {"target": ptx.split(".target ")[1].split()[0], "bytes": len(compiled.asm["cubin"])}
         print(json.dumps(row), file=sys.stdout)
 
     return compile_
@@ -58,7 +63,7 @@ PAGED = {
 
 def main() -> None:
     global CASE
-    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.driver.set_active(Chip(int(sys.argv[1])))
     JITFunction.__getitem__ = compile_instead
     for blocks in (8, 80):  # without and with joining
         for name, (heads, kv_heads, width, value_width, window, sinks, dtype) in PAGED.items():
