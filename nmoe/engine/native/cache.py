@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.device import kind_of, put
+from nmoe.model.device import put
 
 # Positions of a block. A smaller block shares more of a common prefix and wastes less at a sequence's end; a larger one makes fewer
 # pieces to gather. 8, 16 and 32 decode equally fast on two CPU cores.
@@ -142,7 +142,7 @@ class PagedCache:
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor of zeros, since a masked position has weight 0, and 0 times a stray NaN would be NaN. On a CPU the system hands out
     pages as they are first written, so that a generous budget costs only what is used."""
-    if not kind_of(device).on_host or 0 in shape:
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, device=device, dtype=dtype)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)
