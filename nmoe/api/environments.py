@@ -54,8 +54,9 @@ def _table(env: Env | None) -> dict[str, Any]:
     if isinstance(env, str | Path):
         return load_environment(Path(env)).model_dump(exclude_unset=True)
     if isinstance(env, Mapping):
-        return dict(env)
-    if isinstance(env, Task | MultiTurnEnv) or (isinstance(env, type) and issubclass(env, Task | MultiTurnEnv)):
+        task = env.get("task")
+        return {**_table(task), **env, "task": hand_over(task)[0]} if _is_task(task) else dict(env)
+    if _is_task(env):
         name = (env if isinstance(env, type) else type(env)).__name__
         return {"env_id": name, "task": hand_over(env)[0]}
     if isinstance(env, Sequence) and not isinstance(env, str | bytes):
@@ -64,6 +65,10 @@ def _table(env: Env | None) -> dict[str, Any]:
         f"env = {env!r} is not an environment: pass a TOML file or packaged name, a Task or MultiTurnEnv, an Environment, "
         "the table of one as a dict, or a list of records"
     )
+
+
+def _is_task(part: Any) -> bool:
+    return issubclass(part if isinstance(part, type) else type(part), Task | MultiTurnEnv)
 
 
 class Records(list[dict[str, Any]]):

@@ -1,20 +1,15 @@
-"""`nmoe sft`, `nmoe data show` and examples/run_sft.py as a user meets them, with good data and with bad."""
+"""`nmoe sft` and `nmoe data show` as a user meets them, with good data and with bad."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import Result
 
-from nmoe.model.checkpoint import load_model
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.resolve import resolve_checkpoint
 
 Nmoe = Callable[..., Result]
 
@@ -168,18 +163,3 @@ def test_data_show_names_what_is_wrong(
     assert result.code == 2
     assert message in result.err
     assert "Traceback" not in result.err
-
-
-def test_the_example_trains_with_the_library(nmoe: Nmoe, base: Path, tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", *({"prompt": f"Reverse: {i}", "completion": str(i)[::-1]} for i in range(100, 130)))
-    script = Path(__file__).parents[2] / "examples" / "run_sft.py"
-    command = [sys.executable, script, base, "train.jsonl", "tuned", "--steps", "5", "--tokens-per-step", "256"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0]
-    again = nmoe("data", "show", "train.jsonl", "--tokenizer", "tuned")
-    assert "30 records of kind prompt_completion = 30 sequences" in again.out
-    weights = [load_model(directory).embedding.weight for directory in (resolve_checkpoint(base), tmp_path / "tuned")]
-    assert not torch.equal(*weights)
