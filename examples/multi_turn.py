@@ -24,7 +24,7 @@ class Guess(nmoe.MultiTurnEnv):
         return "more" if turn.answer < self.hidden else "less", 0.1 if self.tries else 0.0, self.tries == 0
 
 
-def main(steps=80, seed=0):
+def main(steps=120, seed=0):
     return nmoe.train_rl(
         {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 48},
         env={"task": Guess, "format": "boxed"},  # plain text
@@ -35,7 +35,6 @@ def main(steps=80, seed=0):
             "batch.prompts_per_step": 12,
             "batch.group_size": 16,
             "optimizer.learning_rate": 1.2e-2,
-            "optimizer.min_lr_ratio": 1.0,
             "eval.every_steps": 0,
         },
     )
