@@ -128,17 +128,17 @@ class ModelConfig(ModelShape):
         if self.latent is not None:
             if self.head_dim != self.latent.nope_dim + self.latent.rope_dim or self.kv_heads != self.heads:
                 yield Conflict(
-                    "latent", "with latent attention head_dim is nope_dim + rope_dim, and kv_heads equals heads"
+                    "head_dim", "with latent attention head_dim is nope_dim + rope_dim, and kv_heads equals heads"
                 )
             if self.qk_norm or self.qkv_bias:
-                yield Conflict("latent", "latent attention has neither qk_norm nor qkv_bias")
+                yield Conflict("qk_norm", "latent attention has neither qk_norm nor qkv_bias")
         if self.rotary_dim and (self.latent is not None or self.rotary_dim >= self.head_dim or self.head_dim % 2):
             yield Conflict("rotary_dim", f"is a part of a head of even width, not of head_dim = {self.head_dim}")
         if (scaling := self.rope_scaling) is not None and scaling.kind == "longrope":
             pairs = self.rope_dim // 2
             if {len(scaling.short_factors), len(scaling.long_factors)} != {pairs}:
                 yield Conflict(
-                    "rope_scaling", f"longrope needs {pairs} short and {pairs} long factors, one for each pair"
+                    "rope_scaling.kind", f"longrope needs {pairs} short and {pairs} long factors, one for each pair"
                 )
         if self.window_rope_theta and not any(self.windows):
             yield Conflict("window_rope_theta", "means something only beside windows")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nmoe.errors import UserError
-from nmoe.model.config import ModelConfig, RopeScaling
+from nmoe.model.config import LatentAttention, ModelConfig, RopeScaling
 
 DENSE: dict[str, Any] = {
     "vocab_size": 8,
@@ -44,6 +44,18 @@ DENSE: dict[str, Any] = {
         ({"router_scores": "relu"}, 'router_scores = "relu": must be one of "softmax", "sigmoid"'),
         ({"rope_theta": "big"}, 'rope_theta = "big": expected a number'),
         ({"qk_norm": 1}, "qk_norm = 1: expected true or false"),
+        (
+            {"latent": LatentAttention(q_rank=0, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=2)},
+            "head_dim = 2: with latent attention head_dim is nope_dim . rope_dim, and kv_heads equals heads",
+        ),
+        (
+            {
+                "latent": LatentAttention(q_rank=0, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=2),
+                "head_dim": 4,
+                "kv_heads": 4,
+            },
+            "qk_norm: latent attention has neither qk_norm nor qkv_bias",
+        ),
         ({"rotary_dim": 2}, "rotary_dim = 2: is a part of a head of even width, not of head_dim = 2"),
         ({"window_rope_theta": 9.0}, "window_rope_theta = 9.0: means something only beside windows"),
         ({"gelu": True, "experts": 4, "experts_per_token": 2, "expert_width": 4}, "gelu = true: experts have SiLU"),
