@@ -25,6 +25,12 @@ class InfrastructureError(UserError):
     exit_code = 1
 
 
+class RunStoppedError(UserError):
+    """A rule of [monitor] with the level "stop" ended the run: nothing is wrong with the input's form, so the exit code is 1."""
+
+    exit_code = 1
+
+
 class ShortfallError(UserError):
     """Everything ran, and a figure is not what was promised: the exit code is 1."""
 

@@ -22,7 +22,7 @@ LEVELS = [
     {"envs"},
     {"grading"},
     {"sandbox"},
-    {"runs"},
+    {"runs", "monitor"},
     {"learner", "engine"},
     {"data"},
     {"model", "parallel", "text"},

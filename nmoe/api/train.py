@@ -42,7 +42,7 @@ class TrainedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step; docs/metrics.md has their names."""
+        """One dict per step; docs/reference/metrics.md has their names."""
         return read_metrics(self.path)
 
     @property

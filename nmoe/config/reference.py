@@ -85,7 +85,8 @@ def _command(command: str, schema: type[RunConfig], tables: list[Table], fullest
                 keys.append(f"`{name} = {toml_value(field.default)}`")
             else:
                 keys.append(f"`{name}`")
-        rows.append(f"| [{table.title}](#{table.path.replace('.', '')}) | {' '.join(keys)} |")
+        if keys:
+            rows.append(f"| [{table.title}](#{table.path.replace('.', '')}) | {' '.join(keys)} |")
     rows += [f"| `[{path}]` | an [environment](#environment), or its `path` |" for path in _environments("", schema)]
     return f"### `nmoe {command}`\n\n| table | keys |\n|---|---|\n" + "\n".join(rows) + "\n"
 

@@ -17,12 +17,15 @@ from typing import Any
 
 from nmoe.config import to_toml
 from nmoe.config.commands.base import RunConfig
+from nmoe.errors import RunStoppedError
+from nmoe.monitor.monitor import Alert, Monitor
+from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
 from nmoe.runs.directory import RunDirectory, flat_keys, recorded_device
+from nmoe.runs.ledger import probe_of, read_lines
 from nmoe.runs.progress import Progress
 from nmoe.runs.state import Part, load_parts, save_parts
-from nmoe.runs.watch import ExpertWatch
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Run:
     ) -> None:
         """`moved` is the line to print where a resumed run was on another device before."""
         self.directory, self.ledger, self._moved = directory, directory.ledger, moved
-        self._checkpoint, self._progress, self._steps = config.checkpoint, progress, steps
+        self._config, self._progress, self._steps = config, progress, steps
 
     def note(self, text: str) -> None:
         """Prints and logs a line."""
@@ -113,25 +116,29 @@ class Run:
             self.note(line)
         with Interruptible() as interrupt:
             first = self._begin(recipe)
-            watch = ExpertWatch(recipe.experts)
+            monitor = self._monitor(recipe, first)
             for step in range(first + 1, self._steps + 1):
                 done = recipe.step(step)
                 last = step == self._steps
-                metrics = dict(done.metrics)
+                metrics, probe = dict(done.metrics), None
                 if recipe.evaluate_every and (last or step % recipe.evaluate_every == 0):
-                    metrics |= self._evaluate(recipe, step)
+                    figures, probe = self._evaluate(recipe, step)
+                    metrics |= figures
                     if not last and (reason := recipe.reason_to_end()) is not None:
                         self.note(f"step {step}: ends here, since {reason}")
                         last = True
                 self.ledger.metrics(step, metrics)
-                if recipe.experts and (message := watch.observe(metrics)) is not None:
-                    self.alert(step, message)
+                stopped = self._raise(step, monitor.observe(metrics, probe))
                 self._progress.step(step, done.shown)
                 best = self.ledger.is_best(step)
                 # Read once: a signal that arrives during the save is handled after the next step.
                 stopping = interrupt.requested
-                if last or best or stopping or step % self._checkpoint.every_steps == 0:
+                if last or best or stopping or stopped or step % self._config.checkpoint.every_steps == 0:
                     self._save(recipe, step, best)
+                if stopped:
+                    raise RunStoppedError(
+                        f'step {step}: {stopped}; the run is saved and ends here, as its level = "stop" asks'
+                    )
                 if last:
                     return
                 if stopping:
@@ -162,21 +169,36 @@ class Run:
             return self._steps
         return first
 
-    def _evaluate(self, recipe: Recipe, step: int) -> Mapping[str, float]:
-        """Evaluates and records; returns the figures that belong in the step's metrics."""
+    def _monitor(self, recipe: Recipe, first: int) -> Monitor:
+        """The rules that watch the run, which have seen what a resumed run did before."""
+        monitor = monitor_of(self._config, recipe.experts, self.directory.path)
+        probes = self.ledger.probes()
+        for row in read_lines(self.directory.path / "metrics.jsonl") if first else ():
+            monitor.observe(row, probes.get(row["step"]))
+        return monitor
+
+    def _raise(self, step: int, alerts: Sequence[Alert]) -> Alert | None:
+        """Prints and records the alerts of a step; returns the one that ends the run, if any does."""
+        for alert in alerts:
+            self.ledger.alert(alert.record(step))
+            self.note(f"step {step}: {alert}")
+        return next((alert for alert in alerts if alert.level == "stop"), None)
+
+    def _evaluate(self, recipe: Recipe, step: int) -> tuple[Mapping[str, float], float | None]:
+        """Evaluates and records; returns the figures that belong in the step's metrics, and the first result for the monitor."""
         held_out = recipe.evaluate()
         if held_out is None:
-            return {}
+            return {}, None
         if held_out.results:
             self.ledger.evaluation(step, {"results": list(held_out.results), **held_out.record})
         self.note(f"step {step}: {held_out.note}")
-        return held_out.metrics
+        return held_out.metrics, probe_of(held_out.results)
 
     def _save(self, recipe: Recipe, step: int, best: bool) -> None:
         def write(directory: Path) -> None:
             save_parts(directory, recipe.parts())
 
-        saved = save_checkpoint(self.directory.checkpoints, step, write, self._checkpoint.keep)
+        saved = save_checkpoint(self.directory.checkpoints, step, write, self._config.checkpoint.keep)
         if best:
             mark_best(saved)
 

@@ -154,6 +154,7 @@ class PolicyGradient(Recipe):
         self.rates = read_rates(run.directory.path / "eval")
         self.evaluate_every, self.evaluate_first = config.eval.every_steps, held_out is not None
         self.experts = model.config.routed_experts
+        self._skipped = False  # whether the last step was, so that of several in a row the first is told
 
     def step(self, step: int) -> Step:
         """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and
@@ -252,10 +253,11 @@ class PolicyGradient(Recipe):
         return in_force
 
     def _record(self, step: int, rollouts: Rollouts, metrics: Mapping[str, float]) -> None:
-        """Records the step's first group as samples, a step without an update, and a spike of the gradient with the problems of its
-        batch."""
-        if metrics["skipped"]:
+        """Records the step's first group as samples, the first of several steps without an update, and a spike of the gradient with
+        the problems of its batch."""
+        if metrics["skipped"] and not self._skipped:
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
+        self._skipped = bool(metrics["skipped"])
         group = rollouts.groups[0].trajectories
         self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
         if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,14 @@ class Ledger:
     def is_best(self, step: int) -> bool:
         """Whether this step was evaluated and its first result is at least as good as that of every step before. Step 0 is only
         the baseline."""
-        values = {}
-        for path in (self._directory / "eval").glob("step_*.json"):
-            record = json.loads(path.read_text())
-            if 0 < record["step"] <= step:
-                result = record["results"][0]
-                values[record["step"]] = -result["value"] if result.get("lower_is_better") else result["value"]
+        values = {at: value for at, value in self.probes().items() if 0 < at <= step}
         return step in values and values[step] >= max(values.values())
+
+    def probes(self) -> dict[int, float]:
+        """The first result of each evaluation so far, by step, higher being better."""
+        records = [json.loads(path.read_text()) for path in (self._directory / "eval").glob("step_*.json")]
+        found = {record["step"]: probe_of(record["results"]) for record in records}
+        return {step: value for step, value in found.items() if value is not None}
 
     def failure(self, record: Mapping[str, Any]) -> None:
         """Appends to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
@@ -95,6 +96,14 @@ class Ledger:
             if key not in record:
                 raise ValueError(f"a record of {name} lacks '{key}'")
         append_whole(self._directory / name, _line(record, f"{name}, step {record['step']}"))
+
+
+def probe_of(results: Sequence[Mapping[str, Any]]) -> float | None:
+    """The first result of an evaluation as a number of which higher is better; None without results."""
+    if not results:
+        return None
+    value = float(results[0]["value"])
+    return -value if results[0].get("lower_is_better") else value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

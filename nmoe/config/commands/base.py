@@ -12,6 +12,7 @@ from nmoe.config.base import Conflict, Section
 from nmoe.config.tables.batch import MicroBatchSection
 from nmoe.config.tables.evaluation import PeriodSection
 from nmoe.config.tables.model import LoraSection, ModelSection
+from nmoe.config.tables.monitor import WatchSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.run import CheckpointSection, RunSection
 
@@ -23,6 +24,7 @@ class RunConfig(Section):
     model: ModelSection = Field(description="checkpoint or shape")
     batch: MicroBatchSection = Field(default=MicroBatchSection(), description="batch sizes")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
+    monitor: WatchSection = Field(default=WatchSection(), description="rules that watch the run")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -13,8 +13,9 @@ from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.critic import CriticSection, DistillationSection
 from nmoe.config.tables.evaluation import EvalSection
+from nmoe.config.tables.monitor import MonitorSection
 from nmoe.config.tables.pools import task_types
-from nmoe.config.tables.rollout import EngineSection, MonitorSection, SamplingSection
+from nmoe.config.tables.rollout import EngineSection, SamplingSection
 from nmoe.config.tables.sandbox import SandboxSettings
 
 
@@ -32,7 +33,7 @@ class RLConfig(AdaptableConfig):
     critic: CriticSection | None = Field(default=None, description="the critic of PPO")
     distillation: DistillationSection | None = Field(default=None, description="a teacher in place of rewards")
     eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
-    monitor: MonitorSection = Field(default=MonitorSection(), description="what is kept of rollouts")
+    monitor: MonitorSection = Field(default=MonitorSection(), description="rules that watch the run; kept rollouts")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()

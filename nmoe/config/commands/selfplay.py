@@ -12,8 +12,9 @@ from nmoe.config.packaged import find_environment
 from nmoe.config.tables.algorithm import PolicyLossSection
 from nmoe.config.tables.batch import GroupBatchSection
 from nmoe.config.tables.evaluation import SelfplayEvalSection
+from nmoe.config.tables.monitor import SampleRateSection
 from nmoe.config.tables.pools import SelfplayPool
-from nmoe.config.tables.rollout import EngineSection, SampleRateSection, SamplingSection
+from nmoe.config.tables.rollout import EngineSection, SamplingSection
 from nmoe.config.tables.run import SelfplayRunSection
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.config.tables.selfplay import SelfplaySection
@@ -33,7 +34,9 @@ class SelfplayConfig(RunConfig):
     batch: GroupBatchSection = Field(default=GroupBatchSection(), description="batch sizes")
     algorithm: PolicyLossSection = Field(default=PolicyLossSection(), description="policy gradient of the generator")
     eval: SelfplayEvalSection = Field(default=SelfplayEvalSection(), description="evaluation of the verifier")
-    monitor: SampleRateSection = Field(default=SampleRateSection(), description="what is kept of rollouts")
+    monitor: SampleRateSection = Field(
+        default=SampleRateSection(), description="rules that watch the run; kept rollouts"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()

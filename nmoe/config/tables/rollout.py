@@ -1,4 +1,4 @@
-"""[engine], [sampling] and [monitor]: how completions are generated, and which of them are kept."""
+"""[engine] and [sampling]: how completions are generated."""
 
 from pydantic import Field
 
@@ -26,19 +26,3 @@ class SamplingSection(Section):
         default=1.0, gt=0, le=1, description="sample from the smallest set of tokens with this much probability; 1: off"
     )
     top_k: int = Field(default=0, ge=0, description="sample from this many of the most likely tokens; 0: off")
-
-
-class SampleRateSection(Section):
-    """[monitor] of self-play."""
-
-    replay_sample_rate: float = Field(
-        default=0.001, ge=0, le=1, description="share of all trajectories kept as replay bundles"
-    )
-
-
-class MonitorSection(SampleRateSection):
-    """[monitor]: which rollouts a run keeps as replay bundles."""
-
-    replays_per_failure: int = Field(
-        default=1, ge=0, description="additional replay bundles per step and failure class"
-    )

@@ -1,7 +1,7 @@
 """Tasks of one's own: `Task`, one prompt and one graded answer, and `MultiTurnEnv`, an episode of several turns.
 
 Both are named by `task = "my_module:Name"` in an environment, or passed to `nmoe.train_rl`. `adapted` makes either of them a task
-as the rest of nmoe knows it (docs/guides/own_tasks.md).
+as the rest of nmoe knows it (docs/guides/environments.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,176 @@
+"""[monitor]: the rules that watch a run's metrics, one table each, and which rollouts are kept as replay bundles.
+
+docs/playbook.md says what each rule means and what to try when it fires.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from nmoe.config.base import Section
+
+Level = Literal["warn", "stop", "off"]
+
+
+class RuleSection(Section):
+    """What every rule has."""
+
+    level: Level = Field(
+        default="warn", description="warn: say so and go on; stop: save and end the run; off: not watched"
+    )
+    steps: int = Field(default=5, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class AboveSection(RuleSection):
+    """A rule that fires above a value."""
+
+    above: float = Field(default=0.0, ge=0, description="the value above which a step shows the symptom")
+
+
+class GradNormSection(AboveSection):
+    """[monitor.grad_norm]: the norm of the gradient is 0, or far above what a step can use."""
+
+    above: float = Field(
+        default=100.0, ge=0, description="the norm, before clipping, above which a step shows the symptom"
+    )
+    steps: int = Field(default=3, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class GradNormRiseSection(RuleSection):
+    """[monitor.grad_norm_rise]: the highest norm of each stretch of steps rises from stretch to stretch."""
+
+    steps: int = Field(default=10, gt=0, description="steps of a stretch")
+    stretches: int = Field(default=4, ge=3, description="stretches in a row whose highest norm rises")
+    factor: float = Field(default=10.0, gt=1, description="the last highest norm over the first")
+
+
+class ExpertsSection(RuleSection):
+    """[monitor.experts]: the experts of a layer collapse."""
+
+    violation: float = Field(
+        default=2.0, gt=0, description="excess load of the busiest expert, in fair shares (expert_load_max_violation)"
+    )
+    dead: float = Field(default=0.5, gt=0, le=1, description="share of a layer's experts that have nothing to do")
+    warmup_steps: int = Field(
+        default=10, ge=0, description="first steps, which are not looked at: a fresh router is uneven"
+    )
+
+
+class DiskSection(RuleSection):
+    """[monitor.disk]: the disk of the run's directory is nearly full."""
+
+    steps: int = Field(default=1, gt=0, description="steps in a row that show the symptom before the rule fires")
+    free_gb: float = Field(default=1.0, gt=0, description="free space below which a step shows the symptom")
+
+
+class StalledSection(RuleSection):
+    """[monitor.stalled]: a step takes far longer than the others."""
+
+    steps: int = Field(default=1, gt=0, description="steps in a row that show the symptom before the rule fires")
+    factor: float = Field(default=10.0, gt=1, description="how many times the median of the steps before")
+    seconds: float = Field(default=300.0, gt=0, description="and at least this long")
+
+
+class TruncationSection(AboveSection):
+    """[monitor.truncation]: most completions are cut at the token limit."""
+
+    above: float = Field(default=0.5, ge=0, le=1, description="share of the completions that are cut")
+
+
+class ClipSection(AboveSection):
+    """[monitor.clip]: most of an update is clipped."""
+
+    above: float = Field(default=0.4, ge=0, le=1, description="share of the tokens that are clipped")
+    steps: int = Field(default=3, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class RewardStuckSection(RuleSection):
+    """[monitor.reward_stuck]: rewards do not differ, so that nothing can be learned."""
+
+    steps: int = Field(default=10, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class FormatSection(RuleSection):
+    """[monitor.format]: the required format is rare, or is being lost. Only where a reward weighs the format."""
+
+    below: float = Field(default=0.5, ge=0, le=1, description="share of the completions in the required format")
+    drop: float = Field(default=0.2, gt=0, le=1, description="loss, against the best five steps before")
+
+
+class KLSection(AboveSection):
+    """[monitor.kl]: the policy moves too far in one step, or its divergence estimate stays negative."""
+
+    above: float = Field(default=0.1, ge=0, description="|ppo_kl| of a step that shows the symptom")
+    negative_steps: int = Field(default=10, gt=0, description="steps in a row with a negative ppo_kl")
+    steps: int = Field(default=2, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class EntropySection(RuleSection):
+    """[monitor.entropy]: samples become alike while problems are still unsolved."""
+
+    share: float = Field(default=0.1, gt=0, lt=1, description="of the entropy of the first five steps")
+    solved: float = Field(default=0.8, gt=0, le=1, description="correctness from which low entropy is no symptom")
+
+
+class LengthSection(RuleSection):
+    """[monitor.length]: completions shrink to a fraction of their length, or grow to a multiple."""
+
+    factor: float = Field(
+        default=3.0, gt=1, description="against the mean of the first five steps, in either direction"
+    )
+
+
+class ProbeSection(RuleSection):
+    """[monitor.probe]: the reward rises while held-out problems are solved less and less."""
+
+    steps: int = Field(default=2, gt=0, description="evaluations in a row, each worse than the one before")
+    drop: float = Field(default=0.02, ge=0, le=1, description="least loss over these evaluations")
+
+
+class HackingSection(AboveSection):
+    """[monitor.reward_hacking]: samples that are wrong earn a high reward, after the format is learned."""
+
+    above: float = Field(default=0.2, ge=0, le=1, description="share of the samples that are wrong and highly rewarded")
+
+
+class MismatchSection(AboveSection):
+    """[monitor.mismatch]: the engine's log-probabilities are not the learner's."""
+
+    above: float = Field(default=0.0, ge=0, description="mismatch_abs_mean; 0: 1e-6 in float32, 0.02 in half precision")
+    steps: int = Field(default=2, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class WatchSection(Section):
+    """[monitor]: the rules that watch a run."""
+
+    grad_norm: GradNormSection = Field(default=GradNormSection(), description="a gradient of 0, or a huge one")
+    grad_norm_rise: GradNormRiseSection = Field(default=GradNormRiseSection(), description="ever larger gradients")
+    experts: ExpertsSection = Field(default=ExpertsSection(), description="collapsing experts")
+    disk: DiskSection = Field(default=DiskSection(), description="a disk that is nearly full")
+    stalled: StalledSection = Field(default=StalledSection(), description="a step that takes far too long")
+
+
+class SampleRateSection(WatchSection):
+    """[monitor] of self-play."""
+
+    replay_sample_rate: float = Field(
+        default=0.001, ge=0, le=1, description="share of all trajectories kept as replay bundles"
+    )
+
+
+class MonitorSection(SampleRateSection):
+    """[monitor]: the rules that watch a run, and which rollouts it keeps as replay bundles."""
+
+    replays_per_failure: int = Field(
+        default=1, ge=0, description="additional replay bundles per step and failure class"
+    )
+    reward_stuck: RewardStuckSection = Field(default=RewardStuckSection(), description="rewards without a difference")
+    format: FormatSection = Field(default=FormatSection(), description="a format that is rare or being lost")
+    truncation: TruncationSection = Field(default=TruncationSection(), description="completions cut at the limit")
+    clip: ClipSection = Field(default=ClipSection(), description="updates that are clipped away")
+    kl: KLSection = Field(default=KLSection(), description="a policy that moves too far at once")
+    entropy: EntropySection = Field(default=EntropySection(), description="samples that become alike")
+    length: LengthSection = Field(default=LengthSection(), description="completions that shrink or grow")
+    probe: ProbeSection = Field(default=ProbeSection(), description="a reward that rises while the probe falls")
+    reward_hacking: HackingSection = Field(default=HackingSection(), description="high rewards for wrong answers")
+    mismatch: MismatchSection = Field(default=MismatchSection(), description="an engine that is not the learner")

@@ -1,0 +1,29 @@
+"""A policy that moves too far at once."""
+
+from __future__ import annotations
+
+from nmoe.config.tables.monitor import KLSection
+from nmoe.monitor.rule import Metrics, Rule
+
+
+class KLRule(Rule[KLSection]):
+    name = "kl"
+    source = "training guidelines, tier 2: ppo_kl, large spikes or sustained negative values"
+    remedies = (
+        "lower optimizer.learning_rate",
+        "lower algorithm.clip_low and clip_high",
+        "raise algorithm.kl_coef",
+    )
+
+    def __init__(self, settings: KLSection) -> None:
+        super().__init__(settings)
+        self._negative = 0
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        kl = metrics.get("ppo_kl")
+        if kl is None:
+            return None
+        self._negative = self._negative + 1 if kl < -1e-6 else 0
+        if self._negative >= self.settings.negative_steps:
+            return f"ppo_kl is negative for {self._negative} steps"
+        return f"ppo_kl is {kl:.3g}" if abs(kl) > self.settings.above else None

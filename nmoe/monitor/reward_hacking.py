@@ -1,0 +1,25 @@
+"""High rewards for wrong answers."""
+
+from __future__ import annotations
+
+from nmoe.config.tables.monitor import HackingSection
+from nmoe.monitor.rule import Metrics, Rule
+
+
+class RewardHackingRule(Rule[HackingSection]):
+    name = "reward_hacking"
+    source = "training guidelines, tier 3: high_reward_but_wrong; tuning playbook, reward hacking"
+    remedies = (
+        "read the samples that are wrong and highly rewarded",
+        "weigh correctness more than everything else in [rubric] and [[rewards]]",
+        "add a second judge",
+    )
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        share = metrics.get("high_reward_but_wrong")
+        # While correctness is not the largest part of the score, a high reward for a wrong answer is what the stage asks for.
+        weights = {name: value for name, value in metrics.items() if name.startswith("weight/")}
+        early = bool(weights) and weights.get("weight/correctness", 0.0) < max(weights.values())
+        if share is None or early or share <= self.settings.above:
+            return None
+        return f"{share:.0%} of the samples are wrong and have a high reward"

@@ -1,0 +1,63 @@
+"""Which rules watch a run: those of every recipe, and those of reinforcement learning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.monitor.clip import ClipRule
+from nmoe.monitor.disk import DiskRule
+from nmoe.monitor.entropy import EntropyRule
+from nmoe.monitor.experts import ExpertsRule
+from nmoe.monitor.format import FormatRule
+from nmoe.monitor.grad_norm import GradNormRule
+from nmoe.monitor.grad_norm_rise import GradNormRiseRule
+from nmoe.monitor.kl import KLRule
+from nmoe.monitor.length import LengthRule
+from nmoe.monitor.mismatch import MismatchRule
+from nmoe.monitor.monitor import Monitor
+from nmoe.monitor.probe import ProbeRule
+from nmoe.monitor.reward_hacking import RewardHackingRule
+from nmoe.monitor.reward_stuck import RewardStuckRule
+from nmoe.monitor.rule import Rule
+from nmoe.monitor.stalled import StalledRule
+from nmoe.monitor.truncation import TruncationRule
+
+
+def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
+    """The monitor of a run. `experts` are the routed experts of a layer, 0 for none; `directory` is where the run is written."""
+    watch = config.monitor
+    rules: list[Rule[Any]] = [
+        GradNormRule(watch.grad_norm),
+        GradNormRiseRule(watch.grad_norm_rise),
+        DiskRule(watch.disk, directory),
+        StalledRule(watch.stalled),
+    ]
+    if experts:
+        rules.append(ExpertsRule(watch.experts, experts))
+    if isinstance(config, RLConfig):
+        own = config.monitor
+        rules += [
+            RewardStuckRule(own.reward_stuck),
+            TruncationRule(own.truncation),
+            ClipRule(own.clip),
+            KLRule(own.kl),
+            EntropyRule(own.entropy),
+            LengthRule(own.length),
+            ProbeRule(own.probe),
+            RewardHackingRule(own.reward_hacking),
+            MismatchRule(own.mismatch, half_precision=config.model.precision not in (None, "float32")),
+        ]
+        if weighs_format(config.environment):
+            rules.append(FormatRule(own.format))
+    return Monitor(rules)
+
+
+def weighs_format(environment: EnvironmentSettings) -> bool:
+    """Whether the reward asks for the format at all."""
+    if environment.curriculum is not None:
+        return any(stage.weights.format > 0 for stage in environment.curriculum.stages)
+    return environment.rubric is not None and environment.rubric.format > 0

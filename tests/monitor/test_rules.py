@@ -1,0 +1,184 @@
+"""Each rule by value: the step at which it fires, and the healthy steps at which it does not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nmoe.config.commands import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.tables.monitor import DiskSection, ExpertsSection, MonitorSection, StalledSection, TruncationSection
+from nmoe.monitor.disk import DiskRule
+from nmoe.monitor.experts import ExpertsRule
+from nmoe.monitor.monitor import CALM_STEPS, Monitor
+from nmoe.monitor.rules import monitor_of
+from nmoe.monitor.stalled import StalledRule
+from nmoe.monitor.truncation import TruncationRule
+
+HEALTHY = {
+    "reward_mean": 0.5,
+    "reward_std": 0.4,
+    "advantage_std": 0.9,
+    "skipped": 0.0,
+    "grad_norm": 0.3,
+    "truncated": 0.1,
+    "ppo_clip_ratio": 0.1,
+    "ppo_kl": 0.001,
+    "entropy_mean": 0.8,
+    "correctness": 0.4,
+    "response_length_mean": 100.0,
+    "format_ok": 0.9,
+    "high_reward_but_wrong": 0.0,
+    "mismatch_abs_mean": 1e-8,
+    "time_step_s": 2.0,
+}
+
+
+def fired(rows: Sequence[Mapping[str, float]], probes: Mapping[int, float] = {}) -> list[tuple[int, str]]:
+    """The steps, from 1, and the rules that fire under the default settings of a run of the speedrun's RL."""
+    monitor = monitor_of(load_run(Path("speedrun"), RLConfig), 0, Path())
+    return [
+        (step, alert.rule)
+        for step, row in enumerate(rows, start=1)
+        for alert in monitor.observe({"step": step, **row}, probes.get(step))
+        if alert.remedies
+    ]
+
+
+def rows(count: int, **changes: float) -> list[dict[str, float]]:
+    return [{**HEALTHY, **changes} for _ in range(count)]
+
+
+def test_healthy_steps_set_off_nothing() -> None:
+    assert fired(rows(100)) == []
+    assert fired([{"step": 1, "loss": 2.0}] * 20) == [], "metrics that a recipe does not have are no symptom"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "step"),
+    [
+        ({"truncated": 0.51}, "truncation", 25),
+        ({"ppo_clip_ratio": 0.41}, "clip", 23),
+        ({"grad_norm": 0.0}, "grad_norm", 23),
+        ({"grad_norm": 101.0}, "grad_norm", 23),
+        ({"skipped": 1.0}, "reward_stuck", 30),
+        ({"advantage_std": 0.0}, "reward_stuck", 30),
+        ({"ppo_kl": 0.2}, "kl", 22),
+        ({"ppo_kl": -0.01}, "kl", 31),
+        ({"entropy_mean": 0.07}, "entropy", 25),
+        ({"response_length_mean": 33.0}, "length", 25),
+        ({"response_length_mean": 301.0}, "length", 25),
+        ({"format_ok": 0.49}, "format", 25),
+        ({"format_ok": 0.65}, "format", 25),
+        ({"high_reward_but_wrong": 0.21}, "reward_hacking", 25),
+        ({"mismatch_abs_mean": 2e-6}, "mismatch", 22),
+        ({"time_step_s": 301.0}, "stalled", 21),
+    ],
+)
+def test_a_symptom_fires_once_at_its_step(changes: dict[str, float], rule: str, step: int) -> None:
+    assert fired([*rows(20), *rows(30, **changes)])[:1] == [(step, rule)]
+    assert [name for _, name in fired([*rows(20), *rows(30, **changes)])].count(rule) == 1
+    # One step less, and it does not.
+    assert fired([*rows(20), *rows(step - 21, **changes), *rows(20)]) == []
+
+
+def test_low_entropy_is_no_symptom_once_the_problems_are_solved() -> None:
+    assert fired([*rows(20), *rows(30, entropy_mean=0.01, correctness=0.9)]) == []
+
+
+def test_a_high_reward_for_wrong_answers_is_what_an_early_stage_asks_for() -> None:
+    early = {"high_reward_but_wrong": 0.6, "weight/format": 1.0, "weight/correctness": 0.25}
+    late = early | {"weight/correctness": 1.0}
+    assert fired([*rows(30, **early)]) == []
+    assert fired([*rows(30, **early), *rows(9, **late)]) == [(35, "reward_hacking")]
+
+
+def test_gradients_that_rise_from_stretch_to_stretch() -> None:
+    rising = [{**HEALTHY, "grad_norm": 0.1 * 3 ** (step // 10)} for step in range(40)]
+    assert fired(rising) == [(40, "grad_norm_rise")]
+    assert fired([{**HEALTHY, "grad_norm": 0.1 * 2 ** (step // 10)} for step in range(40)]) == [], (
+        "to less than ten times"
+    )
+
+
+def test_a_probe_that_falls_twice_while_the_reward_rises() -> None:
+    better = [{**HEALTHY, "reward_mean": 0.01 * step} for step in range(40)]
+    assert fired(better, {10: 0.5, 20: 0.45, 30: 0.4}) == [(30, "probe")]
+    assert fired(better, {10: 0.5, 20: 0.45, 30: 0.46, 40: 0.44}) == [], "not in a row"
+    assert fired(better, {10: 0.5, 20: 0.495, 30: 0.49}) == [], "within the noise"
+    assert fired(rows(40), {10: 0.5, 20: 0.45, 30: 0.4}) == [], "the reward does not rise"
+
+
+def collapse(violation: float, dead: float = 0.0) -> dict[str, float]:
+    return {"expert_load_max_violation/0": 0.2, "dead_experts/0": 0.0} | {
+        "expert_load_max_violation/3": violation,
+        "dead_experts/3": dead,
+    }
+
+
+def test_experts_that_collapse_after_the_uneven_start() -> None:
+    monitor = Monitor([ExpertsRule(ExpertsSection(), 8)])
+    said = [monitor.observe(collapse(3.0)) for _ in range(20)]
+    assert [place for place, alerts in enumerate(said, start=1) if alerts] == [15], (
+        "10 steps to warm up, 5 with the symptom"
+    )
+    assert said[14][0].message == (
+        "experts collapse in layer 3 (its busiest expert has 4.0 times its share, 0% have nothing to do), 5 steps in a row"
+    )
+    over = [monitor.observe(collapse(0.3)) for _ in range(5)]
+    assert [alert.message for alerts in over for alert in alerts] == ["over: 5 steps without it"]
+    dead = [monitor.observe(collapse(0.3, dead=4)) for _ in range(5)]
+    assert [len(alerts) for alerts in dead] == [0, 0, 0, 0, 1]
+
+
+def test_a_rule_is_armed_again_after_its_all_clear() -> None:
+    monitor = Monitor([TruncationRule(TruncationSection(steps=2, level="stop"))])
+    bad, good = {"truncated": 0.9}, {"truncated": 0.0}
+    seen = [monitor.observe(row) for row in [bad] * 4 + [good] * CALM_STEPS + [bad] * 2]
+    assert [(place, alerts[0].level) for place, alerts in enumerate(seen) if alerts] == [
+        (1, "stop"),
+        (8, "warn"),
+        (10, "stop"),
+    ]
+    off = Monitor([TruncationRule(TruncationSection(level="off"))])
+    assert not any(off.observe(bad) for _ in range(10))
+
+
+def test_a_full_disk_and_one_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = {"bytes": 2_000_000_000}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"]))
+    rule = DiskRule(DiskSection(), tmp_path)
+    assert rule.symptom({}) is None
+    free["bytes"] = 999_000_000
+    assert rule.symptom({}) == "1.00 GB are free where the run is written"
+
+    def gone(path: Path) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    assert rule.symptom({}) is None
+
+
+def test_a_stall_is_told_by_the_median_of_the_steps_before() -> None:
+    rule = StalledRule(StalledSection(seconds=1.0, factor=10.0))
+    assert [rule.symptom({"time_step_s": seconds}) for seconds in (9.0, 1.0, 1.0, 1.2, 1.1, 1.0, 10.9)][:6] == [
+        None
+    ] * 6
+    assert StalledRule(StalledSection(seconds=1.0)).symptom({"time_step_s": 100.0}) is None, "nothing to compare with"
+
+
+def test_every_rule_has_its_table_its_source_and_its_remedies() -> None:
+    monitor = monitor_of(load_run(Path("speedrun"), RLConfig), 8, Path())
+    names = {one.rule.name for one in monitor._watched}
+    tables = {name for name, field in MonitorSection.model_fields.items() if hasattr(field.annotation, "model_fields")}
+    assert names == tables
+    playbook = (Path(__file__).parents[2] / "docs" / "playbook.md").read_text()
+    for one in monitor._watched:
+        assert one.rule.source
+        assert one.rule.remedies
+        assert f"`{one.rule.name}`" in playbook, "the playbook names every rule"
