@@ -35,6 +35,11 @@ Prompt = str | Sequence[Mapping[str, Any]]
 class Completion:
     """One completion: `Completion("4", None, (23, 0), (-0.1, -0.2), "stop")`.
 
+        >>> import nmoe
+        >>> [[completion]] = nmoe.generate(checkpoint, "2 + 2 =", max_new_tokens=4)
+        >>> len(completion.token_ids) == len(completion.logprobs)
+        True
+
     `text` is the answer without reasoning, `reasoning` what came before it, if the format has any. `token_ids` are all
     sampled tokens, the stop token included, each with its log-probability under the distribution that it was drawn from.
     """
@@ -52,8 +57,8 @@ def load_model(path: str | Path, device: str = "auto") -> Transformer:
 
         >>> import nmoe
         >>> model = nmoe.load_model(checkpoint)
-        >>> model.config.vocab_size
-        233
+        >>> model.config.vocab_size  # 256 bytes and Harmony's control tokens
+        264
 
     Raises UserError for a path that holds no model, a model of an unknown family, and a device that is not there.
     """

@@ -35,6 +35,13 @@ STEPS = 100
 class TrainedRun:
     """A finished run: `TrainedRun(PosixPath("runs/records"))`. It is taken wherever a model is.
 
+        >>> import nmoe
+        >>> run = nmoe.train_sft(checkpoint, data=[{"prompt": "2 + 2 =", "completion": " 4"}], config={"run.name": "four"})
+        >>> run
+        TrainedRun(path=PosixPath('runs/four'))
+        >>> [row["step"] for row in run.metrics], run.checkpoint.name
+        ([1], 'step_000001')
+
     `path` is the run's directory, with config.toml, metrics.jsonl, samples/ and checkpoints/.
     """
 

@@ -40,6 +40,13 @@ _REASONING = "The answer follows."
 class Environment:
     """One environment, as one rank sees it.
 
+        >>> import nmoe
+        >>> from pathlib import Path
+        >>> sort = nmoe.Environment.from_toml(Path("sort"), nmoe.Tokenizer.load(checkpoint))
+        >>> [problem] = sort.pool.take(1)
+        >>> sorted(problem.question.removeprefix("Sort: ")) == list(problem.gold)
+        True
+
     `stop_ids` are the tokens that end a turn: <|return|> and <|call|> in Harmony, <|endoftext|> in plain text. `tools` are the
     tools that the policy may call, by name; `access` lists the parts of the workspace that they may touch. `format` parses
     calls and renders their answers. `settings` name the resolved format and its system message, even if the file leaves them

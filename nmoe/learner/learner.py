@@ -81,6 +81,19 @@ class PassResult:
 class Learner:
     """Trains one model, or only its adapter if there is one, together with its head if there is one.
 
+        >>> import nmoe
+        >>> import torch
+        >>> from nmoe.config.tables.optimizer import OptimizerSection
+        >>> from nmoe.learner.batch import Batch
+        >>> from nmoe.learner.objectives import cross_entropy
+        >>> learner = nmoe.Learner(nmoe.load_model(checkpoint), OptimizerSection(learning_rate=1e-2), 9, tokens_per_microbatch=512)
+        >>> ids = torch.tensor([5, 6, 7, 8])
+        >>> batch = Batch((3,), ids[:-1], ids[1:], scored_T=torch.ones(3, dtype=torch.bool), weights_T=torch.ones(3) / 3)
+        >>> first = learner.forward_backward(batch, cross_entropy).result().loss
+        >>> step = learner.optim_step().result()
+        >>> learner.forward_backward(batch, cross_entropy).result().loss < first
+        True
+
     It runs in one process or, without an adapter, on all ranks of the default group of `torch.distributed`: each rank gets the same
     model and makes the same calls, runs a part of every batch, holds a part of the weights, and returns what one process would.
 

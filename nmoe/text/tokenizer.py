@@ -41,6 +41,11 @@ _SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_templat
 class Tokenizer:
     """Text to token ids and back. `decode(encode(text)) == text` for every tokenizer made by `train`.
 
+        >>> import nmoe
+        >>> tokenizer = nmoe.Tokenizer.load(checkpoint)
+        >>> tokenizer.decode(tokenizer.encode("2 + 2 = 4"))
+        '2 + 2 = 4'
+
     `vocab_size` is one more than the largest id: the rows an embedding needs. Safe to share between threads.
     """
 

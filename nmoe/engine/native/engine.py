@@ -34,6 +34,14 @@ _OnToken = Callable[[int, Delta], None]
 class NativeEngine:
     """An `Engine` over the learner's own module.
 
+        >>> import nmoe
+        >>> from nmoe.engine.api import Request
+        >>> from nmoe.types import Sampling
+        >>> engine = nmoe.NativeEngine(nmoe.load_model(checkpoint), max_sequences=4)
+        >>> request = Request((40, 41, 42), n=2, sampling=Sampling(max_new_tokens=5), request_id="example")
+        >>> [len(sample.token_ids) for sample in engine.run(engine.generate(request))]
+        [5, 5]
+
     Only the thread inside `run` touches the synchronous engine: everything else is an action in its inbox, done between two steps.
     """
 

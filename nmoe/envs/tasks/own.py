@@ -31,12 +31,14 @@ Prompt = str | Sequence[Mapping[str, Any]]
 class Task:
     """A prompt and a grade: the smallest task.
 
-        class Shout(Task):
-            def prompt(self, record):
-                return f"Write {record['word']} in capital letters."
-
-            def grade(self, record, answer):
-                return answer == record["word"].upper()
+        >>> import nmoe
+        >>> class Shout(nmoe.Task):
+        ...     def prompt(self, record):
+        ...         return f"Write {record['word']} in capital letters."
+        ...     def grade(self, record, answer):
+        ...         return answer == record["word"].upper()
+        >>> Shout().grade({"word": "moe"}, "MOE")
+        True
 
     A record is one object of the task pool. `grade` returns True or False, or a score between 0 and 1, of which 1 is correct. An
     exception in it stops the run. It may be `async`.
@@ -64,16 +66,23 @@ class Task:
 class MultiTurnEnv:
     """An episode: a prompt, and a response to every turn of the policy until the episode is done.
 
-        class Guess(MultiTurnEnv):
-            def prompt(self):
-                self.hidden, self.tries = self.rng.randint(1, 8), 4
-                return "I think of a number from 1 to 8. Which one is it?"
-
-            def step(self, turn):
-                self.tries -= 1
-                if turn.answer == str(self.hidden):
-                    return None, 1.0, True
-                return "another one", 0.0, self.tries == 0
+        >>> import nmoe
+        >>> class Guess(nmoe.MultiTurnEnv):
+        ...     def prompt(self):
+        ...         self.hidden, self.tries = self.rng.randint(1, 8), 4
+        ...         return "I think of a number from 1 to 8. Which one is it?"
+        ...     def step(self, turn):
+        ...         self.tries -= 1
+        ...         if turn.answer == str(self.hidden):
+        ...             return None, 1.0, True
+        ...         return "another one", 0.0, self.tries == 0
+        >>> run = nmoe.train_rl(
+        ...     {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 128},
+        ...     env=Guess,
+        ...     config={"run.steps": 1, "batch.prompts_per_step": 2, "batch.group_size": 2, "sampling.max_new_tokens": 8},
+        ... )
+        >>> run.metrics[0]["correctness/Guess"]
+        0.0
 
     Each episode has an instance of its own. Its attributes are its state: JSON values, recorded with every turn, so that an episode
     can be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded. `record` is the object of
