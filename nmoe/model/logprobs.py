@@ -7,7 +7,8 @@ max)`. It is kept if it has at most 2^24 values (64 MB) or as many as the head h
 piece by piece. So for any N a call holds at most 3 pieces and the kept values, besides its inputs and gradients. A loss that
 uses the entropy's gradient needs one more tensor of a piece's size.
 
-On a CPU, a kernel takes a wide vocabulary in fp32: its logits never leave the cache, and nothing is kept.
+On a CPU, a kernel takes a wide vocabulary, in bf16 where there are instructions for it: its logits never leave the cache, and
+nothing is kept.
 """
 
 # Shapes: N rows, n the rows of a piece, D width, V vocabulary, M the largest kept set.

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nmoe.model import logprobs
 from nmoe.model.logprobs import head_logprobs, restrict_to_kept
-from nmoe.model.ops.cpu import library
+from nmoe.model.ops.cpu import library, operations
 from nmoe.model.ops.cpu.ops import CpuOps
 
 INF = float("inf")
@@ -219,6 +219,26 @@ def test_a_wide_vocabulary_against_autograd_in_fp64(
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-4, atol=3e-5)
+
+
+@with_kernels
+def test_a_wide_vocabulary_in_bf16_rounds_gradients_alone() -> None:
+    if not operations.multiplies_bf16():
+        pytest.skip("this machine multiplies no pairs of bf16")
+    states, head, targets = wide(300, 5000, 20)
+    ours = [x.bfloat16().requires_grad_() for x in (states, head)]
+    theirs = [x.detach().double().requires_grad_() for x in ours]
+    logprobs_N, entropy = head_logprobs(*ours, targets, 0.7)
+    assert type(logprobs_N.grad_fn).__name__.startswith("_WideHead")
+    dense = (theirs[0] @ theirs[1].T / 0.7).log_softmax(-1)
+    expected = dense[torch.arange(300), targets], -(dense.exp() * dense).sum(-1)
+    (logprobs_N.sum() + entropy.sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    torch.testing.assert_close(logprobs_N.double(), expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=2**-8, atol=1e-4)
 
 
 @with_kernels

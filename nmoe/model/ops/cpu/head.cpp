@@ -18,20 +18,24 @@ constexpr long CHUNK = 8 * MOST_ROWS;           // of the vocabulary; 112 rows o
 constexpr long BLOCK = 7 * PANEL;               // tokens whose gradients of logits stay there, too; also 16 tiles' rows
 constexpr long AT_ONCE_TOKENS = 10 * BLOCK;     // bounds what a thread holds for itself
 
-// Tokens as panels for `x @ weight.T`, the head's rows being the rows: `[N / 32, D, 32]`, zeros for the tokens that fill up the last.
-std::vector<float> tokens_in_columns(const float* x_ND, long N, long D) {
+// Tokens as panels for `x @ weight.T`, the head's rows being the rows: `[N / 32, D, 32]`, or in bf16 `[N / 32, D / 2, 32, 2]`, zeros
+// for the tokens that fill up the last.
+template <class T>
+std::vector<T> tokens_in_columns(const T* x_ND, long N, long D) {
+    constexpr long pair = 4 / sizeof(T);
     const long panels = (N + PANEL - 1) / PANEL;
-    std::vector<float> packed(panels * D * PANEL);
+    std::vector<T> packed(panels * D * PANEL);
 #pragma omp parallel for schedule(static)
     for (long panel = 0; panel < panels; ++panel)
         for (long d = 0; d < D; ++d)
             for (long n = panel * PANEL; n < std::min(N, (panel + 1) * PANEL); ++n)
-                packed[(panel * D + d) * PANEL + n % PANEL] = x_ND[n * D + d];
+                packed[(panel * D + d / pair * pair) * PANEL + n % PANEL * pair + d % pair] = x_ND[n * D + d];
     return packed;
 }
 
-// Rows `from` to `to` of a `[.., D]` as panels of their columns: `[D / 32, rows, 32]`, of `rows` rows, the last of them zeros.
-void columns_of(const float* a, long D, long from, long to, long rows, float* packed) {
+// Rows `from` to `to` of a `[.., D]` as panels of their columns in fp32: `[D / 32, rows, 32]`, of `rows` rows, the last of them zeros.
+template <class T>
+void columns_of(const T* a, long D, long from, long to, long rows, float* packed) {
     for (long d = 0; d < D; d += PANEL)
         for (long r = 0; r < rows; ++r)
             for (long h = 0; h < PANEL; h += 16, packed += 16)
@@ -40,10 +44,11 @@ void columns_of(const float* a, long D, long from, long to, long rows, float* pa
 
 // For N tokens: the logarithm of the target's probability, the entropy, and the largest logit and sum of exponentials that the
 // backward pass needs. A token's sums run over the vocabulary in order, so its bits depend neither on other tokens nor on threads.
-void head_forward(const float* x_ND, const float* weight_VD, const int64_t* targets_N, float temperature, float* logprobs_N,
+template <class T>
+void head_forward(const T* x_ND, const T* weight_VD, const int64_t* targets_N, float temperature, float* logprobs_N,
                   float* entropy_N, float* largest_N, float* total_N, long N, long D, long V) {
     const long panels = (N + PANEL - 1) / PANEL, width = panels * PANEL, chunks = (V + CHUNK - 1) / CHUNK;
-    const std::vector<float> x = tokens_in_columns(x_ND, N, D);
+    const std::vector<T> x = tokens_in_columns(x_ND, N, D);
     std::vector<float> largest(chunks * width), total(chunks * width), weighted(chunks * width), target(width);
 #pragma omp parallel
     {
@@ -105,12 +110,14 @@ void head_forward(const float* x_ND, const float* weight_VD, const int64_t* targ
 }
 
 // With l the logits at the temperature and e = e^(l - largest): the gradient of a logit is e (a + b (l - largest)), and of the
-// target's `onehot` more. Writes the gradients of x and, where that is given, of the weight.
-void head_backward(const float* x_ND, const float* weight_VD, const int64_t* targets_N, float temperature,
+// target's `onehot` more. Writes the gradients of x and of the weight, where they are given, in fp32: only logits multiply pairs of
+// bf16.
+template <class T>
+void head_backward(const T* x_ND, const T* weight_VD, const int64_t* targets_N, float temperature,
                    const float* largest_N, const float* a_N, const float* b_N, const float* onehot_N, float* grad_x_ND,
                    float* grad_weight_VD, bool first_tokens, long N, long D, long V) {
     const long columns = (D + PANEL - 1) / PANEL * PANEL, blocks = (N + BLOCK - 1) / BLOCK, width = blocks * BLOCK;
-    const std::vector<float> x = tokens_in_columns(x_ND, N, D);
+    const std::vector<T> x = tokens_in_columns(x_ND, N, D);
     std::vector<float> x_rows(grad_weight_VD ? width * columns : 0), largest(width), a(width), b(width);
     std::copy_n(largest_N, N, largest.data());
     std::copy_n(a_N, N, a.data());
@@ -200,18 +207,23 @@ void head_backward(const float* x_ND, const float* weight_VD, const int64_t* tar
 
 }  // namespace nmoe
 
-extern "C" void nmoe_head_forward(const float* x_ND, const float* weight_VD, const int64_t* targets_N, float temperature,
-                                  float* logprobs_N, float* entropy_N, float* largest_N, float* total_N, long N, long D, long V) {
-    for (long n = 0; n < N; n += nmoe::AT_ONCE_TOKENS)
-        nmoe::head_forward(x_ND + n * D, weight_VD, targets_N + n, temperature, logprobs_N + n, entropy_N + n, largest_N + n,
-                           total_N + n, std::min(N - n, nmoe::AT_ONCE_TOKENS), D, V);
-}
+#define NMOE_HEAD(suffix, T)                                                                                                   \
+    extern "C" void nmoe_head_forward_##suffix(const T* x_ND, const T* weight_VD, const int64_t* targets_N, float temperature, \
+                                               float* logprobs_N, float* entropy_N, float* largest_N, float* total_N, long N,  \
+                                               long D, long V) {                                                               \
+        for (long n = 0; n < N; n += nmoe::AT_ONCE_TOKENS)                                                                     \
+            nmoe::head_forward(x_ND + n * D, weight_VD, targets_N + n, temperature, logprobs_N + n, entropy_N + n,             \
+                               largest_N + n, total_N + n, std::min(N - n, nmoe::AT_ONCE_TOKENS), D, V);                       \
+    }                                                                                                                          \
+    extern "C" void nmoe_head_backward_##suffix(const T* x_ND, const T* weight_VD, const int64_t* targets_N, float temperature, \
+                                                const float* largest_N, const float* a_N, const float* b_N,                    \
+                                                const float* onehot_N, float* grad_x_ND, float* grad_weight_VD, long N,        \
+                                                long D, long V) {                                                              \
+        for (long n = 0; n < N; n += nmoe::AT_ONCE_TOKENS)                                                                     \
+            nmoe::head_backward(x_ND + n * D, weight_VD, targets_N + n, temperature, largest_N + n, a_N + n, b_N + n,          \
+                                onehot_N + n, grad_x_ND ? grad_x_ND + n * D : nullptr, grad_weight_VD, n == 0,                 \
+                                std::min(N - n, nmoe::AT_ONCE_TOKENS), D, V);                                                  \
+    }
 
-extern "C" void nmoe_head_backward(const float* x_ND, const float* weight_VD, const int64_t* targets_N, float temperature,
-                                   const float* largest_N, const float* a_N, const float* b_N, const float* onehot_N,
-                                   float* grad_x_ND, float* grad_weight_VD, long N, long D, long V) {
-    for (long n = 0; n < N; n += nmoe::AT_ONCE_TOKENS)
-        nmoe::head_backward(x_ND + n * D, weight_VD, targets_N + n, temperature, largest_N + n, a_N + n, b_N + n, onehot_N + n,
-                            grad_x_ND ? grad_x_ND + n * D : nullptr, grad_weight_VD, n == 0,
-                            std::min(N - n, nmoe::AT_ONCE_TOKENS), D, V);
-}
+NMOE_HEAD(fp32, float)
+NMOE_HEAD(bf16, nmoe::bf16)

@@ -186,12 +186,12 @@ def attention(
 def head_forward(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `logits = x @ weight.T / temperature` in fp32: `log_softmax(logits)[target]`, the entropy, the largest logit and the sum
-    of `exp(logits - largest)`, `[N]` each."""
+    """Of `logits = x @ weight.T / temperature`, in fp32 for any inputs: `log_softmax(logits)[target]`, the entropy, the largest logit
+    and the sum of `exp(logits - largest)`, `[N]` each."""
     x_ND = x_ND.contiguous()
-    out = [x_ND.new_empty(x_ND.shape[0]) for _ in range(4)]
+    out = [torch.empty(x_ND.shape[0]) for _ in range(4)]
     given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))
-    call("nmoe_head_forward", *given, *out, *x_ND.shape, weight_VD.shape[0])
+    call(f"nmoe_head_forward_{DTYPES[x_ND.dtype]}", *given, *out, *x_ND.shape, weight_VD.shape[0])
     return out[0], out[1], out[2], out[3]
 
 
@@ -207,17 +207,27 @@ def head_backward(
     of_x: bool,
     of_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the weight, as far as they are asked for, where that of a logit is `exp(shifted) * (factor +
-    slope * shifted)`, with `shifted = logit - largest` and the logits of `head_forward`, and for the target `onehot` more."""
+    """The gradients of x and of the weight, as far as they are asked for, in the inputs' dtype, to which they are rounded at the end.
+    That of a logit is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of `head_forward`,
+    and for the target `onehot` more."""
     x_ND = x_ND.contiguous()
-    grad_x_ND = torch.empty_like(x_ND) if of_x else None
+    grad_x_ND = torch.empty(x_ND.shape) if of_x else None
     grad_weight_VD = None
     if of_weight:  # the first tokens write it, so it is cleared only if there are none
-        grad_weight_VD = torch.empty_like(weight_VD) if len(x_ND) else torch.zeros_like(weight_VD)
+        grad_weight_VD = torch.empty(weight_VD.shape) if len(x_ND) else torch.zeros(weight_VD.shape)
     by_token = [column_N.contiguous() for column_N in (largest_N, factor_N, slope_N, onehot_N)]
     given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))
-    call("nmoe_head_backward", *given, *by_token, grad_x_ND, grad_weight_VD, *x_ND.shape, weight_VD.shape[0])
-    return grad_x_ND, grad_weight_VD
+    call(
+        f"nmoe_head_backward_{DTYPES[x_ND.dtype]}",
+        *given,
+        *by_token,
+        grad_x_ND,
+        grad_weight_VD,
+        *x_ND.shape,
+        weight_VD.shape[0],
+    )
+    of_x_ND, of_weight_VD = (None if x is None else x.to(x_ND.dtype) for x in (grad_x_ND, grad_weight_VD))
+    return of_x_ND, of_weight_VD
 
 
 def causal_attention(layer: AttentionLayer, q_HLC: Tensor, k_JSC: Tensor, v_JSU: Tensor) -> Tensor:

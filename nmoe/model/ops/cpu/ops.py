@@ -79,10 +79,11 @@ class CpuOps(TorchOps):
 
     def takes_head(self, x_ND: Tensor, weight_VD: Tensor) -> bool:
         return (
-            x_ND.dtype == weight_VD.dtype == torch.float32
+            x_ND.dtype == weight_VD.dtype
             and type(weight_VD) in (Tensor, nn.Parameter)
             and weight_VD.is_contiguous()
             and library.library() is not None
+            and _multiplies(x_ND)
         )
 
     def head_forward(
@@ -188,8 +189,7 @@ class KernelOps(CpuOps):
         self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
     ) -> Tensor:
         dtypes = {x.dtype for x in (q_BHLC, k_BJSC, v_BJSU)}
-        pairs = q_BHLC.dtype == torch.float32 or (q_BHLC.shape[-1] % 2 == 0 and operations.multiplies_bf16())
-        if k_BJSC.shape[2] < _LONG_SEQUENCE or len(dtypes) > 1 or not pairs:
+        if k_BJSC.shape[2] < _LONG_SEQUENCE or len(dtypes) > 1 or not _multiplies(q_BHLC):
             return super().causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
         rows = zip(q_BHLC, k_BJSC, v_BJSU, strict=True)
         return torch.stack([operations.causal_attention(layer, *row) for row in rows])
@@ -225,6 +225,12 @@ def _by_onednn(x_ND: Tensor, weight: Tensor, bias_F: Tensor | None, outputs: int
         return x_ND.new_zeros(x_ND.shape[0], outputs)
     out_NF: Tensor = torch.ops.mkldnn._linear_pointwise(x_ND, weight, bias_F, "none", [], "")
     return out_NF
+
+
+def _multiplies(x: Tensor) -> bool:
+    """Whether the kernels multiply these faster than torch: bf16 in pairs, where there is an instruction for that."""
+    pairs = x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 0 and operations.multiplies_bf16()
+    return x.dtype == torch.float32 or pairs
 
 
 def _takes(x: Tensor, *weights: Tensor) -> bool:
