@@ -186,8 +186,8 @@ def attention(
 def head_forward(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `logits = x @ weight.T / temperature`, in fp32 for any inputs: `log_softmax(logits)[target]`, the entropy, the largest logit
-    and the sum of `exp(logits - largest)`, `[N]` each."""
+    """Of `logits = x @ weight.T / temperature`, in fp32 for any inputs: `log_softmax(logits)[target]`, the entropy, the largest
+    logit and the sum of `exp(logits - largest)`, `[N]` each."""
     x_ND = x_ND.contiguous()
     out = [torch.empty(x_ND.shape[0]) for _ in range(4)]
     given = (x_ND, weight_VD, targets_N.contiguous(), float(temperature))
@@ -207,9 +207,9 @@ def head_backward(
     of_x: bool,
     of_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the weight, as far as they are asked for, in the inputs' dtype, to which they are rounded at the end.
-    That of a logit is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of `head_forward`,
-    and for the target `onehot` more."""
+    """The gradients of x and of the weight, as far as they are asked for, in the inputs' dtype, to which they are rounded at the
+    end. That of a logit is `exp(shifted) * (factor + slope * shifted)`, with `shifted = logit - largest` and the logits of
+    `head_forward`, and for the target `onehot` more."""
     x_ND = x_ND.contiguous()
     grad_x_ND = torch.empty(x_ND.shape) if of_x else None
     grad_weight_VD = None
