@@ -1,6 +1,6 @@
 """Measures how much memory loading a checkpoint takes beyond the model itself.
 
-    python benchmarks/loading.py                     # four checkpoints of 2 GB, written to a temporary directory one at a time
+    python benchmarks/loading.py                     # six checkpoints of 2 GB, written to a temporary directory one at a time
 
 Each is loaded in a process of its own, which has loaded a small checkpoint of the family before, so that the interpreter, torch
 and what a first load makes once are there already. Resident memory is read from /proc then (VmRSS), and its peak (VmHWM) after the
@@ -50,8 +50,8 @@ print(json.dumps({"beyond": (kilobytes("VmHWM") - before) * 1024, "model": sum(s
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint: its family and configuration, the dtype it is stored in ("mxfp4" for experts packed as OpenAI released them)
-    and the one it is loaded in."""
+    """A checkpoint: its family and configuration, the dtype it is stored in ("mxfp4" for experts packed as OpenAI released them,
+    "fp8" for all projections as Qwen did) and the one it is loaded in."""
 
     family: str
     config: ModelConfig
@@ -85,12 +85,19 @@ _GPT_OSS = _EXPERTS | {
     "qkv_bias": True,
     "output_bias": True,
 }
+_GLM = {"rotary_dim": 64, "qkv_bias": True, "router_scores": "sigmoid", "shared_experts": 1}
 CASES = {
     "dense, fp32 to bf16": Case(
         "qwen3", _decoder(layers=24, intermediate_size=12288), stored="float32", loaded="bfloat16"
     ),
     "experts one by one": Case(
         "qwen3_moe", _decoder(layers=14, expert_width=704, **_EXPERTS), stored="bfloat16", loaded="bfloat16"
+    ),
+    "experts one by one in FP8": Case(
+        "qwen3_moe", _decoder(layers=14, expert_width=704, **_EXPERTS), stored="fp8", loaded="bfloat16"
+    ),
+    "heads turned in part": Case(
+        "glm4_moe", _decoder(layers=14, expert_width=704, **_EXPERTS, **_GLM), stored="bfloat16", loaded="bfloat16"
     ),
     "stacked experts": Case(
         "gpt_oss", _decoder(layers=10, expert_width=1024, **_GPT_OSS), stored="bfloat16", loaded="bfloat16"
@@ -104,17 +111,19 @@ CASES = {
 def write_checkpoint(case: Case, directory: Path) -> None:
     """Writes a checkpoint of this case whose weights are all alike, in shards of 512 MB. Creates the directory."""
     directory.mkdir()
-    family = FAMILIES[case.family]
+    family = FAMILIES.get(case.family)
     raw = family.config_to_hf(case.config)
     if case.stored == "mxfp4":
         raw["quantization_config"] = {"quant_method": "mxfp4"}
+    elif case.stored == "fp8":
+        raw["quantization_config"] = {"quant_method": "fp8"}
     (directory / "config.json").write_text(json.dumps(raw))
     write_shards(directory, _tensors(case), 512 * 10**6)
 
 
 def _tensors(case: Case) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
-    dtype = torch.bfloat16 if case.stored == "mxfp4" else getattr(torch, case.stored)
-    for entry in FAMILIES[case.family].entries(case.config):
+    dtype = torch.bfloat16 if case.stored in ("mxfp4", "fp8") else getattr(torch, case.stored)
+    for entry in FAMILIES.get(case.family).entries(case.config):
         if case.stored == "mxfp4" and entry.theirs.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = entry.shape
             for suffix, last in (("_blocks", (16,)), ("_scales", ())):
@@ -124,6 +133,11 @@ def _tensors(case: Case) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
                     math.prod(shape),
                     lambda shape=shape: torch.full(shape, 119, dtype=torch.uint8),
                 )
+        elif case.stored == "fp8" and entry.theirs.endswith("_proj.weight"):
+            blocks = [math.ceil(size / 128) for size in entry.shape]
+            for name, shape, stored in (("", entry.shape, torch.float8_e4m3fn), ("_scale_inv", blocks, dtype)):
+                size = math.prod(shape) * stored.itemsize
+                yield entry.theirs + name, size, lambda s=shape, stored=stored: torch.full(s, 0.0625).to(stored)
         else:
             size = math.prod(entry.shape) * dtype.itemsize
             yield entry.theirs, size, lambda shape=entry.shape: torch.full(shape, 0.01, dtype=dtype)
@@ -145,12 +159,14 @@ def measure(case: Case, directory: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/loading.json"))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     # Beside the script, and not needed where a test measures a small checkpoint.
     from machine import machine, versions
 
     results = {}
-    for name, case in CASES.items():
+    for name in options.cases:
+        case = CASES[name]
         with tempfile.TemporaryDirectory() as directory:
             results[name] = measure(case, Path(directory))
         print(f"{name}: {results[name]}", flush=True)
