@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What needs a CUDA device: the tests marked gpu, then the benchmark, in under nine minutes. Installs nothing: $PYTHON (default
-# python3) must have torch 2.11 or newer with CUDA, triton, pytest, safetensors and transformers. Results: $OUT, or
-# benchmarks/results.
+# What needs a CUDA device: the tests marked gpu, tiny runs of the recipes (a step of GRPO among them), the benchmark, and the
+# speedrun; with arguments only those named: scripts/gpu_check.sh tests runs. Each has a time limit; all but the speedrun end in ten
+# minutes together. Installs nothing: $PYTHON (default python3) must have torch 2.11 or newer with CUDA, triton, pytest, and what
+# nmoe needs; the benchmark transformers, too, and the speedrun matplotlib. Results: $OUT, or benchmarks/results.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
@@ -9,10 +10,22 @@ out="${OUT:-benchmarks/results}"
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { echo "no CUDA device here" >&2; exit 2; }
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0 HF_HUB_OFFLINE=1
-# Without the other tests' conftest, which wants packages that only whole runs need.
-timeout 200 "$python" -m pytest --noconftest -q -rf --tb=short -m gpu tests/gpu 2>&1 | tee "$out/gpu_tests.txt"
-tests=${PIPESTATUS[0]}
-timeout 320 "$python" benchmarks/gpu.py --results "$out/gpu.json" 2>&1 | tee "$out/gpu_benchmark.txt"
-benchmark=${PIPESTATUS[0]}
-echo "tests: $tests, benchmark: $benchmark (0 is good)"
-exit $((tests != 0 || benchmark != 0))
+
+part() {
+    case "$1" in
+        # Without the other tests' conftest, which wants packages that only whole runs need.
+        tests) timeout 200 "$python" -m pytest --noconftest -q -rf --tb=short -m gpu tests/gpu ;;
+        runs) timeout 240 "$python" scripts/gpu_runs.py cuda ;;
+        benchmark) timeout 320 "$python" benchmarks/gpu.py --results "$out/gpu.json" ;;
+        speedrun) timeout 1800 "$python" -m nmoe speedrun --device cuda --out "$(mktemp -d)/speedrun" ;;
+        *) echo "no such part: $1; there are tests, runs, benchmark and speedrun" >&2; return 2 ;;
+    esac
+}
+
+failed=""
+[ $# -gt 0 ] || set -- tests runs benchmark speedrun
+for name in "$@"; do
+    part "$name" 2>&1 | tee "$out/gpu_$name.txt" || failed="$failed $name"
+done
+echo "failed:${failed:- none}"
+[ -z "$failed" ]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import Seed
+from nmoe.cli.arguments import Device, Seed
 
 
 def speedrun(
@@ -15,6 +15,7 @@ def speedrun(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the one in OUT; finished stages are not repeated.")
     ] = False,
+    device: Device = "auto",
 ) -> None:
     """Train a small model from scratch: pretraining, GRPO, evaluation.
 
@@ -26,4 +27,4 @@ def speedrun(
     """
     from nmoe.speedrun import speedrun
 
-    speedrun(out, seed, full, resume)
+    speedrun(out, seed, full, resume, device)

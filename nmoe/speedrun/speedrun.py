@@ -20,6 +20,7 @@ from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.documents import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.errors import ShortfallError, UserError
+from nmoe.model.device import choose_device
 from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.sft import sft
 from nmoe.rl.train import train
@@ -49,17 +50,18 @@ C = TypeVar("C", bound=RunConfig)
 Figures = Mapping[str, float | int]
 
 
-def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> None:
+def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False, device: str = "auto") -> None:
     """Runs every stage into `out` and prints where the report is. It replaces an earlier speedrun there or, with `resume`, finishes
     it. `full` adds the stages of the whole pipeline (`Pipeline.stages`).
 
-    Raises UserError where `out` holds anything else, and where there is nothing to resume; ShortfallError where all stages are
-    done but a promise is broken.
+    Raises UserError where `out` holds anything else, where there is nothing to resume, and for a device that is not there;
+    ShortfallError where all stages are done but a promise is broken.
     """
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
+    choose_device(device, "--device")  # said before anything is made
     stages = Stages(out, {"seed": seed, "full": full}, resume)
-    pipeline = Pipeline(out, seed, full, resume)
+    pipeline = Pipeline(out, seed, full, resume, device)
     for name, work in pipeline.stages():
         stages.run(name, work)
     summary = pipeline.report(stages)
@@ -71,9 +73,9 @@ def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False) -> 
 class Pipeline:
     """The work of the stages, in the directory `out`; with `resume`, runs continue from their checkpoints."""
 
-    def __init__(self, out: Path, seed: int, full: bool, resume: bool) -> None:
+    def __init__(self, out: Path, seed: int, full: bool, resume: bool, device: str = "auto") -> None:
         self._out = out
-        self._seed = seed
+        self._seed, self._device = seed, device
         self._full = full
         self._resume = resume
         # Loaded before the first stage, so that a mistake in a configuration is reported at once.
@@ -234,8 +236,9 @@ class Pipeline:
         return self._out / "examinations.json"
 
     def _load(self, name: str, schema: type[C], values: Mapping[str, str | int | float]) -> C:
-        """Loads the packaged NAME.toml with this directory and this seed."""
-        overrides = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume, **values}
+        """Loads the packaged NAME.toml with this directory, this seed and this device."""
+        own = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume}
+        overrides = {**own, "model.device": self._device, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
         return load_run(CONFIGS / f"{name}.toml", schema, arguments)
 

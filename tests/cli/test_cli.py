@@ -165,9 +165,13 @@ def test_the_other_verbs_hand_over_their_arguments(
     calls = stand_in("nmoe.speedrun", "speedrun")
     assert nmoe("speedrun") == 0
     assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
-    assert nmoe("speedrun", "--full", "--resume") == 0
+    assert nmoe("speedrun", "--full", "--resume", "--device=cpu") == 0
     runs = Path("runs/speedrun")
-    assert calls == [(runs, 0, False, False), (Path("x/y"), 1, False, False), (runs, 0, True, True)]
+    assert calls == [
+        (runs, 0, False, False, "auto"),
+        (Path("x/y"), 1, False, False, "auto"),
+        (runs, 0, True, True, "cpu"),
+    ]
 
     capsys.readouterr()
     calls = stand_in("nmoe.runs.report", "write_report", result=Path("runs/a/report.md"))

@@ -79,3 +79,26 @@ def test_new_weights_are_read_where_they_lie() -> None:
     after, fresh = sampled(engine), sampled(LLMEngine(model, 16))
     assert [s.token_ids for s in after] == [s.token_ids for s in fresh]
     assert [s.token_ids for s in after] != [s.token_ids for s in before]
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "gpt_oss"])
+def test_exact_numerics_have_the_learner_s_bits(name: str) -> None:
+    model = peaked_model(ModelConfig(**ENGINE_MODELS[name])).to("cuda").set_numerics("exact")
+    engine = LLMEngine(model, 12)
+    assert engine.runner.graphs is None  # the kernels that it would record depend on the batch
+    prompts = [5] * 3 + [17] * 9 + [33] * 2 + [1]
+    with torch.no_grad():
+        for sample, prompt in zip(sampled(engine), prompts, strict=True):
+            ids = torch.tensor([*range(3, 3 + prompt), *sample.token_ids], device="cuda")
+            attend = PackedAttention([len(ids) - 1], ids.device, exact=True)
+            states = model(ids[:-1], torch.arange(len(ids) - 1, device="cuda"), attend, RouterTrace())
+            logprobs, _ = head_logprobs(states[prompt - 1 :], model.head_weight, ids[prompt:], exact=True)
+            assert logprobs.tolist() == sample.logprobs
+
+
+def test_the_cache_takes_its_share_of_what_is_free() -> None:
+    model = set_precision(peaked_model(ModelConfig(**ENGINE_MODELS["dense"])), "bfloat16").to("cuda")
+    free = torch.cuda.mem_get_info()[0]
+    engine = LLMEngine(model.requires_grad_(False), 10**7)
+    held = engine.cache.keys.nbytes + engine.cache.values.nbytes
+    assert 0.8 * free < held < 0.87 * free

@@ -14,9 +14,10 @@ from tiny_models import MOE
 from torch import Tensor
 
 from nmoe.model.config import ModelConfig
+from nmoe.model.device import fetch, put
 from nmoe.model.linear import RMSNorm
 from nmoe.model.moe import MoE, RouterTrace
-from nmoe.model.ops.attention import AttentionLayer, paged_attention
+from nmoe.model.ops.attention import AttentionLayer, causal_attention, paged_attention
 from nmoe.model.ops.table import ops_for
 from nmoe.model.ops.triton.ops import TritonOps
 from nmoe.model.packed import PackedAttention, _BucketedAttention
@@ -181,3 +182,34 @@ def test_experts_in_values_and_gradients_without_a_wait(tokens: int) -> None:
         results.append([out.detach().cpu(), there_x.grad.cpu(), *(p.grad.cpu().clone() for p in there.parameters())])
     for ours, theirs in zip(*results, strict=True):
         assert relative_error(ours, theirs) < 3e-2
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_behind_a_prefix_holds_no_score_per_pair(window: int, sinks: bool) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    earlier, length = 8192, 2048
+    layer = AttentionLayer(0, 0.1, window, draw(32) if sinks else None)
+    q, k, v = draw(1, 32, length, 128), draw(1, 4, earlier + length, 128), draw(1, 4, earlier + length, 128)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = KERNELS.causal_attention(layer, q, k, v, earlier)
+    held = torch.cuda.max_memory_allocated() - before
+    assert held < 32 * length * (earlier + length)  # a byte for each; the scores in fp32 would be four
+    # The last queries, by all keys and in fp32.
+    few = AttentionLayer(0, 0.1, window, None if layer.sinks_H is None else layer.sinks_H.float())
+    rows = q[:, :, -64:].float(), k.float(), v.float()
+    expected = causal_attention(few, *rows, earlier + length - 64)
+    assert relative_error(out[:, :, -64:], expected) < 1e-2
+
+
+def test_a_copy_to_the_device_makes_nobody_wait() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_sync_debug_mode("error")
+    there = put(torch.arange(1000), device)
+    torch.cuda.set_sync_debug_mode("default")
+    assert fetch(there, there + 1)[1].tolist() == list(range(1, 1001))
