@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,3 +128,16 @@ def test_the_installed_speedrun_starts(installed: Callable[..., str], site: Path
     assert {"200", "out/base"} <= set(lines)
     assert f"{site}/nmoe/speedrun/speedrun.py" in lines[-1]
     assert str(ROOT / "nmoe") not in lines[-1]
+
+
+def test_the_example_of_the_readme_learns_as_printed(installed: Callable[..., str], tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
+    printed = installed(sys.executable, "-c", code).splitlines()
+    # Six seeds went from 0.04..0.06 to 0.98..1.00, in 3 CPU seconds.
+    first, last = re.fullmatch(r"reward ([\d.]+) -> ([\d.]+)", printed[-2]).groups()
+    assert float(first) < 0.2
+    assert float(last) > 0.9
+    metrics = [json.loads(line) for line in (tmp_path / "runs/records/metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 60
+    assert max(row.get("mismatch_abs_max", 0.0) for row in metrics) <= 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -98,17 +97,6 @@ def test_importing_nmoe_does_not_import_torch() -> None:
     assert all(getattr(nmoe, name).__module__.startswith("nmoe.") for name in nmoe.__all__)
     with pytest.raises(AttributeError, match="no attribute 'train_lr'"):
         _ = nmoe.train_lr  # type: ignore[attr-defined]
-
-
-def test_the_example_of_the_readme_learns_as_printed() -> None:
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
-    told: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), told)
-    rewards = [row["reward_mean"] for row in told["run"].metrics]
-    assert rewards[0] < 0.2
-    assert rewards[-1] > 0.9
-    assert max(row.get("mismatch_abs_max", 0.0) for row in told["run"].metrics) <= 1e-4
 
 
 def test_functions_records_and_tables_are_what_the_run_uses() -> None:
