@@ -49,12 +49,18 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random 
 
 
 def configuration(arguments: list[str], schema: "type[C]") -> "C":
-    """Loads the CONFIG among the arguments of a training verb. All other arguments are overrides, wherever they stand."""
-    from nmoe.config.commands import load_run
+    """Loads the CONFIG among the arguments of a training verb, and refuses what cannot go well (`nmoe preflight`)."""
+    config = read_configuration(arguments, schema)
+    from nmoe.preflight.preflight import refuse_to_start
+
+    refuse_to_start(config)
+    return config
+
+
+def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
+    """The CONFIG among the arguments of a verb, and all others, which are overrides wherever they stand."""
     from nmoe.config.overrides import joined
 
-    if sys.stderr.isatty():  # loading torch takes seconds in which nothing else appears
-        typer.echo(f"nmoe {' '.join(arguments[:1])}: loading", err=True)
     arguments = joined(arguments)
     files = [argument for argument in arguments if not argument.startswith("-")]
     if not files:
@@ -63,7 +69,17 @@ def configuration(arguments: list[str], schema: "type[C]") -> "C":
         )
     overrides = list(arguments)
     overrides.remove(files[0])
-    config = load_run(Path(files[0]), schema, overrides)
+    return Path(files[0]), overrides
+
+
+def read_configuration(arguments: list[str], schema: "type[C]") -> "C":
+    """Loads the CONFIG among the arguments."""
+    from nmoe.config.commands import load_run
+
+    if sys.stderr.isatty():  # loading torch takes seconds in which nothing else appears
+        typer.echo(f"nmoe {' '.join(arguments[:1])}: loading", err=True)
+    file, overrides = file_and_overrides(arguments)
+    config = load_run(file, schema, overrides)
     run = Path(config.run.directory) / config.run.name
     if config.run.resume and not (run / "config.toml").exists():
         typer.echo(f"{run}: no run to resume yet, so it starts from the beginning")

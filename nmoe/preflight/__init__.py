@@ -1,1 +1,1 @@
-"""What this machine offers, before anything runs on it."""
+"""What is known before anything runs: what this machine offers, and whether a configuration can do what it says."""

@@ -89,7 +89,7 @@ def processor() -> Finding:
     """Model, memory, and the instructions that the kernels could use."""
     features = cpu_features()
     instructions = [name for name in _INSTRUCTIONS if name in features]
-    memory = _memory()
+    memory = machine_memory()
     facts: dict[str, Any] = {"model": cpu_model(), "instructions": instructions, **memory}
     text = f"{facts['model']} ({', '.join(instructions) or platform.machine()})"
     if memory:
@@ -306,7 +306,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory() -> dict[str, int]:
+def machine_memory() -> dict[str, int]:
     """In bytes, from Linux; elsewhere nothing."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -91,12 +91,12 @@ class RunDirectory:
         is named), or if the checkpoint is not whole; StorageError if the disk is full.
         """
         with storage_errors(path), ExitStack() as undo:
-            _refuse_unless_free(path, resume)
+            refuse_unless_free(path, resume)
             make_directory(path, "choose another --run.directory=DIRECTORY")
             lock = RunLock(path / ".lock")
             undo.callback(lock.release)
             # Again: another process may have created the run before the lock was taken.
-            _refuse_unless_free(path, resume)
+            refuse_unless_free(path, resume)
             resumed_from = _prepare(path, config_toml, defaults)
             _record_start(path, config_toml, provenance, resumed_from)
             undo.pop_all()
@@ -162,7 +162,8 @@ def read_provenance(path: Path) -> dict[str, Any]:
     return record
 
 
-def _refuse_unless_free(path: Path, resume: bool) -> None:
+def refuse_unless_free(path: Path, resume: bool) -> None:
+    """Raises UserError unless a new run can take `path` or, with `resume`, the one that is there can go on."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file, not the directory of a run; choose another name with --run.name=NAME")
     if (file := next((above for above in path.parents if above.is_file()), None)) is not None:

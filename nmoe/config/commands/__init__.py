@@ -1,6 +1,7 @@
 """The schema of each command's configuration, and how one is loaded."""
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,10 +11,11 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
 from nmoe.config.loader import load, load_with
+from nmoe.config.overrides import read_override
 from nmoe.config.packaged import find_configuration
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
 
-__all__ = ["COMMANDS", "RunConfig", "load_run"]
+__all__ = ["COMMANDS", "RunConfig", "command_for", "load_run"]
 
 COMMANDS: dict[str, type[RunConfig]] = {
     "pretrain": PretrainConfig,
@@ -36,6 +38,24 @@ def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
     ConfigError with all problems, and UserError for a name that nothing has."""
     path = find_configuration(str(path))
     return _completed(load(path, schema, overrides, COMMANDS), path.stem)
+
+
+def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
+    """The command that a configuration is written for, by its tables: the one that knows most of them and misses fewest of its own,
+    the first of `COMMANDS` where several do. Raises UserError for a file that cannot be read."""
+    path = find_configuration(str(path))
+    try:
+        tables = set(tomllib.loads(path.read_text()))
+    except (OSError, ValueError):
+        tables = set()  # loading it says what is wrong
+    tables |= {str(override[0][0]) for text in overrides if (override := read_override(text)) is not None}
+
+    def misfit(command: str) -> int:
+        fields = COMMANDS[command].model_fields
+        lacking = {name for name, field in fields.items() if field.is_required()} - tables
+        return len(tables - fields.keys()) + len(lacking)
+
+    return min(COMMANDS, key=misfit)
 
 
 def load_run_with(path: Path | None, schema: type[C], tables: Mapping[str, Any], source: str, name: str) -> C:

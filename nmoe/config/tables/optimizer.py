@@ -23,6 +23,11 @@ class OptimizerSection(Section):
         ge=0,
         description="steps of linear warm-up; a run that is not longer warms up until its last step",
     )
+    allow_slow_warmup: bool = Field(
+        default=False,
+        description="start although the learning rate stays under 30% of its peak for the first 20 steps (pretraining, "
+        "fine-tuning: or 5% of the run, if that is longer)",
+    )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="final learning rate as a share of the peak")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")

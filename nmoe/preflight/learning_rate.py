@@ -1,0 +1,47 @@
+"""Whether the learning rate is high enough soon enough.
+
+A run whose warm-up outlasts its budget trains at a rate that never comes: it looks healthy and learns little. The playbook
+therefore refuses a schedule that is under 30% of its peak at step 20. Here the highest rate of the first 20 steps counts, so that
+a short run whose cosine has fallen again by then is not refused. Supervised runs have hundreds or thousands of steps, and are
+given as many as the playbook's own warm-up takes, 5% of the run, if these are more.
+"""
+
+from __future__ import annotations
+
+import math
+
+from nmoe.config.commands.base import RunConfig, SupervisedConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.learner.optimizer import learning_rate_factor
+from nmoe.preflight.check import Check
+from nmoe.recipes.setup import optimizer_settings
+
+LEAST_SHARE = 0.3
+BY_STEP = 20
+WARMUP_SHARE = 0.05
+
+
+def learning_rate(config: RunConfig) -> Check:
+    """The highest share of the peak rate that the first steps reach, by the schedule of the run itself."""
+    name, peak = "learning rate", config.optimizer.learning_rate
+    steps = config.run.steps
+    if steps == 0:
+        return Check(
+            name, "ok", f"peak {peak:g}; the steps of so many epochs, and with them the warm-up, depend on the records"
+        )
+    if isinstance(config, RLConfig) and config.critic is not None:
+        steps -= config.critic.warmup_steps
+    by = BY_STEP
+    if isinstance(config, SupervisedConfig):
+        by = max(by, math.ceil(WARMUP_SHARE * steps))
+    by = min(by, steps)
+    settings = optimizer_settings(config)
+    shares = [learning_rate_factor(step, steps, settings.warmup_steps, settings.min_lr_ratio) for step in range(by)]
+    share, said = max(shares), f"{max(shares):.0%} of its peak {peak:g} by step {by}"
+    if share >= LEAST_SHARE:
+        return Check(name, "ok", said)
+    said += f", and {LEAST_SHARE:.0%} are wanted: optimizer.warmup_steps = {settings.warmup_steps} is too long; set "
+    said += f"{math.floor(by / LEAST_SHARE)} or less"
+    if config.optimizer.allow_slow_warmup:
+        return Check(name, "warn", f"{said} (optimizer.allow_slow_warmup lets it start)")
+    return Check(name, "fail", f"{said}, or optimizer.allow_slow_warmup = true to start as it is")

@@ -1,0 +1,120 @@
+"""Whether a run fits the memory of the machine, or of its device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.engine.native.cache import bytes_per_block, cache_blocks
+from nmoe.model.config import ModelConfig
+from nmoe.model.device import kind_of
+from nmoe.preflight.check import Check, gib
+from nmoe.preflight.doctor import machine_memory
+from nmoe.preflight.size import Size, parameters_of
+
+
+def memory(config: RunConfig, size: Size) -> Check:
+    """The estimate of each part, and their sum against the memory there is, and what of it is free."""
+    parts = estimate(config, size)
+    needed = sum(parts.values())
+    total, free = memory_of(size.device)
+    said = f"about {gib(needed)} ({', '.join(f'{name} {gib(part)}' for name, part in parts.items())})"
+    if total == 0:
+        return Check("memory", "ok", f"{said}; what this machine has is not known")
+    said += f", {gib(free)} free of {gib(total)} on {size.device.type}"
+    if needed > total:
+        return Check(
+            "memory",
+            "fail",
+            f"{said}: lower batch.tokens_per_microbatch or engine.cache_mb, set "
+            "model.checkpoint_activations = true, or train an adapter with a [lora]",
+        )
+    if needed > free:
+        return Check("memory", "warn", f"{said}: end other programs, or lower batch.tokens_per_microbatch")
+    return Check("memory", "ok", said)
+
+
+def estimate(config: RunConfig, size: Size) -> dict[str, int]:
+    """Bytes by part. Frozen models of rewards and judges are not counted, nor torch itself."""
+    shape, width = size.shape, size.dtype.itemsize
+    activations = (
+        config.batch.tokens_per_microbatch * activation_numbers(shape, config.model.checkpoint_activations) * width
+    )
+    parts = {
+        "weights": size.weights,
+        "gradients": size.gradients,
+        "optimizer": size.optimizer,
+        "activations": activations,
+    }
+    if isinstance(config, RLConfig):
+        parts["other models"] = _other_models(config, size)
+    if isinstance(config, RLConfig | SelfplayConfig):
+        most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
+        engine = config.engine
+        blocks = cache_blocks(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most)
+        parts["key-value cache"] = blocks * bytes_per_block(shape, size.dtype)
+    return {name: part for name, part in parts.items() if part}
+
+
+def _other_models(config: RLConfig, size: Size) -> int:
+    """The reference, the teacher, and a critic of its own, which is trained as the policy is."""
+    width, found = size.dtype.itemsize, 0
+    if config.algorithm.kl_coef > 0:
+        found += size.trained * width
+    if config.distillation is not None:
+        found += parameters_of(config.distillation.teacher) * width
+    if config.critic is not None and not config.critic.shared:
+        path = config.critic.path or config.model.path
+        assert path is not None, "the configuration requires a critic's checkpoint"
+        found += parameters_of(path) * (width + (12 if width == 4 else 16))
+    return found
+
+
+def activation_numbers(shape: ModelConfig, checkpointing: bool) -> int:
+    """Numbers kept for the backward pass per token, roughly: what blocks read and compute, and logits. Models with
+    attention sinks keep their attention weights too, which are not counted."""
+    attention = shape.heads * (3 * shape.head_dim + shape.value_dim) + 2 * shape.kv_heads * (
+        shape.head_dim + shape.value_dim
+    )
+    hidden = shape.hidden_size
+    layers = [5 * hidden + attention + _feed_forward(shape, layer in shape.moe_layers) for layer in range(shape.layers)]
+    blocks = max(layers) + shape.layers * hidden if checkpointing else sum(layers)
+    return blocks + 2 * hidden + 2 * shape.vocab_size
+
+
+def _feed_forward(shape: ModelConfig, routed: bool) -> int:
+    if not routed:
+        return 4 * shape.intermediate_size
+    picked = shape.experts_per_token
+    return (
+        picked * (4 * shape.expert_width + 2 * shape.hidden_size)
+        + 4 * shape.shared_experts * shape.expert_width
+        + shape.experts
+    )
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device's memory, and those free now: of a GPU its own, else the machine's, within what the control group allows.
+    0 where it is not known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    machine = machine_memory()
+    if not machine:
+        return 0, 0
+    total, free = machine["memory_bytes"], machine["free_memory_bytes"]
+    limit = _group_limit()
+    return min(total, limit), min(free, limit)
+
+
+def _group_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The memory that the control group of the process allows, as a container sees it."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = root / name
+        if file.exists() and (text := file.read_text().strip()).isdigit():
+            return int(text)
+    return 2**63

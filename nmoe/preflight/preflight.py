@@ -1,0 +1,62 @@
+"""The checks of a configuration: all of them for `nmoe preflight`, and at the start of a run those that take no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from nmoe.config.arithmetic import batch_arithmetic
+from nmoe.config.commands.base import RunConfig, SupervisedConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.errors import UserError
+from nmoe.preflight.check import Check
+from nmoe.preflight.disk import directory, disk, first_checkpoint
+from nmoe.preflight.learning_rate import learning_rate
+from nmoe.preflight.memory import memory
+from nmoe.preflight.size import size_of
+from nmoe.recipes.setup import run_path
+
+
+def preflight(config: RunConfig) -> Iterator[Check]:
+    """Yields the result of each check as soon as it is known."""
+    yield from checked("learning rate", lambda: learning_rate(config))
+    if isinstance(config, SupervisedConfig | RLConfig):
+        yield Check("batch", "ok", "; ".join(batch_arithmetic(config)))
+    yield from checked("run directory", lambda: directory(config))
+    try:
+        size = size_of(config)
+    except UserError as error:
+        yield failure("model", error)
+        return
+    trained = "all trained" if size.trained == size.parameters else f"{size.trained:,} trained"
+    precision = str(size.dtype).removeprefix("torch.")
+    yield Check("model", "ok", f"{size.parameters:,} parameters, {trained}, in {precision} on {size.device}")
+    yield from checked("memory", lambda: memory(config, size))
+    yield from checked("disk", lambda: disk(config, size))
+
+
+def refuse_to_start(config: RunConfig) -> None:
+    """What a training command asks before it starts. Raises UserError with each check that fails, one line each.
+
+    What cannot be checked, such as the size of a model whose checkpoint is missing, is left to the run, which says so itself. A
+    run that is resumed keeps the schedule it has."""
+    found = []
+    if not (config.run.resume and (run_path(config) / "config.toml").exists()):
+        found.append(learning_rate(config))
+    with suppress(UserError):
+        found.append(first_checkpoint(config, size_of(config)))
+    if failed := [check for check in found if check.status == "fail"]:
+        raise UserError("\n".join(f"{check.name}: {check.text}" for check in failed))
+
+
+def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
+    """The result of a check; bad input that it meets is a failure of it."""
+    try:
+        yield check()
+    except UserError as error:
+        yield failure(name, error)
+
+
+def failure(name: str, error: UserError) -> Check:
+    """A check that bad input ended, in one line."""
+    return Check(name, "fail", " ".join(str(error).split()))

@@ -1,0 +1,232 @@
+"""The checks of a configuration before it runs: each on a case where it passes and on one that really has its fault."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import DENSE, FAMILIES, MOE
+
+from nmoe.config.commands import COMMANDS, RunConfig, command_for, load_run_with
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.packaged import packaged_configurations
+from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.errors import UserError
+from nmoe.learner.batch import Batch, token_weights
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import cross_entropy
+from nmoe.model.checkpoint import new_model
+from nmoe.model.config import ModelConfig
+from nmoe.preflight import disk as disk_module
+from nmoe.preflight import memory as memory_module
+from nmoe.preflight.disk import checkpoints_at_once, directory, disk, first_checkpoint
+from nmoe.preflight.learning_rate import learning_rate
+from nmoe.preflight.memory import activation_numbers, estimate, memory
+from nmoe.preflight.preflight import preflight, refuse_to_start
+from nmoe.preflight.size import Size, size_of
+
+SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64}
+TABLES: dict[str, Any] = {
+    "run": {"steps": 100},
+    "model": {"shape": {**SHAPE, "context_tokens": 64}, "tokenizer": "bytes"},
+    "environment": {
+        "env_id": "sort",
+        "format": "boxed",
+        "task_pool": {"type": "generated", "task_type": "sort"},
+    },
+    "sampling": {"max_new_tokens": 16},
+    "batch": {"prompts_per_step": 4, "group_size": 4},
+}
+
+
+def rl(tmp_path: Path, **tables: dict[str, Any]) -> RLConfig:
+    joined = {name: {**TABLES.get(name, {}), **tables.get(name, {})} for name in TABLES.keys() | tables.keys()}
+    joined["run"].setdefault("directory", str(tmp_path))
+    return load_run_with(None, RLConfig, joined, "test", "run")
+
+
+def pretraining(steps: int, warmup: int) -> PretrainConfig:
+    tables = {
+        "run": {"steps": steps},
+        "model": TABLES["model"],
+        "data": {"documents": "d.jsonl"},
+        "optimizer": {"warmup_steps": warmup},
+    }
+    return load_run_with(None, PretrainConfig, tables, "test", "run")
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "status", "share"),
+    [
+        (100, 5, "ok", "100%"),
+        (100, 66, "ok", "30%"),  # 20/66
+        (100, 67, "fail", "30%"),  # 20/67 = 0.2985
+        (100, 90, "fail", "22%"),
+        (25, 5, "ok", "100%"),  # the cosine is at 24% by step 20, after its peak
+        (10, 1000, "ok", "100%"),  # warm-up is shortened to 9 steps
+        (1, 0, "ok", "100%"),
+    ],
+)
+def test_the_learning_rate_of_the_first_20_steps(
+    tmp_path: Path, steps: int, warmup: int, status: str, share: str
+) -> None:
+    check = learning_rate(rl(tmp_path, run={"steps": steps}, optimizer={"warmup_steps": warmup}))
+    assert (check.status, check.text.split()[0]) == (status, share)
+    if status == "fail":
+        assert f"warmup_steps = {warmup} is too long; set 66 or less" in check.text
+
+
+def test_a_long_supervised_run_has_5_percent_of_its_steps() -> None:
+    """2,800 steps with a warm-up of 100 are the speedrun's base: 20% at step 20, and the whole peak at step 140."""
+    assert learning_rate(pretraining(2800, 100)).text == "100% of its peak 0.0003 by step 140"
+    assert learning_rate(pretraining(2800, 467)).status == "fail"  # 140/467 = 0.2998
+    assert learning_rate(pretraining(200, 67)).status == "fail", "20 steps where 5% are fewer"
+
+
+def test_what_a_start_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"warmup_steps": 90}
+    with pytest.raises(UserError, match=r"^learning rate: 22% of its peak .*allow_slow_warmup = true"):
+        refuse_to_start(rl(tmp_path, optimizer=slow))
+    allowed = rl(tmp_path, optimizer=slow | {"allow_slow_warmup": True})
+    refuse_to_start(allowed)
+    assert learning_rate(allowed).status == "warn"
+    monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"^disk: a checkpoint has .* 0.0 MiB free"):
+        refuse_to_start(allowed)
+    # A run that has begun cannot have another schedule.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    monkeypatch.undo()
+    refuse_to_start(rl(tmp_path, run={"steps": 100, "resume": True}, optimizer=slow))
+
+
+def test_no_packaged_configuration_is_refused(tmp_path: Path) -> None:
+    checked = 0
+    for one in packaged_configurations():
+        if one.path is None or one.package != "nmoe":
+            continue
+        command = command_for(one.path)
+        if said := re.search(rf"nmoe ([a-z ]+) {one.name}\b", one.path.read_text()):
+            assert command == said[1]
+        config: RunConfig = load_run_with(one.path, COMMANDS[command], {"run": {"directory": str(tmp_path)}}, "t", "r")
+        assert learning_rate(config).status == "ok", one.name
+        checked += 1
+    assert checked > 15
+
+
+def test_the_size_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """The bytes of the tensors that a learner saves after one step."""
+    shape, ids = {**SHAPE, "context_tokens": 64, "experts": 4, "experts_per_token": 2, "expert_width": 16}, range(9)
+    size = size_of(rl(tmp_path, model={"shape": shape, "tokenizer": "bytes"}))
+    model = new_model(size.shape, torch.float32, "cpu").initialize(0)
+    learner = Learner(model, OptimizerSection(), 1, 64)
+    learner.forward_backward(batch_of([list(ids)]), cross_entropy).result()
+    learner.optim_step().result()
+    learner.save(tmp_path)
+    tensors = [tensor for file in tmp_path.glob("*.safetensors") for tensor in load_file(file).values()]
+    saved = sum(tensor.nbytes for tensor in tensors)
+    assert size.checkpoint == pytest.approx(saved, rel=0.001)  # AdamW counts the steps of each tensor
+    low = Size(size.shape, size.device, torch.bfloat16, size.parameters, size.trained, adapts=False)
+    assert (low.weights, low.optimizer) == (2 * size.parameters, 12 * size.parameters)
+
+
+def batch_of(sequences: list[list[int]]) -> Batch:
+    lengths = tuple(map(len, sequences))
+    ids = torch.tensor([one for sequence in sequences for one in sequence])
+    scored = torch.ones(len(ids), dtype=torch.bool)
+    return Batch(lengths, ids, ids, scored, token_weights("token", scored, lengths))
+
+
+@pytest.mark.parametrize("shape", [DENSE, MOE, FAMILIES["deepseek_v3"], FAMILIES["qwen3"]])
+def test_activations_are_what_autograd_keeps(shape: dict[str, Any]) -> None:
+    """The estimate is rough: within 30% of the storage that the backward pass of real tokens is given."""
+    config = ModelConfig(**shape)
+    model = new_model(config, torch.float32, "cpu").initialize(0)
+    learner = Learner(model, OptimizerSection(), 1, 2048)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    batch = batch_of([list(torch.randint(0, config.vocab_size, (60,)).tolist()) for _ in range(16)])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.forward_backward(batch, cross_entropy).result()
+    real = sum(storage.nbytes() for storage in kept.values()) / 4 / batch.tokens
+    assert activation_numbers(config, checkpointing=False) == pytest.approx(real, rel=0.3)
+    assert activation_numbers(config, checkpointing=True) < 0.75 * real
+
+
+def test_memory_against_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = rl(tmp_path, algorithm={"kl_coef": 0.1})
+    size = size_of(config)
+    parts = estimate(config, size)
+    assert parts["gradients"] * 2 == parts["optimizer"] == 8 * size.parameters
+    assert parts["other models"] == parts["weights"] == 4 * size.parameters, "the reference is as large as the policy"
+    # 256 sequences of 64 tokens in blocks of 16 and one block more, of 2 layers x 1 head x (16 + 16) numbers.
+    assert parts["key-value cache"] == 256 * (64 // 16 + 1) * 16 * 2 * 32 * 4
+    needed = sum(parts.values())
+    for total, free, status in [(needed - 1, needed - 1, "fail"), (needed, needed - 1, "warn"), (needed, needed, "ok")]:
+        monkeypatch.setattr(memory_module, "memory_of", lambda device, total=total, free=free: (total, free))
+        assert memory(config, size).status == status
+    assert "lora" in memory_text(config, size, monkeypatch)
+
+
+def memory_text(config: RLConfig, size: Size, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (1, 1))
+    return memory(config, size).text
+
+
+def test_the_limit_of_the_control_group(tmp_path: Path) -> None:
+    assert memory_module._group_limit(tmp_path) == 2**63
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_module._group_limit(tmp_path) == 2**63
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert memory_module._group_limit(tmp_path) == 4096
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = rl(tmp_path, checkpoint={"every_steps": 10, "keep": 3}, eval={"every_steps": 10})
+    size = size_of(config)
+    assert checkpoints_at_once(config) == 5, "three that are kept, the best, and the one being written"
+    unevaluated = rl(tmp_path, checkpoint={"every_steps": 50, "keep": 3})
+    assert checkpoints_at_once(unevaluated) == 2, "at steps 50 and 100"
+    needed = 5 * size.checkpoint
+    for free, status in [(needed - 1, "fail"), (needed, "warn"), (needed + 5 * 2**30, "ok")]:
+        monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert disk(config, size).status == status
+        assert first_checkpoint(config, size).status == "ok"
+
+
+def test_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert directory(rl(tmp_path)).text == f"{tmp_path / 'run'} is free"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    with pytest.raises(UserError, match=r"exists and is not empty; pass --run.resume=true"):
+        directory(rl(tmp_path))
+    assert directory(rl(tmp_path, run={"steps": 3, "resume": True})).text.endswith("is resumed")
+    # Root, who may run the tests, can write everywhere.
+    monkeypatch.setattr(disk_module.os, "access", lambda path, mode: Path(path) != tmp_path / "closed")
+    (tmp_path / "closed").mkdir()
+    closed = directory(rl(tmp_path, run={"directory": str(tmp_path / "closed"), "steps": 3}))
+    assert (closed.status, closed.text.split()[0]) == ("fail", str(tmp_path / "closed"))
+
+
+def test_every_check_is_one_line(tmp_path: Path) -> None:
+    found = {check.name: check for check in preflight(rl(tmp_path))}
+    assert {check.status for check in found.values()} <= {"ok", "warn"}
+    assert all("\n" not in str(check) for check in found.values())
+    assert "4 prompts x 4 completions = 16 samples" in found["batch"].text
+    missing = rl(tmp_path, model={"path": str(tmp_path / "nothing"), "shape": None})
+    (failed,) = [check for check in preflight(missing) if check.status == "fail"]
+    assert (failed.name, str(failed).count("neither a checkpoint")) == ("model", 1)
