@@ -271,8 +271,15 @@ def test_a_wide_vocabulary_s_bits_depend_neither_on_the_batch_nor_on_threads() -
         torch.set_num_threads(3)
         for one, three in zip(whole, head_logprobs(states, head, targets), strict=True):
             assert torch.equal(one, three)
+        ours, theirs = ([x.clone().requires_grad_() for x in (states, head)] for _ in range(2))
+        head_logprobs(*ours, targets)[0].sum().backward()
+        torch.set_num_threads(1)
+        head_logprobs(*theirs, targets)[0].sum().backward()
     finally:
         torch.set_num_threads(threads)
+    # Threads add up the states' gradients of their parts of the vocabulary.
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ours[1].grad, theirs[1].grad)
 
 
 @with_kernels
