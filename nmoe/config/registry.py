@@ -37,11 +37,10 @@ _handed_over: dict[str, Any] = {}
 class Registry:
     """The parts of one kind, by name. Its methods raise UserError for a name that has no part, or more than one."""
 
-    def __init__(self, kind: str, own: Mapping[str, str] = _NOTHING) -> None:
-        """`kind`, such as "task", names the parts in messages; entry points belong to the group `nmoe.tasks`. `own` has the
-        parts of nmoe: name -> `module:attribute`."""
-        plural = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
-        self.kind, self.group, self.own = kind, f"nmoe.{plural.replace(' ', '_')}", own
+    def __init__(self, kind: str, group: str, own: Mapping[str, str] = _NOTHING) -> None:
+        """`kind`, such as "task", names the parts in messages; `group`, such as `nmoe.tasks`, is that of entry points. `own` has
+        the parts of nmoe: name -> `module:attribute`."""
+        self.kind, self.group, self.own = kind, group, own
         self._registered: dict[str, Any] = {}
 
     def names(self) -> list[str]:
@@ -207,6 +206,7 @@ DATASET_TASKS: Mapping[str, str] = {
 
 TASKS = Registry(
     "task",
+    "nmoe.tasks",
     {
         **DATASET_TASKS,
         # Only the pools of these names have their problems.
@@ -215,11 +215,14 @@ TASKS = Registry(
     },
 )
 _BUILTIN = "nmoe.envs.tools.builtin"
-TOOLS = Registry("tool", {name: f"{_BUILTIN}:{name}" for name in ("python", "bash", "read", "write", "edit", "search")})
-REWARDS = Registry("reward")
-POOLS = Registry("pool")
+TOOLS = Registry(
+    "tool", "nmoe.tools", {name: f"{_BUILTIN}:{name}" for name in ("python", "bash", "read", "write", "edit", "search")}
+)
+REWARDS = Registry("reward", "nmoe.rewards")
+POOLS = Registry("pool", "nmoe.pools")
 ADVANTAGES = Registry(
     "advantage",
+    "nmoe.advantages",
     {
         **{name: f"nmoe.learner.advantages:{name}" for name in ("grpo", "dr_grpo", "rloo", "maxrl")},
         **{name: f"nmoe.learner.token_advantages:{name}" for name in ("reinforce_pp", "gae")},
@@ -227,6 +230,7 @@ ADVANTAGES = Registry(
 )
 LOSSES = Registry(
     "loss",
+    "nmoe.losses",
     {
         "clip": "nmoe.learner.objectives:clip",
         "dual_clip": "nmoe.learner.objectives:clip",

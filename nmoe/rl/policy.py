@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.registry import LOSSES
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.learner.learner import Learner
-from nmoe.learner.objectives import Objective, cispo, clip, dppo, entropy_bonus, gspo, reference_divergence, total
+from nmoe.learner.objectives import (
+    Objective,
+    Outputs,
+    Scored,
+    cispo,
+    clip,
+    dppo,
+    entropy_bonus,
+    gspo,
+    reference_divergence,
+    total,
+)
+from nmoe.learner.objectives.base import log_ratio
 from nmoe.recipes.setup import add_adapter, build_model, optimizer_settings
 from nmoe.rl.critic import Critic, value_head
 from nmoe.text.tokenizer import Tokenizer
@@ -35,6 +50,17 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
     )
 
 
+def _measured(own: Objective) -> Objective:
+    """A loss of the user's own, with the statistics that the metrics read and that it need not return."""
+
+    def objective(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+        weighted_sum, statistics = own(outputs, scored)
+        raw_N = log_ratio(outputs, scored).detach()
+        return weighted_sum, {"log_ratio": raw_N, "clipped": torch.zeros_like(raw_N), **statistics}
+
+    return objective
+
+
 def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) -> Objective:
     """The policy loss, plus the divergence penalty, the entropy bonus, and the value loss of a critic on the policy's trunk."""
     low, high = algorithm.clip_range
@@ -43,7 +69,7 @@ def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) 
     else:
         assert low is not None, "every loss but cispo has a lower bound"
         if algorithm.loss not in LOSSES.own:
-            parts = [LOSSES.get(algorithm.loss)(algorithm)]
+            parts = [_measured(LOSSES.get(algorithm.loss)(algorithm))]
         elif algorithm.loss == "gspo":
             parts = [gspo(low, high)]
         elif algorithm.loss == "dppo":

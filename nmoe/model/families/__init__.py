@@ -39,7 +39,9 @@ _OWN = (
     gemma3_text,
 )
 FAMILIES = Registry(
-    "family", {family.MODEL_TYPE: f"{__name__}:{family.__name__.rpartition('.')[2]}" for family in _OWN}
+    "family",
+    "nmoe.families",
+    {family.MODEL_TYPE: f"{__name__}:{family.__name__.rpartition('.')[2]}" for family in _OWN},
 )
 """Families by `model_type`. Packages offer more as entry points of the group `nmoe.families`."""
 
