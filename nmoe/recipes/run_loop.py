@@ -22,9 +22,11 @@ from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best, save_checkpoint
-from nmoe.runs.directory import RunDirectory, flat_keys, recorded_device
+from nmoe.runs.directory import RunDirectory, flat_keys, read_provenance, recorded_device
 from nmoe.runs.ledger import probe_of, read_lines
 from nmoe.runs.progress import Progress
+from nmoe.runs.sinks.sink import Attempt
+from nmoe.runs.sinks.sinks import Sinks, refuse_without_packages
 from nmoe.runs.state import Part, load_parts, save_parts
 
 
@@ -95,11 +97,18 @@ class Run:
     """A run in progress: its directory, and what is told to whoever watches."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, progress: Progress, steps: int, moved: str | None
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        progress: Progress,
+        sinks: Sinks,
+        steps: int,
+        moved: str | None,
     ) -> None:
         """`moved` is the line to print where a resumed run was on another device before."""
         self.directory, self.ledger, self._moved = directory, directory.ledger, moved
         self._config, self._progress, self._steps = config, progress, steps
+        self._sinks, self._last_step = sinks, directory.start_step
 
     def note(self, text: str) -> None:
         """Prints and logs a line."""
@@ -108,6 +117,7 @@ class Run:
     def alert(self, step: int, message: str) -> None:
         """Prints a line, and records it in alerts.jsonl."""
         self.ledger.alert({"step": step, "message": message})
+        self._sinks.alert(step, message)
         self.note(f"step {step}: {message}")
 
     def follow(self, recipe: Recipe) -> None:
@@ -128,6 +138,8 @@ class Run:
                         self.note(f"step {step}: ends here, since {reason}")
                         last = True
                 self.ledger.metrics(step, metrics)
+                self._sinks.write(step, metrics)
+                self._last_step = step
                 stopped = self._raise(step, monitor.observe(metrics, probe))
                 self._progress.step(step, done.shown)
                 best = self.ledger.is_best(step)
@@ -144,6 +156,11 @@ class Run:
                 if stopping:
                     self.note(f"interrupted: saved step {step}; go on with --run.resume=true")
                     raise KeyboardInterrupt
+
+    def close_sinks(self) -> None:
+        """Waits for the sinks, within limits, and records an alert for each that lost something."""
+        for trouble in self._sinks.close():
+            self.alert(self._last_step, trouble)
 
     def _begin(self, recipe: Recipe) -> int:
         """Brings the recipe to where the run starts. Returns the last step that is done, which is the run's last where the run
@@ -180,7 +197,8 @@ class Run:
     def _raise(self, step: int, alerts: Sequence[Alert]) -> Alert | None:
         """Prints and records the alerts of a step; returns the one that ends the run, if any does."""
         for alert in alerts:
-            self.ledger.alert(alert.record(step))
+            self.ledger.alert(record := alert.record(step))
+            self._sinks.alert(step, record["message"])
             self.note(f"step {step}: {alert}")
         return next((alert for alert in alerts if alert.level == "stop"), None)
 
@@ -209,6 +227,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Creates the run's directory, or opens it to resume, for the `with` block. `steps` is the number of the last step, by default
     run.steps, and `around` more of its provenance (`ToolRuntime.provenance`). Raises UserError (`RunDirectory.create`)."""
+    refuse_without_packages(config.sinks.to)
     total = config.run.steps if steps is None else steps
     now, before = provenance_of(config, threads), recorded_device(run_path(config)) if config.run.resume else None
     start = run_path(config), to_toml(config), now | dict(around or {}), config.run.resume
@@ -219,7 +238,26 @@ def open_run(
         RunDirectory.create(*start, defaults=default_keys(config)) as directory,
         Progress(total, directory.log, config.run.name, directory.start_step) as progress,
     ):
-        yield Run(config, directory, progress, total, moved)
+        run = Run(config, directory, progress, _sinks_of(config, directory), total, moved)
+        try:
+            yield run
+        finally:
+            run.close_sinks()
+
+
+def _sinks_of(config: RunConfig, directory: RunDirectory) -> Sinks:
+    path = directory.path
+    attempt = Attempt(
+        directory=path,
+        name=config.run.name,
+        number=1 + len(read_provenance(path)["resumed"]),
+        config=config.model_dump(mode="json", exclude_none=True),
+        project=config.sinks.project,
+        wandb_mode=config.sinks.wandb_mode,
+        rows=read_lines(path / "metrics.jsonl") if config.sinks.to else (),
+        alerts=read_lines(path / "alerts.jsonl") if config.sinks.to else (),
+    )
+    return Sinks(config.sinks.to, attempt)
 
 
 def default_keys(config: RunConfig) -> set[str]:

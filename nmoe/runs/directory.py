@@ -18,11 +18,11 @@ from nmoe.runs.ledger import Ledger
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
-# What may change when a run is resumed: how long it goes on and what is kept. Another number of steps is another schedule, so that
-# the resumed run does not repeat the shorter one. The thread count is here because 0 stands for the free cores;
-# `recorded_threads` gives the count to use again. A run may go on on another device, and says so.
+# What may change when a run is resumed: how long it goes on, what is kept, and where its metrics go too. Another number of steps
+# is another schedule, so that the resumed run does not repeat the shorter one. The thread count is here because 0 stands for the
+# free cores; `recorded_threads` gives the count to use again. A run may go on on another device, and says so.
 _KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads", "model.device")
-_SECTION_THAT_MAY_DIFFER = "checkpoint."
+_SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "sinks.")
 
 
 class RunLock:
@@ -240,7 +240,7 @@ def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collecti
         if stored.get(key) != now.get(key)
         and key not in _KEYS_THAT_MAY_DIFFER
         and (key in stored or key not in defaults)
-        and not key.startswith(_SECTION_THAT_MAY_DIFFER)
+        and not key.startswith(_SECTIONS_THAT_MAY_DIFFER)
     ]
     if differing:
         raise UserError(

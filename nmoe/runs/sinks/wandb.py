@@ -1,0 +1,49 @@
+"""The Weights & Biases sink: one W&B run for each attempt, grouped by the run's name."""
+
+import os
+from collections.abc import Mapping
+
+import wandb
+
+from nmoe.runs.sinks.sink import Attempt, scalars_of
+
+
+class WandbSink:
+    """Logs to a new W&B run in the group `attempt.name`, online or into the run's `wandb/` for `wandb sync`.
+
+    W&B ignores steps at or below its last one, so that a resumed run, which repeats steps, cannot go on in the W&B run that it had
+    (wandb issues 3890 and 6216). The new one begins with all steps before.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Only what the ledger has: no figures of the machine, no packages, no code, no console.
+        quiet = wandb.Settings(
+            console="off",
+            disable_git=True,
+            save_code=False,
+            silent=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        self._run = wandb.init(
+            project=attempt.project,
+            group=attempt.name,
+            name=f"{attempt.name}-{attempt.number}",
+            config=dict(attempt.config),
+            dir=str(attempt.directory),
+            mode=attempt.wandb_mode,
+            settings=quiet,
+        )
+        for row in attempt.rows:
+            self.write(row["step"], scalars_of(row))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def alert(self, step: int, message: str) -> None:
+        self._run.alert(title=f"step {step}", text=message)
+
+    def close(self) -> None:
+        self._run.finish()
