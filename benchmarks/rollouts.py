@@ -3,10 +3,11 @@
     python benchmarks/rollouts.py                 both, a minute on two cores
 
 Episodes are single turns, right and wrong answers in Harmony by turns, on an engine that answers at once: prompt, state machine,
-grade and record are all that is left. Throughput is that of 256 trajectories at once on a small dense model (width 96, two
-layers, random weights, fp32), three turns of 256 to 511 tokens each: with a tool between turns that sleeps a second, with one
-that answers at once, and as many tokens without any tool. A random model calls nothing, so that the calls are put in its mouth;
-all else is the real path. The last line printed is one JSON object.
+grade and record are all that is left. Episodes of a `MultiTurnEnv` with three turns are timed in the same way. Throughput is
+that of 256 trajectories at once on a small dense model (width 96, two layers, random weights, fp32), three turns of 256 to
+511 tokens each: with a tool between turns that sleeps a second, with one that answers at once, and as many tokens without
+any tool. A random model calls nothing, so that the calls are put in its mouth; all else is the real path. The last line
+printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from nmoe.config.tables.tools import BudgetSettings, ToolsSettings
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
+from nmoe.envs.tasks.conversation import AssistantTurn
+from nmoe.envs.tasks.own import MultiTurnEnv
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
@@ -70,8 +73,10 @@ class InstantEngine:
     """Answers every sample at once: a right answer, then a wrong one, and so on."""
 
     def __init__(self, harmony: Harmony) -> None:
+        """`answer` is every answer, where it is set."""
         self._harmony = harmony
         self._gold: dict[tuple[int, ...], str] = {}
+        self.answer = ""
 
     def learn(self, prompt_ids: tuple[int, ...], gold: str) -> None:
         self._gold[prompt_ids] = gold
@@ -79,8 +84,11 @@ class InstantEngine:
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return asyncio.run(coroutine)
 
+    async def generate(self, request: Request) -> list[Sample]:
+        return [sample async for _, sample in self.samples(request)]
+
     async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
-        gold = self._gold[request.prompt_ids]
+        gold = self.answer or self._gold[request.prompt_ids]
         for index in range(request.n):
             text = gold if index % 2 else gold[::-1]
             yield index, self.sample(text)
@@ -128,6 +136,36 @@ def episode_overhead(repeats: int) -> dict[str, Any]:
     overhead = statistics.median(one for one, _ in both[1:]) / episodes * 1e3
     record = statistics.median(one for _, one in both[1:]) / episodes * 1e3
     return {"episodes": episodes, "overhead_ms": overhead, "record_ms": record}
+
+
+class Count(MultiTurnEnv):
+    """An episode of `TURNS` turns that any answer passes."""
+
+    def prompt(self) -> str:
+        self.turns = 0
+        return f"Count {self.rng.random()}."
+
+    def step(self, turn: AssistantTurn) -> tuple[str | None, float, bool]:
+        self.turns += 1
+        return "Go on.", 1 / TURNS, self.turns == TURNS
+
+
+def multi_turn_overhead(repeats: int) -> dict[str, Any]:
+    """CPU milliseconds per episode of a `MultiTurnEnv` with `TURNS` turns, all of it but the engine's sampling."""
+    settings = EnvironmentSettings(env_id="count", format="harmony", task="rollouts:Count")
+    demo = Environment.from_settings(settings, tokenizer())
+    engine = InstantEngine(Harmony(tokenizer()))
+    engine.answer = "1"
+    collector = Collector(engine, demo, 4096)  # type: ignore[arg-type]
+    problems = demo.pool.take(PROBLEMS)
+    times = []
+    for repeat in range(repeats + 1):  # the first is warming up
+        began = time.process_time()
+        groups = collector.collect(problems, GROUP, Sampling(256), (0, "benchmark", repeat)).groups
+        times.append(time.process_time() - began)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        assert all(len(trajectory.exchanges) == TURNS for trajectory in trajectories)
+    return {"turns": TURNS, "overhead_ms": statistics.median(times[1:]) / (PROBLEMS * GROUP) * 1e3}
 
 
 class FixedTurns:
@@ -191,6 +229,8 @@ def main() -> None:
     print(
         f"single turn: {overhead['overhead_ms']:.3f} ms per episode beyond the engine, {overhead['record_ms']:.3f} ms per record"
     )
+    several = multi_turn_overhead(arguments.repeats)
+    print(f"{TURNS} turns of a MultiTurnEnv: {several['overhead_ms']:.3f} ms of CPU per episode")
     config = ModelConfig(
         vocab_size=512,
         hidden_size=96,
@@ -213,6 +253,7 @@ def main() -> None:
     )
     line = {
         "episode": overhead,
+        "multi_turn": several,
         "concurrent": {"trajectories": TRAJECTORIES, "turns": TURNS, "sleep_s": SLEEP_S, **results},
         "ratio": ratios,
         "machine": machine(),
