@@ -17,7 +17,7 @@ from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
-from nmoe.model.config import ModelConfig
+from nmoe.model.config import ModelConfig, Numerics
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample, Sampling
 
@@ -91,3 +91,28 @@ def test_a_pass_waits_once_for_its_columns_and_once_for_its_routing(layers: int)
     assert theirs.routing is not None
     assert torch.equal(mine.routing.load_YE, theirs.routing.load_YE)
     assert mine.routing.router_entropy() == pytest.approx(theirs.routing.router_entropy(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "numerics"), [*((family, "fast") for family in FAMILIES), ("llama", "exact")])
+def test_every_family_decodes_on_a_device_what_it_does_on_the_host(family: str, numerics: Numerics) -> None:
+    """Long prompts in chunks, a prefix found again, and windows passed."""
+
+    def sampled(engine: LLMEngine) -> list[tuple[list[int], list[float]]]:
+        found = []
+        for at, tokens in enumerate((30, 34)):
+            group = engine.add(Request(tuple(range(3, 3 + tokens)), 2, Sampling(10, seed=at), str(at)))
+            while not engine.idle:
+                engine.step()
+            found += [(sample.token_ids, sample.logprobs) for sample in group.samples if sample is not None]
+        return found
+
+    config = ModelConfig(**FAMILIES[family])
+    own = Transformer(config).initialize(0).set_numerics(numerics)
+    expected = sampled(LLMEngine(own, 4, prefill_tokens=16))
+    with fake_device():
+        there = Transformer(config).initialize(0).set_numerics(numerics).to(DEVICE)
+        found = sampled(LLMEngine(there, 4, prefill_tokens=16))
+    assert len(found) == 4
+    for (ids, logprobs), (their_ids, their_logprobs) in zip(found, expected, strict=True):
+        assert ids == their_ids
+        assert logprobs == pytest.approx(their_logprobs, abs=1e-4)
