@@ -34,6 +34,10 @@ from nmoe.cli.replay import replay
 from nmoe.cli.report import report
 from nmoe.cli.reward import reward
 from nmoe.cli.rl_train import train
+from nmoe.cli.runs_compare import compare
+from nmoe.cli.runs_diff import diff
+from nmoe.cli.runs_list import list_ as list_runs
+from nmoe.cli.runs_show import show as show_run
 from nmoe.cli.selfplay import selfplay
 from nmoe.cli.sft import sft
 from nmoe.cli.speedrun import speedrun
@@ -79,7 +83,7 @@ def _training_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
 
 
 app = _group("nmoe")
-rl, data, env, config = _group(), _group(), _group(), _group()
+rl, data, env, config, runs = _group(), _group(), _group(), _group(), _group()
 
 
 def _show_version(wanted: bool) -> None:
@@ -144,6 +148,16 @@ def configurations() -> None:
     """
 
 
+@runs.callback()
+def ledger() -> None:
+    """List, show and compare runs.
+
+    \b
+    Example:
+      nmoe runs list
+    """
+
+
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _training_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
@@ -155,6 +169,7 @@ app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 app.add_typer(config, name="config")
+app.add_typer(runs, name="runs")
 for training_verb in (train, selfplay, verifier):
     _training_verb(rl, training_verb)
 data.command("show", cls=Verb)(show_data)
@@ -165,6 +180,10 @@ env.command("show", cls=Verb)(show_environment)
 env.command(cls=Verb)(gc)
 config.command("list", cls=Verb)(list_configurations)
 config.command("show", cls=Verb)(show_configuration)
+runs.command("list", cls=Verb)(list_runs)
+runs.command("show", cls=Verb)(show_run)
+runs.command(cls=Verb)(compare)
+runs.command(cls=Verb)(diff)
 
 
 def run(command: typer.Typer, program: str) -> None:

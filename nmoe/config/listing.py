@@ -24,7 +24,7 @@ def list_environments() -> Iterator[str]:
 
     An environment that cannot be read is listed with the reason.
     """
-    return _columns(
+    return columns(
         [("NAME", "VERSION", "FORMAT", "POOL", "FROM", "DESCRIPTION"), *map(_environment, packaged_environments())]
     )
 
@@ -32,7 +32,7 @@ def list_environments() -> Iterator[str]:
 def list_configurations() -> Iterator[str]:
     """Returns a table of the packaged configurations: name, command, package, description. Both command and description are taken
     from the comment that a configuration begins with: its first sentence, and the line that runs it."""
-    return _columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, packaged_configurations())])
+    return columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, packaged_configurations())])
 
 
 def show_configuration(named: str) -> str:
@@ -46,9 +46,11 @@ def show_environment(named: str) -> str:
     return _from_anywhere(packaged_environment(named))
 
 
-def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """The lines of a table whose columns are as wide as their widest cells; the last one has any width."""
     rows = list(rows)
+    if not rows:
+        return
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()

@@ -10,6 +10,7 @@ from nmoe.errors import UserError
 from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.plots import plot_curves
+from nmoe.runs.record import read_evaluations
 from nmoe.runs.storage import write_atomically
 
 
@@ -34,7 +35,7 @@ PLOTS = (
 )
 # The table at the top compares the means over this many first and last steps.
 _ENDS_STEPS = 10
-_SUMMARY = (
+SUMMARY = (
     "reward_mean",
     "correctness",
     "format_ok",
@@ -116,7 +117,7 @@ def _steps_line(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 def _ends_table(metrics: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for name in _SUMMARY:
+    for name in SUMMARY:
         values = [row[name] for row in metrics if name in row]
         if values:
             first, last = values[:_ENDS_STEPS], values[-_ENDS_STEPS:]
@@ -127,23 +128,18 @@ def _ends_table(metrics: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _evaluations_table(directory: Path) -> str:
-    rows = []
-    for path in sorted(directory.glob("step_*.json")):
-        try:
-            record = json.loads(path.read_text())
-            rows += [
-                [
-                    record["step"],
-                    result["mode"],
-                    result["dataset"],
-                    result["problems"],
-                    f"{result['value']:.3f}",
-                    f"{result['low']:.3f} to {result['high']:.3f}",
-                ]
-                for result in record["results"]
-            ]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: not an evaluation ({error!r}); remove the file or evaluate again") from error
+    rows = [
+        [
+            record["step"],
+            result["mode"],
+            result["dataset"],
+            result["problems"],
+            f"{result['value']:.3f}",
+            f"{result['low']:.3f} to {result['high']:.3f}",
+        ]
+        for record in read_evaluations(directory)
+        for result in record["results"]
+    ]
     return markdown_table(["step", "mode", "dataset", "problems", "value", "95% interval"], rows) if rows else ""
 
 

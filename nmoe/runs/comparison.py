@@ -1,0 +1,135 @@
+"""`nmoe runs compare` and `nmoe runs diff`: what two runs, or two groups of seeds, were given, and what came of it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+
+from nmoe.config.listing import columns
+from nmoe.errors import UserError
+from nmoe.runs.record import RunRecord, read_run
+from nmoe.runs.report import SUMMARY
+
+# Keys that name a run, or are its seed or its machine's: two that differ in nothing else are repetitions of one experiment.
+_NOT_COMPARED = ("run.name", "run.directory", "run.seed", "run.resume", "run.threads")
+_METRICS = (*SUMMARY, "held_out_loss", "held_out_accuracy")
+
+
+def read_group(names: str) -> list[RunRecord]:
+    """The runs that `names` stands for: directories or globs, with commas between them. Raises UserError for a part without a
+    run."""
+    runs = []
+    for part in names.split(","):
+        paths = sorted(map(Path, glob(part))) if any(sign in part for sign in "*?[") else [Path(part)]
+        if not paths:
+            raise UserError(f"{part}: no run matches; `nmoe runs list` shows those there are")
+        runs += [read_run(path) for path in paths]
+    return runs
+
+
+def diff_runs(a: str, b: str) -> Iterator[str]:
+    """The keys in which the configurations of A and B differ, one a line. Raises UserError (`read_run`)."""
+    yield from _diff_lines(read_group(a), read_group(b))
+
+
+def compare_runs(a: str, b: str) -> Iterator[str]:
+    """The difference of configurations beside that of metrics at the last step and of the last evaluations, B minus A.
+
+    Of single runs, an evaluation's difference has Newcombe's interval for unpaired values; of groups, metrics and evaluations are
+    means over the runs with Welch's t interval (both 95%). Raises UserError (`read_run`).
+    """
+    group_a, group_b = read_group(a), read_group(b)
+    for name, group in (("A", group_a), ("B", group_b)):
+        yield f"{name}: " + ", ".join(f"{run.path} (step {run.last_step}, {run.status})" for run in group)
+    yield "configuration"
+    yield from _diff_lines(group_a, group_b)
+    differing = len(_differences(group_a, group_b))
+    if differing > 1:
+        yield f"warning: A and B differ in {differing} keys, so that no difference below has one cause"
+    if len(steps := {run.last_step for run in (*group_a, *group_b)}) > 1:
+        yield f"warning: the runs end at different steps ({', '.join(map(str, sorted(steps)))})"
+    rows = [
+        ("metric", "A", "B", "B - A"),
+        *_metric_rows(group_a, group_b),
+    ]
+    if len(rows) > 1:
+        yield "metrics at the last step" + (" (means over the runs)" if len(group_a) + len(group_b) > 2 else "")
+        yield from columns([(f"  {row[0]}", *row[1:]) for row in rows])
+    rows = [("evaluation", "A", "B", "B - A [95%]"), *_evaluation_rows(group_a, group_b)]
+    if len(rows) > 1:
+        yield "last evaluations"
+        yield from columns([(f"  {row[0]}", *row[1:]) for row in rows])
+
+
+def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float]:
+    """The interval of `b - a` for two unpaired `(value, low, high)`, by squaring and adding (Newcombe 1998, method 10)."""
+    difference = b[0] - a[0]
+    below = math.hypot(b[0] - b[1], a[2] - a[0])
+    above = math.hypot(b[2] - b[0], a[0] - a[1])
+    return difference - below, difference + above
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of the difference of means, `b - a`, by Welch's t; None unless both have two values that vary."""
+    if min(len(a), len(b)) < 2 or (len(set(a)) == 1 and len(set(b)) == 1):
+        return None
+    interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+    return float(interval.low), float(interval.high)
+
+
+def _differences(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> dict[str, tuple[str, str]]:
+    keys = dict.fromkeys(key for run in (*a, *b) for key in run.config)
+    shown = {key: (_values(a, key), _values(b, key)) for key in keys if key not in _NOT_COMPARED}
+    return {key: pair for key, pair in shown.items() if pair[0] != pair[1]}
+
+
+def _values(group: Sequence[RunRecord], key: str) -> str:
+    return ", ".join(sorted({repr(run.config[key]) if key in run.config else "absent" for run in group}))
+
+
+def _diff_lines(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[str]:
+    differences = _differences(a, b)
+    if not differences:
+        yield "  the same, but for name, seed and threads"
+    yield from columns([(f"  {key}", left, right) for key, (left, right) in differences.items()])
+
+
+def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:
+    for name in _METRICS:
+        left, right = _present(run.last(name) for run in a), _present(run.last(name) for run in b)
+        if left and right:
+            means = sum(left) / len(left), sum(right) / len(right)
+            yield name, f"{means[0]:.4g}", f"{means[1]:.4g}", _difference(means[1] - means[0], welch(left, right))
+
+
+def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:
+    left, right = [_last_results(run) for run in a], [_last_results(run) for run in b]
+    kinds = dict.fromkeys(kind for results in left for kind in results)
+    for kind in kinds:
+        of_a, of_b = _present(x.get(kind) for x in left), _present(x.get(kind) for x in right)
+        if not of_a or not of_b:
+            continue
+        means = [sum(result["value"] for result in group) / len(group) for group in (of_a, of_b)]
+        if len(of_a) == len(of_b) == 1:
+            one, other = ((result["value"], result["low"], result["high"]) for result in (of_a[0], of_b[0]))
+            interval: tuple[float, float] | None = newcombe(one, other)
+        else:
+            interval = welch([result["value"] for result in of_a], [result["value"] for result in of_b])
+        difference = _difference(means[1] - means[0], interval)
+        yield f"{kind[0]} on {kind[1]}", f"{means[0]:.4g}", f"{means[1]:.4g}", difference
+
+
+def _last_results(run: RunRecord) -> dict[tuple[str, str], Any]:
+    evaluated = [record for record in run.evaluations if record["results"]]
+    return {(result["mode"], result["dataset"]): result for result in evaluated[-1]["results"]} if evaluated else {}
+
+
+def _present(values: Any) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def _difference(value: float, interval: tuple[float, float] | None) -> str:
+    return f"{value:+.4g}" + (f" [{interval[0]:+.4g}, {interval[1]:+.4g}]" if interval else "")

@@ -1,0 +1,141 @@
+"""A run as its files tell of it: configuration, steps, evaluations, and whether it runs, is finished or was interrupted."""
+
+import fcntl
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nmoe.config.commands import COMMANDS, command_for
+from nmoe.errors import UserError
+from nmoe.runs.directory import flat_keys, read_provenance
+from nmoe.runs.ledger import read_lines
+
+Status = Literal["running", "finished", "interrupted"]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run has written so far.
+
+    config: config.toml, by dotted keys. steps: the number of its last step; None where it is not known yet. started: UTC.
+    evaluations: the records of eval/, oldest first.
+    """
+
+    path: Path
+    command: str
+    config: Mapping[str, Any]
+    tables: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+    alerts: Sequence[Mapping[str, Any]]
+    steps: int | None
+    status: Status
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is done; 0 before the first."""
+        return self.metrics[-1]["step"] if self.metrics else 0
+
+    def last(self, name: str) -> float | None:
+        """The metric's last value; None where no step has it."""
+        return next((row[name] for row in reversed(self.metrics) if name in row), None)
+
+
+def read_run(path: Path) -> RunRecord:
+    """Reads a run, or of a speedrun's directory its `rl` run. A torn last line is left out.
+
+    Raises UserError, naming the file, where `path` is no run or a record cannot be read.
+    """
+    if not (path / "config.toml").exists() and (path / "rl" / "config.toml").exists():
+        path = path / "rl"
+    file = path / "config.toml"
+    if not file.exists():
+        raise UserError(f"{path}: not the directory of a run (no config.toml); `nmoe runs list` shows those there are")
+    try:
+        tables = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: not readable as TOML ({error}); put back the file the run wrote") from error
+    provenance, metrics = read_provenance(path), read_lines(path / "metrics.jsonl")
+    log = (path / "log.txt").read_text(errors="replace") if (path / "log.txt").exists() else ""
+    steps = _steps(tables, log)
+    ended = bool(metrics) and ((steps is not None and metrics[-1]["step"] >= steps) or _ended_early(log))
+    status: Status = "running" if is_running(path) else "finished" if ended else "interrupted"
+    return RunRecord(
+        path=path,
+        command=_command(provenance.get("argv", []), file),
+        config=flat_keys(tables),
+        tables=tables,
+        provenance=provenance,
+        metrics=metrics,
+        evaluations=read_evaluations(path / "eval"),
+        alerts=read_lines(path / "alerts.jsonl"),
+        steps=steps,
+        status=status,
+    )
+
+
+def read_evaluations(directory: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, oldest first. Raises UserError naming the file that is none."""
+    found = []
+    for path in sorted(directory.glob("step_*.json")):
+        try:
+            record = json.loads(path.read_text())
+            for result in record["results"]:
+                result["mode"], result["dataset"], result["problems"], result["value"], result["low"], result["high"]
+            record["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: not an evaluation ({error!r}); remove the file or evaluate again") from error
+        found.append(record)
+    return found
+
+
+def is_running(path: Path) -> bool:
+    """Whether a process of this machine holds the run's lock."""
+    lock = path / ".lock"
+    try:
+        holder = int(lock.read_text())
+        os.kill(holder, 0)
+    except PermissionError:
+        return True  # a process of another user
+    except (OSError, ValueError):
+        return False
+    # The number may be another process's by now. A shared lock is had at once, and given back, unless the run holds its own.
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """The runs in a directory, or below its folders, by name."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; name the one that run.directory says")
+    return sorted(file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/provenance.json"))
+
+
+def _command(argv: Sequence[str], config: Path) -> str:
+    """`["nmoe", "rl", "train", "sort_grpo"]` is "rl train"; of anything else, such as a script, what the configuration is for."""
+    for words in (2, 1):
+        if (command := " ".join(argv[1 : 1 + words])) in COMMANDS:
+            return command
+    return command_for(config)
+
+
+def _steps(tables: Mapping[str, Any], log: str) -> int | None:
+    """The number of the run's last step: of its configuration, or where that counts epochs, as its lines of progress say."""
+    if steps := tables.get("run", {}).get("steps", 0):
+        return steps
+    totals = re.findall(rf"^{re.escape(str(tables.get('run', {}).get('name')))} \d+/(\d+)  ", log, re.MULTILINE)
+    return int(totals[-1]) if totals else None
+
+
+def _ended_early(log: str) -> bool:
+    return re.search(r"^step \d+: end(s|ed) here, since ", log, re.MULTILINE) is not None

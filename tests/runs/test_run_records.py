@@ -1,0 +1,161 @@
+"""Looking at runs: what list, show, compare and diff say, against runs whose numbers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmoe.errors import UserError
+from nmoe.runs.comparison import compare_runs, diff_runs, newcombe, read_group, welch
+from nmoe.runs.directory import RunDirectory
+from nmoe.runs.looks import list_runs, show_run
+from nmoe.runs.record import read_run
+
+CONFIG = """[run]
+name = "{name}"
+seed = {seed}
+steps = 3
+
+[model]
+path = "base"
+
+[records]
+path = "r.jsonl"
+
+[optimizer]
+learning_rate = {rate}
+max_grad_norm = {clip}
+"""
+
+
+def make_run(
+    path: Path, losses: list[float], rate: float = 2e-4, seed: int = 0, clip: float = 1.0, correct: int | None = None
+) -> RunDirectory:
+    """A run, still open, whose losses are these and whose last evaluation has `correct` of 100 problems."""
+    config = CONFIG.format(name=path.name, seed=seed, rate=rate, clip=clip)
+    provenance: dict[str, Any] = {"started_utc": "2026-01-02T03:04:05Z", "argv": ["nmoe", "sft", "my.toml"]}
+    run = RunDirectory.create(path, config, provenance, resume=False)
+    for step, loss in enumerate(losses, start=1):
+        run.ledger.metrics(step, {"loss": loss, "learning_rate": rate})
+    if correct is not None:
+        rate_, half = correct / 100, 0.1
+        result = {"mode": "greedy", "dataset": "sort", "problems": 100, "value": rate_}
+        bounds = {"low": rate_ - half, "high": rate_ + half / 2}
+        run.ledger.evaluation(0, {"results": [result | bounds | {"value": 0.9}]})
+        run.ledger.evaluation(len(losses), {"results": [result | bounds]})
+    return run
+
+
+def words(lines: Any) -> list[list[str]]:
+    return [line.split() for line in lines]
+
+
+def test_the_list_says_how_far_each_run_came_and_which_is_being_written(tmp_path: Path) -> None:
+    make_run(tmp_path / "done", [3.0, 2.0, 1.5]).close()
+    make_run(tmp_path / "killed", [3.0, 2.5]).close()
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # torn by the kill
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "provenance.json").write_text('{"resumed": []}')
+    (tmp_path / "broken" / "config.toml").write_text("[run\n")
+    with make_run(tmp_path / "folder" / "now", [3.0]):
+        header, done, now, killed, broken = list_runs(tmp_path)
+        assert header.split() == ["run", "command", "steps", "started", "last", "status"]
+        started = "2026-01-02T03:04:05Z"
+        assert done.split()[1:] == ["sft", "3/3", started, "loss", "1.5", "finished"]
+        assert now.split()[1:] == ["sft", "1/3", started, "loss", "3", "running"]
+        assert killed.split()[1:] == ["sft", "2/3", started, "loss", "2.5", "interrupted"]
+        assert broken.startswith(f"unreadable: {tmp_path}/broken/config.toml: not readable as TOML")
+    assert [line.split()[-1] for line in list_runs(tmp_path)][2] == "interrupted", "the lock is given back"
+
+
+def test_a_run_is_shown_with_what_differs_from_the_defaults_its_best_and_last_evaluation_and_alerts(
+    tmp_path: Path,
+) -> None:
+    with make_run(tmp_path / "one", [3.0, 2.0, 1.5], rate=0.5, correct=60) as run:
+        for step in range(1, 8):
+            run.ledger.alert({"step": step, "message": f"alert {step}"})
+    lines = list(show_run(tmp_path / "one"))
+    assert lines[0] == (f"{tmp_path}/one: sft, finished, step 3/3, started 2026-01-02T03:04:05Z, loss 1.5")
+    assert "  optimizer.learning_rate  0.5" in lines
+    assert not any("max_grad_norm" in line or "run.seed" in line for line in lines), "they hold their defaults"
+    assert "  best, step 0: greedy on sort: 0.900 [0.500, 0.650] of 100" in lines
+    assert "  last, step 3: greedy on sort: 0.600 [0.500, 0.650] of 100" in lines
+    assert [line for line in lines if "alert" in line] == [
+        "alerts (7; the last 5)",
+        *(f"  step {step}: alert {step}" for step in range(3, 8)),
+    ]
+
+
+def test_diff_names_the_keys_that_differ_but_not_name_and_seed(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [1.0]).close()
+    make_run(tmp_path / "b", [1.0], rate=0.01, seed=5).close()
+    make_run(tmp_path / "c", [1.0], seed=6).close()
+    assert words(diff_runs(f"{tmp_path}/a", f"{tmp_path}/b")) == [["optimizer.learning_rate", "0.0002", "0.01"]]
+    assert list(diff_runs(f"{tmp_path}/a", f"{tmp_path}/c")) == ["  the same, but for name, seed and threads"]
+
+
+def test_two_runs_are_compared_at_their_last_steps_with_unpaired_intervals(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [3.0, 2.0], correct=50).close()
+    make_run(tmp_path / "b", [3.0, 1.5], rate=0.01, correct=80).close()
+    lines = list(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b"))
+    assert ["loss", "2", "1.5", "-0.5"] in words(lines)
+    # 0.5 [0.4, 0.55] and 0.8 [0.7, 0.85]: 0.3 - hypot(0.1, 0.05) and 0.3 + hypot(0.05, 0.1)
+    assert ["greedy", "on", "sort", "0.5", "0.8", "+0.3", "[+0.1882,", "+0.4118]"] in words(lines)
+    assert not any(line.startswith("warning") for line in lines)
+
+
+def test_groups_of_seeds_are_compared_by_their_means_and_two_changes_are_warned_of(tmp_path: Path) -> None:
+    for seed, (left, right) in enumerate([(2.0, 1.0), (2.2, 1.1), (2.4, 1.5)]):
+        make_run(tmp_path / f"a-{seed}", [3.0, left], seed=seed).close()
+        make_run(tmp_path / f"b-{seed}", [3.0, right], rate=0.01, clip=0.5, seed=seed).close()
+    lines = list(compare_runs(f"{tmp_path}/a-*", f"{tmp_path}/b-0,{tmp_path}/b-1,{tmp_path}/b-2"))
+    assert "warning: A and B differ in 2 keys, so that no difference below has one cause" in lines
+    # Means 2.2 and 1.2, variances 0.04 and 0.07: error sqrt(0.11 / 3) = 0.19149, 3.7231 degrees of freedom, t = 2.860.
+    ((*_, low, high),) = [line for line in words(lines) if line[:1] == ["loss"]]
+    assert float(low.strip("[,")) == pytest.approx(-1 - 2.860 * 0.19149, abs=2e-3)
+    assert float(high.strip("]")) == pytest.approx(-1 + 2.860 * 0.19149, abs=2e-3)
+
+
+def test_intervals_of_differences() -> None:
+    # Newcombe 1998, table II, contrast (a): 56/70 - 48/80 is 0.2 with method 10's 0.0524 to 0.3339.
+    low, high = newcombe((48 / 80, 0.4904, 0.7004), (56 / 70, 0.6918, 0.8769))
+    assert (low, high) == (pytest.approx(0.0524, abs=2e-4), pytest.approx(0.3339, abs=2e-4))
+    assert welch([1.0], [2.0, 3.0]) is None
+    assert welch([1.0, 1.0], [2.0, 2.0]) is None
+    interval = welch([1.0, 2.0], [3.0, 4.0])
+    assert interval is not None
+    assert interval[0] == pytest.approx(2 - 4.302653 * math.sqrt(0.5), abs=1e-5)
+
+
+def test_what_is_no_run_is_refused_in_one_message(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone: not the directory of a run \(no config.toml\)"):
+        read_run(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"a-\*: no run matches"):
+        read_group(f"{tmp_path}/a-*")
+    with pytest.raises(UserError, match="no runs there"):
+        list(list_runs(tmp_path))
+    run = make_run(tmp_path / "bad", [1.0])
+    (run.path / "metrics.jsonl").write_text("not json\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl:1: not a JSON object"):
+        read_run(run.path)
+    (run.path / "metrics.jsonl").unlink()
+    (run.path / "eval" / "step_000001.json").write_text(json.dumps({"step": 1, "results": [{"mode": "m"}]}))
+    with pytest.raises(UserError, match=r"step_000001.json: not an evaluation \(KeyError\('dataset'\)\)"):
+        read_run(run.path)
+
+
+def test_a_run_that_counts_epochs_or_ends_early_is_finished_by_what_its_log_says(tmp_path: Path) -> None:
+    with make_run(tmp_path / "early", [3.0, 2.0]) as run:
+        run.log.write_text("early 1/3  loss 3\nstep 2: ends here, since it is good enough\n")
+    assert read_run(run.path).status == "finished"
+    with make_run(tmp_path / "epochs", [3.0, 2.0]) as run:
+        config = (run.path / "config.toml").read_text()
+        (run.path / "config.toml").write_text(config.replace("steps = 3", "steps = 0"))
+        run.log.write_text("epochs 1/2  loss 3\nepochs 2/2  loss 2\n")
+    record = read_run(run.path)
+    assert (record.steps, record.status) == (2, "finished")
