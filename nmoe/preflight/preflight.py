@@ -8,13 +8,16 @@ from contextlib import suppress
 from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
-from nmoe.errors import UserError
+from nmoe.config.commands.supervised import RecordsConfig
+from nmoe.errors import InfrastructureError, UserError
 from nmoe.preflight.check import Check
 from nmoe.preflight.disk import directory, disk, first_checkpoint
 from nmoe.preflight.learning_rate import learning_rate
 from nmoe.preflight.memory import memory
+from nmoe.preflight.overlap import overlap
+from nmoe.preflight.rehearsal import rehearse, round_trip
 from nmoe.preflight.size import size_of
-from nmoe.recipes.setup import run_path
+from nmoe.recipes.setup import load_tokenizer, run_path
 
 
 def preflight(config: RunConfig) -> Iterator[Check]:
@@ -33,6 +36,15 @@ def preflight(config: RunConfig) -> Iterator[Check]:
     yield Check("model", "ok", f"{size.parameters:,} parameters, {trained}, in {precision} on {size.device}")
     yield from checked("memory", lambda: memory(config, size))
     yield from checked("disk", lambda: disk(config, size))
+    if isinstance(config, RecordsConfig | RLConfig):
+        yield from checked("held-out problems", lambda: overlap(config))
+    if isinstance(config, RLConfig):
+        try:
+            yield from rehearse(config)
+        except (UserError, InfrastructureError) as error:
+            yield failure("rehearsal", error)
+    else:
+        yield from checked("tokenizer", lambda: round_trip(load_tokenizer(config.model)))
 
 
 def refuse_to_start(config: RunConfig) -> None:
@@ -57,6 +69,6 @@ def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
         yield failure(name, error)
 
 
-def failure(name: str, error: UserError) -> Check:
+def failure(name: str, error: Exception) -> Check:
     """A check that bad input ended, in one line."""
     return Check(name, "fail", " ".join(str(error).split()))

@@ -1,0 +1,159 @@
+"""A step of reinforcement learning, rehearsed on one problem: template, golds, rewards, and engine against learner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle, islice
+from typing import Protocol
+
+import torch
+
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import reseeded
+from nmoe.config.tables.rewards import FunctionRewardConfig
+from nmoe.engine.api import Engine, Request
+from nmoe.engine.function import FunctionEngine
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs.environment import Environment
+from nmoe.envs.rewards.scored import attach_scorers
+from nmoe.envs.tasks import TASKS
+from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.learner.learner import Learner
+from nmoe.preflight.check import Check
+from nmoe.recipes.setup import load_tokenizer
+from nmoe.rl.experience import policy_batch
+from nmoe.rl.policy import policy_learner
+from nmoe.rollout.collector import Collector
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.trajectory import Trajectory
+from nmoe.types import Problem, Sample, Sampling
+from nmoe.verifier.scorers import RewardModel, load_scorer, load_step_scorer
+
+_TEXT = "x = 3.5 * (2 + 1)\n\n\tOne, two:  <b>caf\u00e9</b> \u4e2d\u6587 \U0001f600"
+_SAMPLES = 4
+_NEW_TOKENS = 32
+# The mean and the largest difference of log-probabilities in fp32 (docs/reference/metrics.md, mismatch_*), and in less.
+_MISMATCH = {torch.float32: (1e-6, 1e-4)}
+_LOW_PRECISION_MISMATCH = (0.05, 2.0)
+
+
+class _Collect(Protocol):
+    def __call__(self, engine: Engine, *, samples: int, max_new_tokens: int) -> list[Trajectory]: ...
+
+
+def rehearse(config: RLConfig) -> Iterator[Check]:
+    """Raises UserError where a part of the run cannot be made."""
+    tokenizer = load_tokenizer(config.model)
+    environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
+    problem = environment.pool.order.at(0)
+    yield round_trip(tokenizer)
+    yield template(environment, tokenizer, problem, config.sampling.max_new_tokens)
+    device = config.model.device
+    attach_scorers(
+        environment.rewards,
+        partial(load_scorer, device=device),
+        partial(load_step_scorer, device=device),
+        partial(RewardModel.load, device=device),
+    )
+    learner = policy_learner(config, tokenizer)
+    environment.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
+    problem = environment.pool.take(1)[0]
+    engine = NativeEngine(learner.model, _SAMPLES, config.engine.cache_mb)
+    with ToolRuntime(environment, config.sandbox) as tools:
+        yield Check("golds", "ok", "all that [task_pool] check_gold selects are graded correct")
+        context = learner.model.config.context_tokens
+
+        def collect(engine: Engine, *, samples: int, max_new_tokens: int) -> list[Trajectory]:
+            """One group, sampled and graded; the same for the same engine."""
+            collector = Collector(engine, environment, context, tools.sandboxes, workspaces=tools.workspaces)
+            sampling = Sampling(max_new_tokens, config.sampling.temperature)
+            (group,) = collector.collect([problem], samples, sampling, (config.run.seed, "preflight")).groups
+            return list(group.trajectories)
+
+        yield rewards(config, environment, engine, learner, problem, collect)
+        yield mismatch(learner, engine, collect)
+
+
+def round_trip(tokenizer: Tokenizer) -> Check:
+    """Whether text comes back from its tokens as it was."""
+    read = tokenizer.decode(tokenizer.encode(_TEXT))
+    if read != _TEXT:
+        return Check("tokenizer", "fail", f"{_TEXT!r} comes back as {read!r}: text is lost; use another tokenizer")
+    return Check("tokenizer", "ok", f"{tokenizer.vocab_size:,} ids; text comes back from its tokens as it was")
+
+
+def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, max_new_tokens: int) -> Check:
+    """Whether the prompt of a problem says what its messages say, and a right answer is read again as it was written."""
+    name, prompt = "template", environment.prompt_ids(problem)
+    text = tokenizer.decode(prompt)
+    for message in environment.messages(problem):
+        if message.content.strip() not in text:
+            lost = (
+                f"the prompt of {problem.id} does not have the {message.role} message {message.content[:40]!r} as it is"
+            )
+            return Check(name, "fail", f"{lost}: the tokenizer loses text, or the template changes it; use another one")
+    if not TASKS[problem.task_type].knows_answers:
+        return Check(name, "ok", f"the prompt of {problem.id} has {len(prompt)} tokens; its task names no right answer")
+    right, _ = TASKS[problem.task_type].example_answers(problem)
+    ids, limit = environment.answer_ids(problem, right), environment.token_limit(max_new_tokens)
+    read = environment.answer_text(ids)
+    if read is None or right.strip() not in read or ids[-1] not in environment.stop_ids:
+        said = f"the right answer {right[:40]!r} to {problem.id} is read as {(read or '')[:40]!r}"
+        return Check(name, "fail", f"{said}: environment.format is not that of the tokenizer")
+    said = f"a prompt of {len(prompt)} tokens, its right answer {len(ids)}"
+    if len(ids) > limit:
+        return Check(name, "warn", f"{said}, and completions end at {limit}: raise sampling.max_new_tokens")
+    return Check(name, "ok", said)
+
+
+def rewards(
+    config: RLConfig, environment: Environment, engine: Engine, learner: Learner, problem: Problem, collect: _Collect
+) -> Check:
+    """Whether the same samples get the same rewards twice, and the right answer more than the wrong one."""
+    name, task = "rewards", TASKS[problem.task_type]
+    if not task.knows_answers:
+        return Check(name, "ok", "not graded: the task names no right answer")
+    limit = environment.token_limit(config.sampling.max_new_tokens)
+    answers = [environment.answer_ids(problem, answer) for answer in task.example_answers(problem)]
+    if (longest := max(map(len, answers))) > limit:
+        return Check(name, "warn", f"not graded: example answers have {longest} tokens, and completions end at {limit}")
+    turn = cycle(answers)
+
+    def say(request: Request, engine: Engine) -> list[Sample]:
+        return [Sample(list(ids), [0.0] * len(ids), [], "stop") for ids in islice(turn, request.n)]
+
+    scripted = FunctionEngine(engine, say, lambda: learner.version)
+    first, again = (collect(scripted, samples=2, max_new_tokens=config.sampling.max_new_tokens) for _ in range(2))
+    # Rewards that say so themselves draw at random, or compare the samples of a group.
+    drawn = {
+        one.name for one in environment.settings.rewards if isinstance(one, FunctionRewardConfig) and not one.replay
+    }
+    for pair in zip(first, again, strict=True):
+        before, after = ({k: v for k, v in one.grade.components.items() if k not in drawn} for one in pair)
+        if before != after:
+            said = f"one sample of {problem.id} got {before}, and then {after}"
+            return Check(name, "fail", f"{said}: a reward that is not a function of the sample; make it one")
+    right, wrong = (trajectory.grade.score for trajectory in first)
+    said = f"twice the same; {right:g} for the right answer to {problem.id}, {wrong:g} for a wrong one"
+    if right <= wrong:
+        return Check(name, "fail", f"{said}: nothing right would be learned; correct the rewards or their weights")
+    return Check(name, "ok", said)
+
+
+def mismatch(learner: Learner, engine: Engine, collect: _Collect) -> Check:
+    """The difference of the engine's and the learner's log-probabilities of the tokens that the engine samples."""
+    trajectories = [one for one in collect(engine, samples=_SAMPLES, max_new_tokens=_NEW_TOKENS) if one.trainable]
+    batch = policy_batch(trajectories, None, "token", _NEW_TOKENS)
+    assert batch.behaviour_logprobs_T is not None, "the engine gives the log-probability of each token"
+    engine_N = batch.behaviour_logprobs_T[batch.scored_T].double()
+    difference_N = (learner.logprobs(batch).result().double().cpu() - engine_N).abs()
+    mean, largest = float(difference_N.mean()), float(difference_N.max())
+    limits = _MISMATCH.get(learner.model.embedding.weight.dtype, _LOW_PRECISION_MISMATCH)
+    said = f"log-probabilities of {len(difference_N)} tokens differ by {mean:.1e} on average, {largest:.1e} at most"
+    if mean > limits[0] or largest > limits[1]:
+        more = (
+            f"{said}, where {limits[0]:g} and {limits[1]:g} are allowed: the samples would be off-policy from the start"
+        )
+        return Check("engine and learner", "fail", f'{more}; set model.numerics = "exact", or report it')
+    return Check("engine and learner", "ok", said)

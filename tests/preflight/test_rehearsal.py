@@ -1,0 +1,172 @@
+"""The rehearsal of a step and the overlap of problems, each on a case without fault and on one that really has it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from test_preflight import rl
+
+from nmoe.config.commands import load_run_with
+from nmoe.config.commands.supervised import SFTConfig
+from nmoe.engine.api import Request
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.envs import golds as golds_module
+from nmoe.envs.environment import Environment
+from nmoe.errors import UserError
+from nmoe.preflight.check import Check
+from nmoe.preflight.overlap import overlap
+from nmoe.preflight.rehearsal import rehearse, round_trip, template
+from nmoe.recipes.setup import load_tokenizer
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Problem, Verdict
+
+SAMPLING = {"max_new_tokens": 40}
+
+
+def found(tmp_path: Path, **tables: Any) -> dict[str, Check]:
+    return {check.name: check for check in rehearse(rl(tmp_path, sampling=SAMPLING, **tables))}
+
+
+def test_a_run_without_fault(tmp_path: Path) -> None:
+    checks = found(tmp_path)
+    assert list(checks) == ["tokenizer", "template", "golds", "rewards", "engine and learner"]
+    assert {check.status for check in checks.values()} == {"ok"}
+    assert checks["rewards"].text.startswith("twice the same; 1 for the right answer to sort/0, 0 for a wrong one")
+
+
+class Lossy:
+    """A tokenizer whose text comes back in lower case."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids).lower()
+
+
+def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
+    config = rl(tmp_path, sampling=SAMPLING)
+    tokenizer: Any = load_tokenizer(config.model)
+    lossy: Any = Lossy(tokenizer)
+    assert (round_trip(tokenizer).status, round_trip(lossy).status) == ("ok", "fail")
+    environment = Environment.from_settings(config.environment, tokenizer)
+    problem = environment.pool.order.at(0)
+    assert template(environment, tokenizer, problem, 40).status == "ok"
+    assert template(environment, lossy, problem, 40).text.startswith(f"the prompt of {problem.id} does not have")
+    assert template(environment, tokenizer, problem, 8).status == "warn"
+
+
+def test_a_template_that_reads_another_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = rl(tmp_path, sampling=SAMPLING)
+    tokenizer = load_tokenizer(config.model)
+    environment = Environment.from_settings(config.environment, tokenizer)
+    monkeypatch.setattr(environment, "answer_text", lambda ids: "something else")
+    assert template(environment, tokenizer, environment.pool.order.at(0), 40).text.endswith("not that of the tokenizer")
+
+
+def with_reward(tmp_path: Path, replay: bool) -> dict[str, Any]:
+    reward = {"type": "function", "name": "odd", "call": "preflight_rewards:odd", "replay": replay}
+    environment = {"env_id": "sort", "format": "boxed", "task_pool": {"type": "generated", "task_type": "sort"}}
+    return {"environment": {**environment, "rewards": [reward]}}
+
+
+def test_a_reward_that_differs_for_the_same_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = itertools.count()
+    module: Any = ModuleType("preflight_rewards")
+    module.odd = lambda completions, **columns: [float(next(counter)) for _ in completions]
+    monkeypatch.setitem(sys.modules, "preflight_rewards", module)
+    check = found(tmp_path, **with_reward(tmp_path, replay=True))["rewards"]
+    assert check.status == "fail"
+    assert "'odd': 0.0" in check.text
+    assert "'odd': 2.0" in check.text
+    # The right answer then gets 1 + 4 and the wrong one 0 + 5, which is refused for another reason.
+    declared = found(tmp_path, **with_reward(tmp_path, replay=False))["rewards"]
+    assert declared.text.startswith(
+        "twice the same; 5 for the right answer to sort/0, 5 for a wrong one: nothing right"
+    )
+    module.odd = lambda completions, **columns: [0.5 for _ in completions]
+    assert found(tmp_path, **with_reward(tmp_path, replay=True))["rewards"].status == "ok"
+
+
+def test_rewards_that_want_the_wrong_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("preflight_rewards")
+    module.odd = lambda completions, **columns: [float(5 * place) for place, _ in enumerate(completions)]
+    monkeypatch.setitem(sys.modules, "preflight_rewards", module)
+    check = found(tmp_path, **with_reward(tmp_path, replay=True))["rewards"]
+    assert (check.status, "nothing right would be learned" in check.text) == ("fail", True)
+
+
+def test_golds_that_are_not_graded_correct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMOE_GOLDS", str(tmp_path / "golds"))
+    records = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    pool = {"type": "jsonl", "path": str(tmp_path / "data.jsonl"), "task_type": "math"}
+    environment = {"environment": {"env_id": "mine", "format": "boxed", "task_pool": pool}}
+    assert found(tmp_path, **environment)["golds"].status == "ok"
+    monkeypatch.setenv("NMOE_GOLDS", str(tmp_path / "others"))
+
+    async def wrong(problem: Problem, sandboxes: object) -> Verdict:
+        return Verdict("incorrect", 0.0, "exact", "differs")
+
+    monkeypatch.setattr(golds_module, "_verdict", wrong)
+    with pytest.raises(UserError, match=r"^4 of 4 gold answers are not graded correct"):
+        found(tmp_path, **environment)
+
+
+def test_a_sampler_at_another_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's log-probabilities are then those of another distribution than the learner's."""
+    assert float(found(tmp_path)["engine and learner"].text.split(" by ")[1].split()[0]) < 1e-6
+    generate = NativeEngine.samples
+
+    def colder(self: NativeEngine, request: Request) -> Any:
+        return generate(self, replace(request, sampling=replace(request.sampling, temperature=0.9)))
+
+    monkeypatch.setattr(NativeEngine, "samples", colder)
+    check = found(tmp_path)["engine and learner"]
+    assert check.status == "fail"
+    assert "off-policy from the start" in check.text
+
+
+def test_problems_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
+    def pool(name: str, numbers: range) -> dict[str, Any]:
+        lines = [json.dumps({"question": f"What is {n} + 1?", "answer": str(n + 1)}) + "\n" for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        pool = {"type": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "task_type": "math"}
+        return {"env_id": name, "format": "boxed", "task_pool": pool}
+
+    def check(held_out: range) -> Check:
+        evaluation = {"every_steps": 10, "environment": pool("held_out", held_out)}
+        return overlap(rl(tmp_path, environment=pool("training", range(10)), eval=evaluation))
+
+    assert check(range(20, 26)).text == "none of 6 is among the 10 problems trained on"
+    shared = check(range(7, 17))
+    assert (shared.status, shared.text.split(",")[0]) == ("fail", "3 of 10 problems are trained on")
+    assert overlap(rl(tmp_path, eval={"every_steps": 10})).text.startswith("disjoint")
+
+
+def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(5)), ("other", range(5, 8)), ("same", range(3, 6))):
+        lines = [json.dumps({"prompt": f"{n} + 1 =", "completion": f" {n + 1}"}) + "\n" for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+
+    def check(held_out: str) -> Check:
+        tables = {
+            "run": {"steps": 10},
+            "model": {"path": "base"},
+            "records": {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / f"{held_out}.jsonl")},
+            "eval": {"every_steps": 5},
+        }
+        return overlap(load_run_with(None, SFTConfig, tables, "test", "run"))
+
+    assert check("other").text == "none of 3 is among the 5 prompts trained on"
+    assert check("same").text.startswith("2 of 3 prompts are trained on, too")
