@@ -3,6 +3,7 @@ rewards."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,32 @@ def environment_table(
     Raises UserError for anything that is not an environment, a reward or a tool.
     """
     table = _table(env)
+    for key in ("task_pool", "tools"):
+        if not isinstance(table.get(key, {}), Mapping):
+            raise UserError(f"env: {key} = {table[key]!r} is not a table; write a dict")
     if data is not None:
+        table.setdefault("env_id", "records")
+        # Other problems of the same task.
+        task_type = {key: value for key, value in table.get("task_pool", {}).items() if key == "task_type"}
         if isinstance(data, str | Path):
-            table["task_pool"] = _pool(Path(data))
+            table["task_pool"] = {**_pool(Path(data)), **task_type}
         else:
-            table["task_pool"] = {"type": "python", "call": hand_over(_records(data))[0]}
+            table["task_pool"] = {"type": "python", "call": hand_over(_records(data))[0], **task_type}
     if rewards:
-        table["rewards"] = [*table.get("rewards", ()), *_rewards(rewards)]
+        table["rewards"] = [*table.get("rewards", ()), *_rewards(rewards, _names(table))]
     if tools:
-        table["tools"] = {**table.get("tools", {}), "use": [*table.get("tools", {}).get("use", ()), *_tools(tools)]}
+        used = table.get("tools", {}).get("use", ())
+        table["tools"] = {**table.get("tools", {}), "use": [*used, *_tools(tools, _names(table))]}
     pool = table.get("task_pool", {})
-    if pool.get("type") == "python" and "task" not in table and "task_type" not in pool:
+    if (data is not None or pool.get("type") == "python") and "task" not in table and "task_type" not in pool:
         table["task"] = "open" if rewards else "math"
     return table
+
+
+def _names(table: Mapping[str, Any]) -> set[str]:
+    """The names of parts in a table, which no other part may take."""
+    rewards = {reward.get("call") for reward in table.get("rewards", ()) if isinstance(reward, Mapping)}
+    return {str(name) for name in {table.get("task"), *rewards, *table.get("tools", {}).get("use", ())}}
 
 
 def _table(env: Env | None) -> dict[str, Any]:
@@ -93,15 +107,16 @@ def _pool(path: Path) -> dict[str, Any]:
     return {"type": "hf", "dataset": str(path)}
 
 
-def _rewards(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
+def _rewards(rewards: Sequence[Reward], beside: set[str]) -> list[dict[str, Any]]:
     if callable(rewards) or isinstance(rewards, str | Mapping):
         raise UserError(f"rewards = {rewards!r} is not a list; write rewards=[...]")
     functions = [one for one in rewards if callable(one)]
-    calls = dict(zip(map(id, functions), hand_over(*functions), strict=True))
+    calls = dict(zip(map(id, functions), hand_over(*functions, beside=beside), strict=True))
     tables = []
     for one in rewards:
         if isinstance(one, Mapping):
-            tables.append(dict(one))
+            _, table = read_config({"reward": one})
+            tables.append(table["reward"])
         elif callable(one):
             check_signature(one)
             settings = getattr(one, SETTINGS, {})
@@ -112,8 +127,8 @@ def _rewards(rewards: Sequence[Reward]) -> list[dict[str, Any]]:
     return tables
 
 
-def _tools(tools: Sequence[Callable[..., Any] | str]) -> list[str]:
-    names = iter(hand_over(*(one for one in tools if callable(one))))
+def _tools(tools: Sequence[Callable[..., Any] | str], beside: set[str]) -> list[str]:
+    names = iter(hand_over(*(one for one in tools if callable(one)), beside=beside))
     return [one if isinstance(one, str) else next(names) for one in tools]
 
 
@@ -131,14 +146,23 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | N
     tables: dict[str, Any] = {}
     for key, value in config.items():
         *above, last = str(key).split(".")
-        table = tables
-        for name in above:
-            table = table.setdefault(name, {})
-        if isinstance(value, Mapping) and isinstance(table.get(last), dict):
-            table[last] |= value
-        else:
-            table[last] = dict(value) if isinstance(value, Mapping) else value
+        for name in reversed(above):
+            last, value = name, {last: value}
+        _merge(tables, last, value)
+    for name, table in tables.items():
+        if not isinstance(table, dict) and name != "environment":
+            raise UserError(f"config: {name} = {table!r} is not a table; write a dict, or a key in it as '{name}.KEY'")
     return None, tables
+
+
+def _merge(table: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a value; of two tables, all values. A path may be a path object or a run."""
+    if isinstance(value, Mapping):
+        inside = table[name] = table[name] if isinstance(table.get(name), dict) else {}
+        for key, one in value.items():
+            _merge(inside, str(key), one)
+    else:
+        table[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def holds_out(table: Mapping[str, Any]) -> bool:

@@ -173,7 +173,9 @@ def evaluate(
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of messages is one."""
+    """One prompt or several: a list of messages is one. Raises UserError for what is neither."""
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompts = {prompts!r} is neither a prompt nor a list of prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         return [cast(Prompt, prompts)]
     return [cast(Prompt, prompt) for prompt in prompts]

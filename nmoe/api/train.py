@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from nmoe.api.environments import Env, Reward, environment_table, holds_out, read_config
 from nmoe.config.commands import RunConfig, load_run_with
@@ -20,6 +23,7 @@ from nmoe.errors import UserError
 from nmoe.recipes.setup import BYTES
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.storage import write_atomically
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -98,13 +102,17 @@ def train_rl(
 
     `config` is a run's TOML file, or its tables as a dict, `{"optimizer": {"learning_rate": 1e-5}}` or
     `{"optimizer.learning_rate": 1e-5}`. Without `run.steps` there are 100 steps; without `run.name` the run is called
-    after its environment, with a number if there is one of that name.
+    after its environment, with a number if there is one of that name and `run.resume` does not ask to go on with it.
 
     Raises UserError, with every mistake there is, before anything starts.
     """
     from nmoe.rl.train import train
 
     file, tables = read_config(config)
+    if isinstance(named := tables.get("environment"), str):
+        if env is not None:
+            raise UserError(f"config: environment = {named!r}, and env names one as well; drop either")
+        env = tables.pop("environment")
     if (environment := environment_table(env, rewards, tools, data)) or file is None:
         tables["environment"] = {**tables.get("environment", {}), **environment}
     if isinstance(model, Mapping) and "environment" in tables:
@@ -117,7 +125,8 @@ def train_rl(
         if not evaluation.keys() & {"every_steps", "environment"} and not holds_out(tables["environment"]):
             evaluation["every_steps"] = 0
     checked = _config(RLConfig, model, file, tables, "train_rl", name)
-    return TrainedRun(train(checked, generate_fn))
+    with _torch_as_it_was():
+        return TrainedRun(train(checked, generate_fn))
 
 
 def train_sft(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
@@ -137,7 +146,8 @@ def train_sft(model: Model | None = None, data: Data | None = None, *, config: C
     """
     from nmoe.recipes.sft import sft
 
-    return TrainedRun(sft(_on_records(SFTConfig, model, data, config, "sft")))
+    with _torch_as_it_was():
+        return TrainedRun(sft(_on_records(SFTConfig, model, data, config, "sft")))
 
 
 def train_dpo(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
@@ -157,7 +167,8 @@ def train_dpo(model: Model | None = None, data: Data | None = None, *, config: C
     """
     from nmoe.recipes.dpo import dpo
 
-    return TrainedRun(dpo(_on_records(DPOConfig, model, data, config, "dpo")))
+    with _torch_as_it_was():
+        return TrainedRun(dpo(_on_records(DPOConfig, model, data, config, "dpo")))
 
 
 def train_reward(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
@@ -177,7 +188,22 @@ def train_reward(model: Model | None = None, data: Data | None = None, *, config
     """
     from nmoe.recipes.reward_model import train_reward_model
 
-    return TrainedRun(train_reward_model(_on_records(RewardConfig, model, data, config, "reward")))
+    with _torch_as_it_was():
+        return TrainedRun(train_reward_model(_on_records(RewardConfig, model, data, config, "reward")))
+
+
+@contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """Gives the program its torch back as it was: a run sets the number of threads, and asks for deterministic algorithms."""
+    deterministic: Any = torch.utils.deterministic
+    threads, fills = torch.get_num_threads(), deterministic.fill_uninitialized_memory
+    repeats, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(repeats, warn_only=warns)
+        deterministic.fill_uninitialized_memory = fills
 
 
 def _on_records(schema: type[C], model: Model | None, data: Data | None, config: Config | None, verb: str) -> C:
@@ -205,7 +231,7 @@ def _config(
     if file is not None or named:
         return config
     free, number = config.run, 2
-    while (Path(free.directory) / free.name).exists():
+    while not free.resume and (Path(free.directory) / free.name).exists():
         free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
     return config.model_copy(update={"run": free})
 
@@ -229,7 +255,7 @@ def _written(data: Sequence[Mapping[str, Any]], directory: Path) -> Path:
         if not isinstance(record, Mapping):
             raise UserError(f"record {number} of the data is {record!r}, not a dict")
         try:
-            lines.append(json.dumps(dict(record), ensure_ascii=False) + "\n")
+            lines.append(json.dumps(dict(record)) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(f"record {number} of the data has no JSON form: {error}") from None
     if not lines:
@@ -237,5 +263,5 @@ def _written(data: Sequence[Mapping[str, Any]], directory: Path) -> Path:
     text = "".join(lines)
     path = directory / "data" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_atomically(path, text.encode())
     return path

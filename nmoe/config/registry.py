@@ -17,7 +17,7 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -140,18 +140,18 @@ def load_object(kind: str, name: str) -> Any:
         raise UserError(f"{kind} {name}: {module.__file__} has no {attribute!r}") from None
 
 
-def hand_over(*parts: Any) -> list[str]:
+def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
     """Names under which a configuration of this process finds these very objects: `["my_module:reward"]`.
 
-    An object is called as in its module, an instance as its class. Of several parts with one name, the later ones get a
-    number; a later call may take a name over, as a notebook does when it defines a function again.
+    An object is called as in its module, an instance as its class. Of several parts with one name, and of those whose name is in
+    `beside`, the later ones get a number; a later call may take a name over, as a notebook does when it defines a function again.
     """
     names: list[str] = []
     for part in parts:
         own = part if hasattr(part, "__qualname__") else type(part)
         last = re.sub(r"\W", "", own.__qualname__.rpartition(".")[2]) or "part"
         name, number = f"{own.__module__}:{last}", 2
-        while name in names:
+        while name in names or name in beside:
             name, number = f"{own.__module__}:{last}_{number}", number + 1
         _handed_over[name] = part
         names.append(name)

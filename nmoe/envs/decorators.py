@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 from nmoe.config.registry import REWARDS, TOOLS
 from nmoe.envs.rewards.function import check_signature
 from nmoe.envs.tools.tool import Tool
+from nmoe.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,13 +35,18 @@ def reward(function: Any = None, **settings: Any) -> Any:
     `nmoe.train_rl(..., rewards=[short])` takes it, as it takes any function; the decorator adds settings (`name`, by
     default the function's; `weight`; `timeout_s` of one call; `replay`, False for a function that compares the samples of
     a group), and lets an environment's file name it: `[[rewards]] type = "function"`, `call = "short"`. Raises UserError
-    for a signature that cannot be called, and for a name that another reward has.
+    for a signature that cannot be called, a function that takes no settings, such as a bound method, and a name that
+    another reward has.
     """
 
     def mark(marked: F) -> F:
         check_signature(marked)
-        setattr(marked, SETTINGS, settings)
-        REWARDS.register(settings.get("name") or marked.__name__, marked)
+        try:
+            setattr(marked, SETTINGS, settings)
+        except AttributeError:
+            raise UserError(f"reward {marked!r} takes no settings; decorate a function that calls it") from None
+        own: str = getattr(marked, "__name__", type(marked).__name__)
+        REWARDS.register(settings.get("name") or own, marked)
         return marked
 
     return mark if function is None else mark(function)

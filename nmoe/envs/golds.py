@@ -8,7 +8,6 @@ the sandbox.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import sys
@@ -30,6 +29,7 @@ from nmoe.envs.pools.order import Order, stable_hash
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import InfrastructureError, StorageError, UserError
 from nmoe.runs.storage import append_whole
+from nmoe.runs.waiting import wait_for
 from nmoe.sandbox.api import OpensSandboxes
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.types import Problem, Verdict
@@ -47,7 +47,7 @@ def check_golds(environment: Environment, sandboxes: OpensSandboxes | None, note
 
     Raises UserError with the golds that are not graded correct, and InfrastructureError if the grader was lost.
     """
-    asyncio.run(_check(list(_chosen(environment)), sandboxes, note))
+    wait_for(_check(list(_chosen(environment)), sandboxes, note))
 
 
 def _chosen(environment: Environment) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
 from nmoe.rollout.collector import Collector
+from nmoe.runs.waiting import wait_for
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Problem, Sampling
 
@@ -202,7 +203,7 @@ def majorities(groups: Sequence[Group]) -> list[int]:
     async def everything() -> list[int]:
         return list(await asyncio.gather(*map(_majority, groups)))
 
-    return asyncio.run(everything())
+    return wait_for(everything())
 
 
 async def _majority(group: Group) -> int:

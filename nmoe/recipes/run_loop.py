@@ -7,6 +7,7 @@ files. Any run can be killed at any time: after resuming it produces the same nu
 from __future__ import annotations
 
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -268,13 +269,15 @@ def default_keys(config: RunConfig) -> set[str]:
 
 class Interruptible:
     """Makes Ctrl-C a request: in the `with` block the first SIGINT or SIGTERM sets `requested`; a second SIGINT interrupts at
-    once."""
+    once. Python tells only its main thread of signals: a run in another thread leaves them to the program."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> Interruptible:
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        told = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if told else ()
+        self._previous = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(

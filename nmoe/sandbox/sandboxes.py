@@ -6,11 +6,10 @@ import asyncio
 import os
 import shutil
 import subprocess
-import threading
-from collections.abc import Coroutine
 from pathlib import Path
 
 from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.runs.waiting import wait_for
 from nmoe.sandbox.api import WORKSPACE, Access, Limits, SandboxSetupError
 from nmoe.sandbox.cgroups import cgroups_of
 from nmoe.sandbox.interpreter import interpreter_of
@@ -55,7 +54,7 @@ class Sandboxes:
         self.warm = WarmSandboxes(self.settings.warm, self.open_cold)
         self._closed = False
         try:
-            _in_a_thread(probe(self.open_cold, self.limits, self.interpreter, self.settings.level))
+            wait_for(probe(self.open_cold, self.limits, self.interpreter, self.settings.level))
         except BaseException:
             self._starter.close()
             raise
@@ -152,20 +151,3 @@ def _remedy(level: str, reason: str) -> str:
         "a runtime that allows them, such as --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
         + (", and Landlock (Linux 5.13 or newer, booted with lsm=landlock,...)" if level == "landlock" else "")
     )
-
-
-def _in_a_thread(check: Coroutine[None, None, None]) -> None:
-    """Runs an asynchronous check to its end, even if this thread is running an event loop."""
-    problem: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(check)
-        except BaseException as error:
-            problem.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if problem:
-        raise problem[0]

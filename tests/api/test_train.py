@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nmoe
+from nmoe.api.environments import environment_table, read_config
+from nmoe.config.registry import load_object
 from nmoe.engine.api import Engine, Request
 from nmoe.errors import UserError
 from nmoe.rl.replay import replay_command
@@ -190,6 +196,105 @@ def test_generate_fn_samples_in_place_of_the_engine() -> None:
     assert max(row.get("mismatch_abs_max", 0.0) for row in own.metrics) <= 1e-4
 
 
+def test_a_run_in_a_thread_or_a_notebook_is_the_same_run() -> None:
+    def graded() -> list[tuple[str, float]]:
+        records = [{"question": "1 + 1 =", "answer": "2"}]
+        run = nmoe.train_rl(TINY, env=records, config=SHORT, generate_fn=says("\\boxed{2}", "2"))
+        rewards = [("reward", row["reward_mean"]) for row in run.metrics]
+        results = nmoe.evaluate(run, env=records, samples=2, temperature=1.0, max_new_tokens=4)
+        return [*rewards, *((result.mode, result.value) for result in results)]
+
+    async def cell() -> list[tuple[str, float]]:
+        return graded()
+
+    with ThreadPoolExecutor(1) as thread:
+        in_thread = thread.submit(graded).result()
+    assert in_thread == asyncio.run(cell()) == graded()
+
+
+def test_a_run_leaves_torch_as_it_was() -> None:
+    fills: Any = torch.utils.deterministic
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(2)
+    fills.fill_uninitialized_memory = True
+    try:
+        nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}], config={"run.threads": 1})
+        assert torch.get_num_threads() == 2
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert fills.fill_uninitialized_memory
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        fills.fill_uninitialized_memory = before[2]
+
+
+def test_a_resumed_run_goes_on_under_its_name_with_the_same_numbers() -> None:
+    def train(env: Any, name: str, steps: int, resume: bool = False) -> nmoe.TrainedRun:
+        config = {**SHORT, "run.steps": steps, "run.resume": resume, "checkpoint.every_steps": 1}
+        config |= {"optimizer.min_lr_ratio": 1.0, "optimizer.warmup_steps": 0} | ({"run.name": name} if name else {})
+        return nmoe.train_rl(TINY, env=env, config=config, generate_fn=says("one", "two"))
+
+    def told(run: nmoe.TrainedRun) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in row.items() if "time" not in name and "second" not in name}
+            for row in run.metrics
+        ]
+
+    env = Count(turns=3)
+    whole = train(env, "whole", 4)
+    first = train(env, "", 2)
+    assert train(env, "", 4, resume=True).path == first.path == Path("runs/Count")
+    assert told(nmoe.TrainedRun(first.path)) == told(whole)
+
+
+def test_parts_of_one_name_in_one_call_stay_apart() -> None:
+    def reward() -> Any:
+        def count(completions: list[str], **columns: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+        return count
+
+    def tool() -> Any:
+        def count(text: str) -> int:
+            """Counts the letters of a text."""
+            return len(text)
+
+        return count
+
+    table = environment_table([{"prompt": "a"}], rewards=[reward()], tools=[tool()])
+    assert load_object("reward", table["rewards"][0]["call"])(["a", "b"]) == [1.0, 1.0]
+    assert load_object("tool", table["tools"]["use"][0])("three") == 5
+
+
+def test_records_in_place_of_an_environments_own_keep_its_task() -> None:
+    assert (
+        environment_table("sort", data=[{"question": "Sort: 21", "answer": "12"}])["task_pool"]["task_type"] == "sort"
+    )
+    assert environment_table(None, [vowels], data="letters.jsonl")["task"] == "open"
+
+
+def test_tables_of_a_configuration_are_joined_and_take_paths() -> None:
+    run = nmoe.TrainedRun(Path("runs/base"))
+    config = {"a.b": {"c": 1}, "a": {"b": {"d": 2}, "e": Path("f")}, "a.b.g": run}
+    assert read_config(config) == (None, {"a": {"b": {"c": 1, "d": 2, "g": "runs/base"}, "e": "f"}})
+
+
+def test_the_decorator_takes_what_train_rl_takes_or_says_why_not() -> None:
+    class Judge:
+        def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+            return vowels(completions)
+
+        def rate(self, completions: list[str], **columns: Any) -> list[float]:
+            return vowels(completions)
+
+    judge = nmoe.reward(weight=0.5)(Judge())
+    assert environment_table([{"prompt": "a"}], [judge])["rewards"][0]["weight"] == 0.5
+    assert nmoe.reward(name="half")(partial(vowels, weight=0.5))(["a"]) == [1.0]
+    with pytest.raises(UserError, match="takes no settings; decorate a function that calls it"):
+        nmoe.reward(Judge().rate)
+
+
 @pytest.mark.parametrize(
     ("samples", "said"),
     [
@@ -277,6 +382,9 @@ def by(value: Any) -> Wrong:
         ),
         ({"env": [{"prompt": "a"}], "rewards": [vowels], "config": 3}, "config = 3 is neither a file nor a dict"),
         ({"env": [{"prompt": "a"}], "rewards": [vowels], "config": "none.toml"}, "none.toml: no such file"),
+        ({"env": [{"prompt": "a"}], "rewards": [vowels], "config": {"run": 3}}, "config: run = 3 is not a table"),
+        ({"env": {"env_id": "x", "task_pool": "sort"}}, "task_pool = 'sort' is not a table"),
+        ({"env": "sort", "config": {"environment": "add"}}, "environment = 'add', and env names one as well"),
         ({"env": [{"prompt": "a"}], "rewards": [vowels], "tools": [vowels]}, "tool"),
         ({"env": "no_such_environment"}, "nor is there a packaged environment of that name"),
     ],
@@ -321,6 +429,8 @@ def test_supervised_runs_read_lists_and_end_after_an_epoch() -> None:
     assert dpo.metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "policy and reference are one at first"
     assert len(list(Path("runs/data").glob("*.jsonl"))) == 2, "the examples, and the pairs once"
     assert nmoe.generate(dpo, ["1 + 1 ="], n=2, max_new_tokens=4)[0][1].finish_reason in ("length", "stop")
+    with pytest.raises(UserError, match="jsonl:1: the text has a lone surrogate"):
+        nmoe.train_sft(TINY, [{"prompt": "a\ud800", "completion": "b"}])
     with pytest.raises(UserError, match="record 1 of the data is 3, not a dict"):
         nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}, 3])  # type: ignore[list-item]
     with pytest.raises(UserError, match="the data has no records"):

@@ -5,13 +5,13 @@ It also grades the environment's gold answers once, before anything else is grad
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Self
 
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.golds import check_golds, to_stderr
 from nmoe.envs.tools.builtin import sandbox_limits
+from nmoe.runs.waiting import wait_for
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces
 
@@ -54,7 +54,7 @@ class ToolRuntime:
         if self.workspaces is not None:
             self.workspaces.close()
         if self.sandboxes is not None:
-            asyncio.run(self.sandboxes.close())
+            wait_for(self.sandboxes.close())
 
     def __enter__(self) -> Self:
         return self
