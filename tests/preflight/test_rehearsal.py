@@ -89,10 +89,10 @@ def test_a_reward_that_differs_for_the_same_sample(tmp_path: Path, monkeypatch: 
     assert check.status == "fail"
     assert "'odd': 0.0" in check.text
     assert "'odd': 2.0" in check.text
-    # The right answer then gets 1 + 4 and the wrong one 0 + 5, which is refused for another reason.
+    # The right answer then gets 1 + 8 and the wrong one 0 + 9, which is refused for another reason.
     declared = found(tmp_path, **with_reward(tmp_path, replay=False))["rewards"]
     assert declared.text.startswith(
-        "twice the same; 5 for the right answer to sort/0, 5 for a wrong one: nothing right"
+        "twice the same; 9 for the right answer to sort/0, 9 for a wrong one: nothing right"
     )
     module.odd = lambda completions, **columns: [0.5 for _ in completions]
     assert found(tmp_path, **with_reward(tmp_path, replay=True))["rewards"].status == "ok"
