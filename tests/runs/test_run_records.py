@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nmoe.cli import main
 from nmoe.errors import UserError
 from nmoe.runs.comparison import compare_runs, diff_runs, newcombe, read_group, welch
 from nmoe.runs.directory import RunDirectory
@@ -159,3 +161,42 @@ def test_a_run_that_counts_epochs_or_ends_early_is_finished_by_what_its_log_says
         run.log.write_text("epochs 1/2  loss 3\nepochs 2/2  loss 2\n")
     record = read_run(run.path)
     assert (record.steps, record.status) == (2, "finished")
+
+
+# documented: nmoe runs list runs/speedrun
+# documented: nmoe runs list
+# documented: nmoe runs show runs/speedrun/sort_grpo
+# documented: nmoe runs show
+# documented: nmoe runs diff runs/base runs/wide
+# documented: nmoe runs diff
+# documented: nmoe runs compare runs/base runs/wide
+# documented: nmoe runs compare "runs/base-*" "runs/wide-*"
+# documented: nmoe runs compare
+@pytest.mark.parametrize(
+    ("verb", "arguments", "code", "said"),
+    [
+        ("list", ["runs"], 0, "finished"),
+        ("show", ["runs/base"], 0, "optimizer.learning_rate  0.01"),
+        ("diff", ["runs/base", "runs/wide*"], 0, "optimizer.learning_rate  0.01  0.02"),
+        ("compare", ["runs/base", "runs/wide*"], 0, "loss    2  1.5  -0.5"),
+        ("compare", ["runs/base", "runs/gone"], 2, "runs/gone: not the directory of a run"),
+    ],
+)
+def test_the_verbs_print_it(
+    verb: str,
+    arguments: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    make_run(tmp_path / "runs" / "base", [3.0, 2.5, 2.0], rate=0.01).close()
+    make_run(tmp_path / "runs" / "wide", [3.0, 2.0, 1.5], rate=0.02).close()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nmoe", "runs", verb, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code or 0) == code
+    said_to = capfd.readouterr()
+    assert said in (said_to.err if code else said_to.out)
