@@ -1,7 +1,8 @@
 """`nmoe env check` shows what an environment does with a problem; `nmoe env list` lists the environments.
 
 The check reads the settings and the local data, renders a problem of every source, and grades a right and a wrong answer to
-it. It imports no user code and uses no network; it says which parts it could not check for that reason.
+it, by the task, which may be the user's. Of other user code it imports only a pool of type `python`, and it uses no network; it
+says which parts it could not check for that reason.
 """
 
 from __future__ import annotations
@@ -155,16 +156,16 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         if not shown:
             shown = True
             yield from _rendered(environment, tokenizer, problem, right)
-        if TASKS[problem.task_type].has_gold and not TASKS[problem.task_type].knows_answers:
-            yield f"problem {problem.id}: its task names no right answer, so that none was graded"
-            continue
         if not TASKS[problem.task_type].has_gold:
             yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
             continue
-        yield f"problem {problem.id}, gold {_short(problem.gold)}"
-        yield f"  right answer {_short(right.answer)}: {right.said}"
-        yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
-        mistakes += _verdict_mistakes(problem, right, wrong)
+        if TASKS[problem.task_type].knows_answers:
+            yield f"problem {problem.id}, gold {_short(problem.gold)}"
+            yield f"  right answer {_short(right.answer)}: {right.said}"
+            yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
+            mistakes += _verdict_mistakes(problem, right, wrong)
+        else:
+            yield f"problem {problem.id}: its task names no right answer, so that none was graded"
         if isinstance(TASKS[problem.task_type], ConversationTask):
             try:
                 yield from _conversation(environment, tokenizer, problem, wrong)

@@ -7,6 +7,7 @@ says so.
 from __future__ import annotations
 
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.registry import TASKS, TOOLS
 from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.envs.user_code import find_definition
@@ -21,8 +22,10 @@ def named_code(bundle: Bundle) -> list[str]:
     """
     settings = bundle.settings
     tools = () if settings.tools is None else settings.tools.use
-    found = [_function("task", name) for name in sorted(task_types(settings.task_pool)) if ":" in name]
-    found += [_function("tool", name) for name in tools if ":" in name]
+    # The record names its problem's task beside the pool's.
+    tasks = {*task_types(settings.task_pool), str(bundle.record["task_type"])}
+    found = [_function("task", name) for name in sorted(tasks - TASKS.own.keys())]
+    found += [_function("tool", name) for name in tools if name not in TOOLS.own]
     found += [
         _function("reward function", one.call)
         for one in settings.rewards
@@ -45,6 +48,8 @@ def refuse_named_code(bundle: Bundle) -> None:
 
 
 def _function(kind: str, name: str) -> str:
+    if ":" not in name:
+        return f"{kind} {name}, which an installed package offers"
     try:
         return f"{kind} {name} from {find_definition(kind, name)[0]}"
     except UserError as error:

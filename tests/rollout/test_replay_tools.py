@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 from wheels import write_wheel
 
+from nmoe.config.registry import TOOLS
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
@@ -151,15 +152,24 @@ def test_code_that_a_bundle_names_runs_only_when_it_is_allowed(
             {"settings": {"python": "/tmp/evil"}, "in_force": ""},
             r"the program /tmp/evil, as \[sandbox\] python",
         ),
+        "task_type": ("planted:f", r"your rights: task planted:f from .*/planted\.py\. "),
     }
     written = json.loads((path / FILE).read_text())
     for part, (value, named) in planted.items():
         inside = {"settings": {**written["settings"], part: value}} if part != "sandbox" else {"sandbox": value}
+        if part == "task_type":
+            inside = {"trajectory": {**written["trajectory"], part: value}}
         (path / FILE).write_text(json.dumps({**written, **inside}))
         with pytest.raises(UserError, match=f"replaying it would run.*{named}.*--allow-user-code"):
             list(replay_command(path, None, None))
         with pytest.raises(UserError, match="--allow-user-code"):
             asyncio.run(anext(replay(read_bundle(path), tokenizer)))
+    with monkeypatch.context() as patch:
+        patch.setitem(TOOLS._registered, "shell", print)
+        named = {**written["settings"], "tools": {"use": ["bash", "shell"]}}
+        (path / FILE).write_text(json.dumps({**written, "settings": named}))
+        with pytest.raises(UserError, match="your rights: tool shell, which an installed package offers"):
+            list(replay_command(path, None, None))
     assert not (tmp_path / "ran").exists()
     (path / FILE).write_text(json.dumps({**written, "settings": {**written["settings"], "tools": planted["tools"][0]}}))
     lines = replay_command(path, None, None, allow_user_code=True)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from nmoe.config.tables.pools import GeneratedPool
 from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of, split_by, stable_hash
-from nmoe.envs.tasks import pose_new, split_key
+from nmoe.envs.tasks import TASKS, OwnTask, pose_new, split_key
 from nmoe.errors import UserError
 from nmoe.types import Metadata, Problem
 
@@ -44,7 +44,10 @@ class Generated:
             "generated", settings.task_type, *settings.difficulty, settings.split, settings.seed
         )
         self._settings = settings
-        self.at(0)
+        first = self.at(0)
+        # A task of one's own may be another one under the same name: an instance with other attributes, or newer code.
+        if isinstance(TASKS[settings.task_type], OwnTask):
+            self.fingerprint = fingerprint_of(self.fingerprint, first.question, *sorted(first.metadata.items()))
 
     def at(self, position: int) -> Problem:
         settings = self._settings

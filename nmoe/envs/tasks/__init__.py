@@ -60,6 +60,7 @@ def pose_new(name: str, rng: random.Random, difficulty: int) -> tuple[str, str, 
 
 
 def split_key(name: str, question: str, metadata: Metadata) -> str:
-    """The key that decides a problem's split: that of the question, and of what the question does not show of an episode."""
-    state = str(metadata.get("state", ""))
-    return f"{question}\n{state}" if state else TASKS[name].split_key(question)  # type: ignore[attr-defined]
+    """The key that decides a problem's split: that of the question, and of what it does not show: the messages before it, and the
+    state of an episode."""
+    hidden = "\n".join(str(metadata[key]) for key in ("messages", "state") if key in metadata)
+    return f"{question}\n{hidden}" if hidden else TASKS[name].split_key(question)  # type: ignore[attr-defined]

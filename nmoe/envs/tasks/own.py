@@ -127,10 +127,9 @@ def adapted(part: Any, name: str) -> TaskProtocol:
 
     Raises UserError for anything else, and for a method that is missing or takes other arguments.
     """
-    try:
-        part = part() if isinstance(part, type) else part
-    except TypeError as error:
-        raise UserError(f"task {name}: {error}; a class is called without arguments: give them defaults") from error
+    if isinstance(part, type):
+        with _of_the_user(f"task {name}: {part.__name__}(), which is called without arguments,"):
+            part = part()
     if isinstance(part, MultiTurnEnv):
         _check_methods(part, name, {"prompt": 0, "step": 1})
         return EpisodeTask(part, name)
@@ -259,6 +258,8 @@ class EpisodeTask(OwnTask, ConversationTask):
 
     def __init__(self, template: MultiTurnEnv, name: str) -> None:
         self._template, self._name = template, name
+        self._shared = _shared_by(type(template))
+        self._kept(template, "its attributes")
 
     def read_record(self, record: Record) -> tuple[str, str, Metadata]:
         kept = _json(record, f"task {self._name}")
@@ -271,7 +272,7 @@ class EpisodeTask(OwnTask, ConversationTask):
         episode = self._instance(kept, rng, difficulty)
         with _of_the_user(f"task {self._name}: prompt"):
             prompt = episode.prompt()
-        state = _json(self._state(episode), f"task {self._name}: after prompt()")
+        state = self._kept(episode, "after prompt()")
         question, gold, metadata = self._posed(prompt, "", given=kept, state=state)
         return question, gold, {**metadata, "difficulty": difficulty}
 
@@ -280,6 +281,22 @@ class EpisodeTask(OwnTask, ConversationTask):
         vars(episode).update(plain_json(self._state(episode)))
         episode.record, episode.rng, episode.difficulty = json.loads(kept), rng, difficulty
         return episode
+
+    def _kept(self, episode: MultiTurnEnv, when: str) -> str:
+        """The state as JSON. Raises UserError for what JSON does not preserve, TaskError for a change of what all share."""
+        for name, value in self._shared.items():
+            if getattr(type(episode), name, None) != value:
+                raise TaskError(
+                    f"task {self._name}: {when}: the class's own `{name}` has changed, which all episodes share; set `self.{name}` "
+                    f"in prompt(), or call it `_{name}` where that is meant"
+                )
+        try:
+            return _json(self._state(episode), f"task {self._name}: {when}")
+        except UserError as error:
+            raise UserError(
+                f"{error}; attributes are recorded with every turn: use lists, dicts with text keys, texts and numbers, or a name "
+                "that begins with _"
+            ) from None
 
     @staticmethod
     def _state(episode: MultiTurnEnv) -> dict[str, Any]:
@@ -293,6 +310,8 @@ class EpisodeTask(OwnTask, ConversationTask):
     def respond(self, problem: Problem, state: State, said: AssistantTurn, rng: random.Random) -> Response:
         metadata = problem.metadata
         episode = self._instance(str(metadata["given"]), rng, int(metadata["difficulty"]))
+        for name in self._state(episode).keys() - state.keys():
+            delattr(episode, name)
         vars(episode).update(copy.deepcopy(dict(state)))
         who = f"task {self._name}: step"
         with _of_the_user(who):
@@ -303,13 +322,27 @@ class EpisodeTask(OwnTask, ConversationTask):
         if not isinstance(done, bool):
             raise TaskError(f"{who} returned done = {done!r}, not True or False")
         user = None if done else _user_message(messages, who)
-        kept = json.loads(_json(self._state(episode), f"task {self._name}: after step()"))
+        kept = json.loads(self._kept(episode, "after step()"))
         return Response(kept, user, _number(reward, who))
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         total = sum(exchange.reward for exchange in attempt.exchanges)
         said = f"{total:g} earned in {len(attempt.exchanges)} turns"
         return Verdict("correct" if total >= 1 else "incorrect", total, "episode", said)
+
+
+def _shared_by(kind: type) -> dict[str, Any]:
+    """Copies of a class's lists, dicts and sets that a step could change by mistake."""
+    shared: dict[str, Any] = {}
+    for name in dir(kind):
+        value = getattr(kind, name, None)
+        if name.startswith("_") or not isinstance(value, list | dict | set):
+            continue
+        try:
+            shared[name] = set(value) if isinstance(value, set) else plain_json({"": value})[""]
+        except TypeError:
+            continue  # not to be compared by value
+    return shared
 
 
 def _number(value: Any, who: str) -> float:
