@@ -4,7 +4,7 @@
 
 A new model is fine-tuned on conversations, of which half call the tool `weigh` before they answer, and half give a wrong answer
 at once. Reinforcement learning then rewards right answers, and says nothing of calls. Right answers rise from about 40% to above
-90%, and calls with them.
+80%, and calls with them.
 """
 
 from pathlib import Path
