@@ -19,7 +19,6 @@ from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.pretrain import document_batch, pretrain
-from nmoe.runs import watch
 from nmoe.runs.directory import recorded_threads
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -178,19 +177,16 @@ def test_documents_are_one_dataset_or_several_sources(
         pretrain(mixture())
 
 
-def test_collapsing_experts_are_told_of_once(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watch, "COLLAPSE_VIOLATION", 0.0)  # any load is too uneven, and none recovers
-    monkeypatch.setattr(watch, "RECOVERED_VIOLATION", 0.0)
-    monkeypatch.setattr(watch, "WARM_UP_STEPS", 0)
-    monkeypatch.setattr(watch, "COLLAPSE_STEPS", 2)
+def test_collapsing_experts_are_told_of_once(workshop: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # Any load is too uneven, and none recovers.
+    rule = {"violation": "1e-9", "warmup_steps": "0", "steps": "2"}
     overrides = [f"--run.directory={tmp_path}", *SHORT, "--run.steps=4"]
+    overrides += [f"--monitor.experts.{key}={value}" for key, value in rule.items()]
     run = pretrain(load_run(workshop / "base.toml", PretrainConfig, overrides))
     (alert,) = read_lines(run / "alerts.jsonl")
     assert alert["step"] == 2
     assert "experts collapse in layer 0" in alert["message"]
-    assert "raise router_aux_loss_coef" in alert["message"]
+    assert "raise model.router_aux_loss_coef" in alert["remedies"][0]
     assert capfd.readouterr().out.count("experts collapse") == 1
     shares = read_metrics(run)[-1]["expert_load/1"]
     assert len(shares) == 4

@@ -20,7 +20,6 @@ from nmoe.learner.batch import Batch
 from nmoe.rl import train as grpo
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
 from nmoe.rollout.collector import GradingError
-from nmoe.runs import watch
 from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.trajectory import Trajectory
@@ -232,13 +231,13 @@ def test_the_best_step_is_kept_where_no_checkpoint_was_due(
     assert {path.name for path in (run / "checkpoints").glob("step_*")} == {"step_000001", "step_000003"}
 
 
-def test_collapsing_experts_are_told_of(reinforce: Reinforce, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "COLLAPSE_VIOLATION", 0.0)  # any load is too uneven, and none recovers
-    monkeypatch.setattr(watch, "RECOVERED_VIOLATION", 0.0)
-    monkeypatch.setattr(watch, "WARM_UP_STEPS", 0)
-    monkeypatch.setattr(watch, "COLLAPSE_STEPS", 1)
-    run = reinforce(*SMALL, "--run.steps=2")
-    (alert,) = read_lines(run / "alerts.jsonl")
+# Any load is too uneven, and none recovers.
+COLLAPSING = ("--monitor.experts.violation=1e-9", "--monitor.experts.warmup_steps=0")
+
+
+def test_collapsing_experts_are_told_of(reinforce: Reinforce) -> None:
+    run = reinforce(*SMALL, "--run.steps=2", *COLLAPSING, "--monitor.experts.steps=1")
+    (alert,) = (one for one in read_lines(run / "alerts.jsonl") if one["rule"] == "experts")
     assert alert["step"] == 1
     assert "experts collapse in layer 0" in alert["message"]
 
