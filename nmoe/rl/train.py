@@ -147,7 +147,7 @@ class PolicyGradient(Recipe):
             tools,
             self.engine
             if generate_fn is None
-            else FunctionEngine(self.engine, generate_fn, lambda: self.learner.version),
+            else FunctionEngine(self.engine, generate_fn, lambda: self.learner.version, model.config),
             self.learner,
             self._carries_signal,
         )

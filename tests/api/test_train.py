@@ -295,6 +295,16 @@ def test_the_decorator_takes_what_train_rl_takes_or_says_why_not() -> None:
         nmoe.reward(Judge().rate)
 
 
+def test_a_generate_fn_may_return_tensors() -> None:
+    def tensors(request: Request, engine: Engine) -> list[Sample]:
+        ids, logprobs = torch.tensor([9, 10]), torch.tensor([-1.0, -0.5])
+        return [Sample(ids, logprobs, [], "length", torch.tensor([[9, 1], [10, 9]])) for _ in range(request.n)]  # type: ignore[arg-type]
+
+    run = nmoe.train_rl(TINY, env=[{"prompt": "a"}], rewards=[vowels], config=SHORT, generate_fn=tensors)
+    sample = samples_of(run)[0]
+    assert (sample["token_ids"], sample["logprobs"], sample["kept_ids"]) == ([9, 10], [-1.0, -0.5], [[9, 1], [10, 9]])
+
+
 @pytest.mark.parametrize(
     ("samples", "said"),
     [
@@ -304,6 +314,24 @@ def test_the_decorator_takes_what_train_rl_takes_or_says_why_not() -> None:
         (lambda request: [Sample([9], [0.5], [0], "length")] * 4, "not a finite number of at most 0"),
         (lambda request: [Sample([9], [-0.5], [0], "stop")] * 4, "`stop` means a stop token"),
         (lambda request: ["abc"] * 4, "'abc', not a Sample"),
+        (
+            lambda request: [Sample([9999], [-0.5], [0], "length")] * 4,
+            "a token that is not a whole number from 0 to 263",
+        ),
+        (lambda request: [Sample(None, [-0.5], [0], "length")] * 4, "has token_ids = None, not a list"),
+        (lambda request: [Sample([9.5], [-0.5], [0], "length")] * 4, "a token that is not a whole number"),
+        (lambda request: [Sample([9], ["a"], [0], "length")] * 4, "not a finite number of at most 0"),
+        (lambda request: [Sample([9], [-0.5], [0.5], "length")] * 4, "a version that is not a whole number"),
+        (lambda request: [Sample([9], [-0.5], [0], "done")] * 4, "the finish reason 'done', not one of"),
+        (
+            lambda request: [Sample([9], [-0.5], [0], "length", [[7, 8]])] * 4,
+            "kept_ids that are not .* itself among them",
+        ),
+        (lambda request: [Sample([9, 9], [-0.5] * 2, [0] * 2, "length", [[9]])] * 4, "kept_ids that are not a list"),
+        (
+            lambda request: [Sample([9], [-0.5], [0], "length", None, torch.zeros(2, 1, 1))] * 4,
+            "routes that are not experts",
+        ),
     ],
 )
 def test_a_generate_fn_that_returns_nonsense_ends_the_run(samples: Any, said: str) -> None:
