@@ -123,7 +123,7 @@ def rewards(
     def say(request: Request, engine: Engine) -> list[Sample]:
         return [Sample(list(ids), [0.0] * len(ids), [], "stop") for ids in islice(turn, request.n)]
 
-    scripted = FunctionEngine(engine, say, lambda: learner.version)
+    scripted = FunctionEngine(engine, say, lambda: learner.version, learner.model.config)
     first, again = (collect(scripted, samples=2, max_new_tokens=config.sampling.max_new_tokens) for _ in range(2))
     # Rewards that say so themselves draw at random, or compare the samples of a group.
     drawn = {
