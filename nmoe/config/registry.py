@@ -123,6 +123,11 @@ def load_object(kind: str, name: str) -> Any:
             f"{kind} {name}: it was passed by a script or notebook, which is the only place that has it; run that again, or put "
             f"{attribute} in a module of its own and name it as `module:{attribute}`"
         )
+    if module_name == "passed":
+        raise UserError(
+            f"{kind} {name}: a script or notebook passed the records, and is the only place that has them; run that "
+            "again, or write them to a .jsonl file and name it as [task_pool] path"
+        )
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

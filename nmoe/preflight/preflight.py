@@ -16,6 +16,7 @@ from nmoe.preflight.learning_rate import learning_rate
 from nmoe.preflight.memory import memory
 from nmoe.preflight.overlap import overlap
 from nmoe.preflight.rehearsal import rehearse, round_trip
+from nmoe.preflight.sinks import sinks
 from nmoe.preflight.size import size_of
 from nmoe.recipes.setup import load_tokenizer, run_path
 
@@ -26,6 +27,7 @@ def preflight(config: RunConfig) -> Iterator[Check]:
     if isinstance(config, SupervisedConfig | RLConfig):
         yield Check("batch", "ok", "; ".join(batch_arithmetic(config)))
     yield from checked("run directory", lambda: directory(config))
+    yield from checked("sinks", lambda: sinks(config.sinks))
     try:
         size = size_of(config)
     except UserError as error:

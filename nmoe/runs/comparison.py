@@ -1,6 +1,7 @@
 """`nmoe runs compare` and `nmoe runs diff`: what two runs, or two groups of seeds, were given, and what came of it."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from glob import glob
 from pathlib import Path
@@ -13,8 +14,14 @@ from nmoe.errors import UserError
 from nmoe.runs.record import RunRecord, read_run
 from nmoe.runs.report import SUMMARY
 
-# Keys that name a run, or are its seed or its machine's: two that differ in nothing else are repetitions of one experiment.
-_NOT_COMPARED = ("run.name", "run.directory", "run.seed", "run.resume", "run.threads")
+# Keys that name a run, are its seed or its machine's, or say where its metrics go: two that differ in nothing else are repetitions
+# of one experiment.
+_NOT_COMPARED = (
+    *("run.name", "run.directory", "run.seed", "run.resume", "run.threads"),
+    *("sinks.to", "sinks.project", "sinks.wandb_mode"),
+)
+# How a configuration names what a program passed: `__main__:vowels`, `passed:Records`.
+_PASSED = re.compile(r"\b(?:__main__|passed):[\w.]+")
 _METRICS = (*SUMMARY, "held_out_loss", "held_out_accuracy")
 
 
@@ -46,8 +53,11 @@ def compare_runs(a: str, b: str) -> Iterator[str]:
         yield f"{name}: " + ", ".join(f"{run.path} (step {run.last_step}, {run.status})" for run in group)
     yield "configuration"
     yield from _diff_lines(group_a, group_b)
+    commands = {run.command for run in (*group_a, *group_b)}
     differing = len(_differences(group_a, group_b))
-    if differing > 1:
+    if len(commands) > 1:
+        yield f"warning: these are runs of different commands ({', '.join(sorted(commands))}): a name may mean two things"
+    elif differing > 1:
         yield f"warning: A and B differ in {differing} keys, so that no difference below has one cause"
     if len(steps := {run.last_step for run in (*group_a, *group_b)}) > 1:
         yield f"warning: the runs end at different steps ({', '.join(map(str, sorted(steps)))})"
@@ -93,8 +103,10 @@ def _values(group: Sequence[RunRecord], key: str) -> str:
 def _diff_lines(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[str]:
     differences = _differences(a, b)
     if not differences:
-        yield "  the same, but for name, seed and threads"
+        yield "  the same, but for name, seed, threads and sinks"
     yield from columns([(f"  {key}", left, right) for key, (left, right) in differences.items()])
+    if passed := sorted({name for run in (*a, *b) for name in _PASSED.findall(str(run.tables))}):
+        yield f"  only the names of what a program passed are compared, not code and records: {', '.join(passed)}"
 
 
 def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:

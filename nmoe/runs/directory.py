@@ -155,7 +155,7 @@ def read_provenance(path: Path) -> dict[str, Any]:
     file = path / "provenance.json"
     try:
         record = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: missing or not JSON ({error}); put back the file the run wrote") from error
     if not isinstance(record, dict) or "resumed" not in record:
         raise UserError(f"{file}: not the provenance of a run (no 'resumed'); put back the file the run wrote")

@@ -43,8 +43,8 @@ class RunRecord:
         return self.metrics[-1]["step"] if self.metrics else 0
 
     def last(self, name: str) -> float | None:
-        """The metric's last value; None where no step has it."""
-        return next((row[name] for row in reversed(self.metrics) if name in row), None)
+        """The metric's last value; None where no step has it as a number."""
+        return next((row[name] for row in reversed(self.metrics) if isinstance(row.get(name), int | float)), None)
 
 
 def read_run(path: Path) -> RunRecord:
@@ -52,6 +52,15 @@ def read_run(path: Path) -> RunRecord:
 
     Raises UserError, naming the file, where `path` is no run or a record cannot be read.
     """
+    try:
+        return _read_run(path)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: cannot be read ({error.strerror}); permit it, or put the file back"
+        ) from error
+
+
+def _read_run(path: Path) -> RunRecord:
     if not (path / "config.toml").exists() and (path / "rl" / "config.toml").exists():
         path = path / "rl"
     file = path / "config.toml"
@@ -59,8 +68,11 @@ def read_run(path: Path) -> RunRecord:
         raise UserError(f"{path}: not the directory of a run (no config.toml); `nmoe runs list` shows those there are")
     try:
         tables = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not readable as TOML ({error}); put back the file the run wrote") from error
+    run = tables.get("run", {})
+    if not isinstance(run, dict) or not isinstance(run.get("steps", 0), int):
+        raise UserError(f"{file}: not the configuration of a run: run = {run!r}; put back the file the run wrote")
     provenance, metrics = read_provenance(path), read_lines(path / "metrics.jsonl")
     log = (path / "log.txt").read_text(errors="replace") if (path / "log.txt").exists() else ""
     steps = _steps(tables, log)
@@ -74,7 +86,7 @@ def read_run(path: Path) -> RunRecord:
         provenance=provenance,
         metrics=metrics,
         evaluations=read_evaluations(path / "eval"),
-        alerts=read_lines(path / "alerts.jsonl"),
+        alerts=_alerts(path / "alerts.jsonl"),
         steps=steps,
         status=status,
     )
@@ -87,12 +99,22 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(path.read_text())
             for result in record["results"]:
-                result["mode"], result["dataset"], result["problems"], result["value"], result["low"], result["high"]
-            record["step"]
+                result["mode"], result["dataset"], result["problems"]
+                for name in ("value", "low", "high"):
+                    float(result[name])
+            int(record["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not an evaluation ({error!r}); remove the file or evaluate again") from error
         found.append(record)
     return found
+
+
+def _alerts(file: Path) -> list[dict[str, Any]]:
+    alerts = read_lines(file)
+    for alert in alerts:
+        if "message" not in alert:
+            raise UserError(f"{file}: an alert without a 'message': {alert!r}; remove the line")
+    return alerts
 
 
 def is_running(path: Path) -> bool:

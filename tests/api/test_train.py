@@ -267,6 +267,11 @@ def test_parts_of_one_name_in_one_call_stay_apart() -> None:
     assert load_object("tool", table["tools"]["use"][0])("three") == 5
 
 
+def test_records_that_another_script_passed_are_named_as_such() -> None:
+    with pytest.raises(UserError, match=r"passed:Gone: a script or notebook passed the records.*to a .jsonl file"):
+        load_object("pool", "passed:Gone")
+
+
 def test_records_in_place_of_an_environments_own_keep_its_task() -> None:
     assert (
         environment_table("sort", data=[{"question": "Sort: 21", "answer": "12"}])["task_pool"]["task_type"] == "sort"

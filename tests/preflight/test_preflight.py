@@ -17,6 +17,7 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.config.packaged import packaged_configurations
 from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.sinks import SinksSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.learner import Learner
@@ -29,7 +30,9 @@ from nmoe.preflight.disk import checkpoints_at_once, directory, disk, first_chec
 from nmoe.preflight.learning_rate import learning_rate
 from nmoe.preflight.memory import activation_numbers, estimate, memory
 from nmoe.preflight.preflight import preflight, refuse_to_start
+from nmoe.preflight.sinks import sinks
 from nmoe.preflight.size import Size, size_of
+from nmoe.runs.sinks import sinks as sinks_of_runs
 
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64}
 TABLES: dict[str, Any] = {
@@ -222,11 +225,36 @@ def test_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (closed.status, closed.text.split()[0]) == ("fail", str(tmp_path / "closed"))
 
 
+def test_the_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sinks(SinksSection()).text == "none but metrics.jsonl"
+    monkeypatch.setattr(sinks_of_runs, "find_spec", lambda name: None)
+    assert sinks(SinksSection(to=("csv",))).status == "ok"
+    with pytest.raises(UserError, match=r"trackio: not installed; run: pip install 'nmoe\[trackio\]'"):
+        sinks(SinksSection(to=("csv", "trackio")))
+    monkeypatch.setattr(sinks_of_runs, "find_spec", lambda name: SimpleNamespace(origin="there"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    online = SinksSection(to=("wandb",))
+    assert sinks(online).status == "warn"
+    assert "run: wandb login" in sinks(online).text
+    assert sinks(SinksSection(to=("wandb",), wandb_mode="offline")).status == "ok"
+    (tmp_path / "netrc").write_text("machine other.example login user password x\n")
+    assert sinks(online).status == "warn"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert sinks(online).status == "ok"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080")
+    assert sinks(online).status == "warn", "the key is another host's"
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert sinks(online).status == "ok"
+
+
 def test_every_check_is_one_line(tmp_path: Path) -> None:
     found = {check.name: check for check in preflight(rl(tmp_path))}
     assert {check.status for check in found.values()} <= {"ok", "warn"}
     assert all("\n" not in str(check) for check in found.values())
     assert "4 prompts x 4 completions = 16 samples" in found["batch"].text
+    assert found["sinks"].text == "none but metrics.jsonl"
     missing = rl(tmp_path, model={"path": str(tmp_path / "nothing"), "shape": None})
     (failed,) = [check for check in preflight(missing) if check.status == "fail"]
     assert (failed.name, str(failed).count("neither a checkpoint")) == ("model", 1)

@@ -98,7 +98,29 @@ def test_diff_names_the_keys_that_differ_but_not_name_and_seed(tmp_path: Path) -
     make_run(tmp_path / "b", [1.0], rate=0.01, seed=5).close()
     make_run(tmp_path / "c", [1.0], seed=6).close()
     assert words(diff_runs(f"{tmp_path}/a", f"{tmp_path}/b")) == [["optimizer.learning_rate", "0.0002", "0.01"]]
-    assert list(diff_runs(f"{tmp_path}/a", f"{tmp_path}/c")) == ["  the same, but for name, seed and threads"]
+    assert list(diff_runs(f"{tmp_path}/a", f"{tmp_path}/c")) == ["  the same, but for name, seed, threads and sinks"]
+
+
+def test_what_no_configuration_shows_is_said(tmp_path: Path) -> None:
+    """Code and records that a program passed stand in it by name; where metrics go is no cause of a difference."""
+    passed = 'call = "passed:Records"\nown = ["__main__:vowels"]\n'
+    for name, sinks in (("a", '["csv"]'), ("b", "[]")):
+        make_run(tmp_path / name, [1.0]).close()
+        file = tmp_path / name / "config.toml"
+        file.write_text(f"{file.read_text()}\n[sinks]\nto = {sinks}\n\n[environment]\n{passed}")
+    assert list(diff_runs(f"{tmp_path}/a", f"{tmp_path}/b")) == [
+        "  the same, but for name, seed, threads and sinks",
+        "  only the names of what a program passed are compared, not code and records: __main__:vowels, passed:Records",
+    ]
+
+
+def test_runs_of_different_commands_are_compared_with_a_warning(tmp_path: Path) -> None:
+    for name, command in (("a", "sft"), ("b", "dpo")):
+        make_run(tmp_path / name, [1.0]).close()
+        (tmp_path / name / "provenance.json").write_text(json.dumps({"resumed": [], "argv": ["nmoe", command, "x"]}))
+    lines = list(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b"))
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert warning.startswith("warning: these are runs of different commands (dpo, sft)")
 
 
 def test_two_runs_are_compared_at_their_last_steps_with_unpaired_intervals(tmp_path: Path) -> None:
@@ -149,6 +171,49 @@ def test_what_is_no_run_is_refused_in_one_message(tmp_path: Path) -> None:
     (run.path / "eval" / "step_000001.json").write_text(json.dumps({"step": 1, "results": [{"mode": "m"}]}))
     with pytest.raises(UserError, match=r"step_000001.json: not an evaluation \(KeyError\('dataset'\)\)"):
         read_run(run.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("alerts.jsonl", '{"step": 1}\n', "alerts.jsonl: an alert without a 'message'"),
+        ("config.toml", "run = 3\n", "config.toml: not the configuration of a run: run = 3"),
+        (
+            "config.toml",
+            '[run]\nsteps = "many"\n',
+            "config.toml: not the configuration of a run: run = {'steps': 'many'}",
+        ),
+        (
+            "eval/step_000001.json",
+            '{"step": 1, "results": [{"mode": "m", "dataset": "d", "problems": 2, "value": "x", "low": 0, "high": 1}]}',
+            "step_000001.json: not an evaluation (ValueError",
+        ),
+        ("metrics.jsonl", None, "metrics.jsonl: cannot be read (Is a directory)"),
+        ("log.txt", None, "log.txt: cannot be read (Is a directory)"),
+        ("provenance.json", None, "provenance.json: missing or not JSON ([Errno 21] Is a directory"),
+    ],
+)
+def test_one_unreadable_run_does_not_end_the_list(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    """`content` None: a directory lies in the file's place, which not even root can read."""
+    make_run(tmp_path / "good", [1.0]).close()
+    make_run(tmp_path / "odd", [1.0]).close()
+    file = tmp_path / "odd" / name
+    if content is None:
+        file.unlink(missing_ok=True)
+        file.mkdir()
+    else:
+        file.write_text(content)
+    _, good, odd = list_runs(tmp_path)
+    assert good.split()[1] == "sft"
+    assert odd.startswith(f"unreadable: {tmp_path}/odd/")
+    assert said in odd
+
+
+def test_what_is_no_number_is_no_metric(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", [3.0, 2.0]).close()
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": "high"}\n')
+    assert read_run(tmp_path / "a").last("loss") == 2.0
 
 
 def test_a_run_that_counts_epochs_or_ends_early_is_finished_by_what_its_log_says(tmp_path: Path) -> None:
