@@ -273,6 +273,19 @@ def test_logits_that_are_not_finite(value: float) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_one_logit_that_is_no_number_is_not_cut_out_of_a_long_row(top_p: float) -> None:
+    logits = draw(2, 2**14)
+    logits[1, 7] = torch.nan
+    columns = SamplingColumns(torch.ones(2), torch.full((2,), top_p), torch.tensor([50, 50]), plain=True, cuts=True)
+    with pytest.raises(DivergenceError, match="not finite"):
+        sample(logits, columns, torch.full((2,), 0.5))
+    kept = operations.kept_mask(logits, columns.top_p_B, columns.top_k_B)
+    assert int(kept[0].sum()) <= 50  # the other row as ever
+    assert kept[1].all()
+
+
+@needs_kernels
 def test_exponentials_over_the_whole_range() -> None:
     """Through the weights of two logits: 1 / (1 + e^-d) in log, whose error is that of e^-d."""
     gaps = torch.linspace(0, 100, 4001)

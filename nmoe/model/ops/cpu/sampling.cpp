@@ -38,8 +38,10 @@ void keep(const float* logits, float top_p, long top_k, uint8_t* kept, long V, s
     const bool cuts_k = top_k > 0 && top_k < V, cuts_p = top_p < 1;
     std::fill_n(kept, V, 1);
     float most = -INFINITY;
-    for (long v = 0; v < V; ++v) most = std::max(most, logits[v]);
-    if (!(cuts_k || cuts_p) || !std::isfinite(most)) return;
+    bool missing = false;
+    for (long v = 0; v < V; ++v) most = std::max(most, logits[v]), missing |= std::isnan(logits[v]);
+    // A row that is not finite stays whole, so that sampling from it finds what is wrong: a NaN cut out would be hidden.
+    if (!(cuts_k || cuts_p) || !std::isfinite(most) || missing) return;
     std::vector<Bin> bins(BINS);
     for (long v = 0; v < V; v += 16) store(scratch + v, exp(load(logits + v, first(V - v)) - all(most)), first(V - v));
     for (long v = 0; v < V; ++v) {
