@@ -79,6 +79,8 @@ def quantise(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
         plain[name] = tensors[name].float() * wide
         suffix = "_scale_inv" if settings["quant_method"] == "fp8" else "_scale"
         tensors[name + suffix] = scales.view(1) if strategy == "tensor" else scales
+        if strategy == "tensor":  # releases of this kind mostly have a factor of the layer's inputs, too
+            tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(1, dtype=torch.bfloat16)
     assert len(tensors) > len(plain)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((directory / "config.json").read_text())

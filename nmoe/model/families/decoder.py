@@ -178,6 +178,6 @@ def experts_one_by_one(
 
 
 def ignored_always(name: str, config: ModelConfig) -> bool:
-    """Tensors that any checkpoint may have and that are ignored: a tied head, which `fill` compares with the embedding, and
-    tables of old versions."""
-    return (config.tie_embeddings and name == TIED_HEAD) or name.endswith("rotary_emb.inv_freq")
+    """Tensors that any checkpoint may have and that are ignored: a tied head, which `fill` compares with the embedding, tables of
+    old versions, and the factor by which releases in FP8 quantise a layer's inputs, which are not quantised here."""
+    return (config.tie_embeddings and name == TIED_HEAD) or name.endswith(("rotary_emb.inv_freq", ".input_scale"))
