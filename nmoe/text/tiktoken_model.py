@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -49,7 +50,7 @@ _LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i,
 def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
     """The tokenizer, and the `tokenizer_config.json` for it, which names no code. Raises UserError, naming the file."""
     config = _config(directory / CONFIG)
-    named = config.get("auto_map", {}).get("AutoTokenizer") or [""]
+    named = _table(config, "auto_map", directory).get("AutoTokenizer") or [""]
     module = str(named[0] if isinstance(named, list) else named)
     if not module.startswith(_MODULES):
         raise UserError(
@@ -65,18 +66,22 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    listed = config.get("added_tokens_decoder", {})
+    listed = _table(config, "added_tokens_decoder", directory)
     for id_ in range(len(ranks), len(ranks) + _CONTROL_TOKENS):
-        about = listed.get(str(id_), {})
-        name = about.get("content", f"<|reserved_token_{id_}|>")
-        backend.add_tokens([AddedToken(name, special=about.get("special", True), normalized=False)])
+        about = _table(listed, str(id_), directory)
+        name, special = about.get("content", f"<|reserved_token_{id_}|>"), about.get("special", True)
+        if not (isinstance(name, str) and name and isinstance(special, bool)):
+            raise UserError(
+                f"{directory / CONFIG}: token {id_}: content = {name!r} and special = {special!r} name no token"
+            )
+        backend.add_tokens([AddedToken(name, special=special, normalized=False)])
         if backend.token_to_id(name) != id_:
             raise UserError(f"{directory / CONFIG}: the name {name!r} of token {id_} is that of another token")
     kept = {key: value for key, value in config.items() if key not in ("auto_map", "added_tokens_decoder")}
     return backend, json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
 
 
-def _config(path: Path) -> dict[str, dict[str, dict[str, str]]]:
+def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -84,6 +89,14 @@ def _config(path: Path) -> dict[str, dict[str, dict[str, str]]]:
     if not isinstance(config, dict):
         raise UserError(f"{path}: not a JSON object")
     return config
+
+
+def _table(config: dict[str, Any], key: str, directory: Path) -> dict[str, Any]:
+    """The table of this key; empty where the key is missing or null."""
+    found = config.get(key)
+    if found is not None and not isinstance(found, dict):
+        raise UserError(f"{directory / CONFIG}: {key} = {found!r} is not a table")
+    return found or {}
 
 
 def _ranks(path: Path) -> list[bytes]:

@@ -143,8 +143,32 @@ def test_control_tokens_follow_the_ranks(directory: Path, tmp_path: Path) -> Non
             CONFIG | {"added_tokens_decoder": {str(len(TOKENS)): {"content": "a"}}},
             rf"tokenizer_config\.json: the name 'a' of token {len(TOKENS)} is that of another token",
         ),
+        (TOKENS, CONFIG | {"auto_map": None}, "by the code of another package"),
+        (TOKENS, CONFIG | {"auto_map": "x"}, r"tokenizer_config\.json: auto_map = 'x' is not a table"),
+        (
+            TOKENS,
+            CONFIG | {"added_tokens_decoder": ["<|im_end|>"]},
+            r"added_tokens_decoder = \['<\|im_end\|>'\] is not a table",
+        ),
+        (
+            TOKENS,
+            CONFIG | {"added_tokens_decoder": {str(IM_END): "<|im_end|>"}},
+            rf"tokenizer_config\.json: {IM_END} = '<\|im_end\|>' is not a table",
+        ),
+        (
+            TOKENS,
+            CONFIG | {"added_tokens_decoder": {str(IM_END): {"content": 5}}},
+            rf"token {IM_END}: content = 5 and special = True name no token",
+        ),
     ],
-    ids=["no code", "other code", "a byte missing", "twice", "a name twice"],
+    ids=[
+        "no code",
+        "other code",
+        "a byte missing",
+        "twice",
+        "a name twice",
+        *("null", "no map", "a list", "a text", "a number"),
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, tokens: list[bytes], config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
