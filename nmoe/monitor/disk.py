@@ -12,6 +12,7 @@ from nmoe.monitor.rule import Metrics, Rule
 class DiskRule(Rule[DiskSection]):
     name = "disk"
     source = "training guidelines, checkpoints: disk"
+    looks_around = True
     remedies = (
         "delete old runs, or lower checkpoint.keep",
         "raise checkpoint.every_steps",

@@ -55,8 +55,16 @@ class Monitor:
 
     def observe(self, metrics: Mapping[str, Any], probe: float | None = None) -> list[Alert]:
         """The alerts of a step. `probe` is the first result of the evaluation after it, if there was one."""
-        seen = metrics if probe is None else {**metrics, "probe": probe}
-        return [alert for one in self._watched if (alert := _observe(one, seen)) is not None]
+        return _alerts(self._watched, metrics, probe)
+
+    def recall(self, metrics: Mapping[str, Any], probe: float | None = None) -> None:
+        """Shows the rules a step of before the run was resumed, whose alerts are told already."""
+        _alerts([one for one in self._watched if not one.rule.looks_around], metrics, probe)
+
+
+def _alerts(watched: Sequence[_Watched], metrics: Mapping[str, Any], probe: float | None) -> list[Alert]:
+    seen = metrics if probe is None else {**metrics, "probe": probe}
+    return [alert for one in watched if (alert := _observe(one, seen)) is not None]
 
 
 def _observe(watched: _Watched, metrics: Mapping[str, Any]) -> Alert | None:

@@ -14,8 +14,8 @@ Metrics = Mapping[str, float]
 
 
 class Rule(ABC, Generic[S]):
-    """One rule, with its state. It sees every step once, in order, and depends on nothing else, so that a resumed run,
-    which shows it the recorded steps first, goes on as an uninterrupted one."""
+    """One rule, with its state. It sees every step once, in order, and depends on nothing else, unless it `looks_around`, so that
+    a resumed run, which shows it the recorded steps first, goes on as an uninterrupted one."""
 
     name: ClassVar[str]
     """The rule's table under [monitor]."""
@@ -26,6 +26,9 @@ class Rule(ABC, Generic[S]):
 
     counts_itself: ClassVar[bool] = False
     """Whether `steps` counts stretches or evaluations, so that one symptom is enough."""
+
+    looks_around: ClassVar[bool] = False
+    """Whether it looks at the machine as it is now, which says nothing of a recorded step."""
 
     def __init__(self, settings: S) -> None:
         self.settings = settings

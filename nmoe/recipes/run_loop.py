@@ -192,7 +192,7 @@ class Run:
         monitor = monitor_of(self._config, recipe.experts, self.directory.path)
         probes = self.ledger.probes()
         for row in read_lines(self.directory.path / "metrics.jsonl") if first else ():
-            monitor.observe(row, probes.get(row["step"]))
+            monitor.recall(row, probes.get(row["step"]))
         return monitor
 
     def _raise(self, step: int, alerts: Sequence[Alert]) -> Alert | None:

@@ -81,6 +81,9 @@ def test_a_level_of_stop_saves_the_run_and_ends_it() -> None:
         nmoe.train_rl(TINY, PROMPTS, [constant], config=config)
     assert (Path("runs/stopped/checkpoints/latest")).resolve().name == "step_000003"
     assert RunStoppedError.exit_code == 1
+    again = config | {"run.resume": True, "monitor.clip.level": "off"}
+    assert len(nmoe.train_rl(TINY, PROMPTS, [constant], config=again).metrics) == SETTINGS["run.steps"], "told once"
+    assert alerts(Path("runs/stopped")) == {"reward_stuck": 3}
 
 
 def test_a_resumed_run_counts_on_where_it_was() -> None:

@@ -164,6 +164,14 @@ def test_a_full_disk_and_one_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert rule.symptom({}) is None
 
 
+def test_a_disk_that_is_full_when_a_run_is_resumed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    monitor = Monitor([DiskRule(DiskSection(), tmp_path), TruncationRule(TruncationSection(steps=3))])
+    for _ in range(2):
+        monitor.recall({"truncated": 1.0})
+    assert [alert.rule for alert in monitor.observe({"truncated": 1.0})] == ["disk", "truncation"]
+
+
 def test_a_stall_is_told_by_the_median_of_the_steps_before() -> None:
     rule = StalledRule(StalledSection(seconds=1.0, factor=10.0))
     assert [rule.symptom({"time_step_s": seconds}) for seconds in (9.0, 1.0, 1.0, 1.2, 1.1, 1.0, 10.9)][:6] == [
