@@ -145,10 +145,14 @@ def evaluate(
     `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
     gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and `majority@n` as well.
     `device` is that of `load_model`.
-    Raises UserError for problems without a right answer.
+    Raises UserError for problems without a right answer, and for numbers that are not positive.
     """
     from nmoe.eval.evaluate import evaluate as evaluated
 
+    if min(problems, samples, max_new_tokens) < 1:
+        raise UserError(
+            f"problems = {problems}, samples = {samples}, max_new_tokens = {max_new_tokens}: each is at least 1"
+        )
     directory = resolve_checkpoint(Path(model))
     tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device).requires_grad_(False)
     settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))

@@ -132,7 +132,7 @@ def load_object(kind: str, name: str) -> Any:
     sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the module may raise anything while it is imported
         hint = moved_hint(error.name) if isinstance(error, ImportError) and error.name else ""
         raise UserError(
             f"{kind} {name}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
@@ -142,7 +142,9 @@ def load_object(kind: str, name: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise UserError(f"{kind} {name}: {module.__file__} has no {attribute!r}") from None
+        raise UserError(
+            f"{kind} {name}: {getattr(module, '__file__', None) or module_name} has no {attribute!r}"
+        ) from None
 
 
 def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:

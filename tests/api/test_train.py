@@ -403,6 +403,8 @@ def by(value: Any) -> Wrong:
         ({"env": [{"question": "1 + 1", "answer": None}]}, "answer"),
         ({"env": NoGrade}, "NoGrade.* is not an environment"),
         ({"env": {"env_id": "x", "task": "nmoe.tests:Missing"}}, "importing nmoe.tests failed"),
+        ({"env": {"env_id": "x", "task": "sys:Missing"}}, "task sys:Missing: sys has no 'Missing'"),
+        ({"env": {"env_id": "x", "task": "leaves:Task"}}, "importing leaves failed: SystemExit: 3"),
         ({"env": NoPrompt, "data": [{"text": "a"}]}, r"NoPrompt has no prompt: define `prompt\(self, record\)`"),
         ({"env": NoPrompt}, "makes no problems of its own"),
         ({"env": OneArgument, "data": [{"prompt": "a"}]}, r"grade\(answer.*it gets 2 arguments"),
@@ -423,6 +425,7 @@ def by(value: Any) -> Wrong:
     ],
 )
 def test_bad_input_ends_with_one_message_before_anything_is_written(arguments: dict[str, Any], said: str) -> None:
+    Path("leaves.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(UserError, match=said):
         nmoe.train_rl(TINY, **{"config": SHORT, **arguments})
     assert not list(Path().rglob("metrics.jsonl"))
@@ -464,6 +467,8 @@ def test_supervised_runs_read_lists_and_end_after_an_epoch() -> None:
     assert nmoe.generate(dpo, ["1 + 1 ="], n=2, max_new_tokens=4)[0][1].finish_reason in ("length", "stop")
     with pytest.raises(UserError, match="jsonl:1: the text has a lone surrogate"):
         nmoe.train_sft(TINY, [{"prompt": "a\ud800", "completion": "b"}])
+    with pytest.raises(UserError, match="problems = 0, samples = 1, max_new_tokens = 256: each is at least 1"):
+        nmoe.evaluate(dpo, "sort", problems=0)
     with pytest.raises(UserError, match="record 1 of the data is 3, not a dict"):
         nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}, 3])  # type: ignore[list-item]
     with pytest.raises(UserError, match="the data has no records"):
