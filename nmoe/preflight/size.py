@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from nmoe.config.commands.base import AdaptableConfig, RunConfig
 from nmoe.config.tables.model import LoraSection
+from nmoe.errors import UserError
 from nmoe.model.checkpoint import read_config
 from nmoe.model.config import ModelConfig
 from nmoe.model.lora import Lora, LoraSettings, choose
@@ -90,8 +91,12 @@ def count(model: Transformer) -> int:
 
 def _adapter(model: Transformer, section: LoraSection) -> int:
     if section.path is not None:
-        with safe_open(resolve_checkpoint(Path(section.path)) / "adapter_model.safetensors", framework="pt") as file:
-            return sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+        path = resolve_checkpoint(Path(section.path)) / "adapter_model.safetensors"
+        try:
+            with safe_open(path, framework="pt") as file:
+                return sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: torn or not a safetensors file: {error}") from error
     with torch.device("meta"):
         lora = Lora(model, LoraSettings(section.rank, 1.0, section.rslora), choose(model, section.targets), "", "")
     return sum(parameter.numel() for parameter in lora.parameters())

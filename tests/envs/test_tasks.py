@@ -29,7 +29,10 @@ def problem(task_type: str, gold: str, question: str = "?") -> Problem:
 
 def correct(of: Problem, answer: str) -> bool:
     verdict = asyncio.run(TASKS[of.task_type].verify(of, Attempt(answer)))
-    assert (verdict.outcome, verdict.score) in (("correct", 1.0), ("incorrect", 0.0))
+    # A predicted score earns more, the nearer it is to the right one.
+    graded = of.task_type in ("meta_verification", "proof_verification", "prm_solution") and verdict.score < 1
+    assert (verdict.outcome, 0.0 if graded else verdict.score) in (("correct", 1.0), ("incorrect", 0.0))
+    assert 0 <= verdict.score <= 1
     return verdict.outcome == "correct"
 
 

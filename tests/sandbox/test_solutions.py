@@ -507,7 +507,7 @@ def test_a_sandbox_that_does_not_open_is_no_verdict(task_type: str) -> None:
         ("mbpp", {"test_list": ["assert ("]}, "no Python"),
         ("mbpp", {"test_list": "assert remove_Occ"}, "not a list of texts"),
         ("mbpp", {"code": None}, "no field 'code'"),
-        ("code_edit", {"files": {"../x.py": ""}}, "no path within a workspace"),
+        ("code_edit", {"files": {"../x.py": ""}}, "is not a path within a workspace"),
         ("code_edit", {"files": {"x.txt": ""}, "protected": []}, "protected"),
         ("code_edit", {"protected": ["nowhere.py"]}, "nowhere.py"),
         ("code_edit", {"solution": {}}, "changes nothing"),
