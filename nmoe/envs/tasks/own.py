@@ -85,7 +85,8 @@ class MultiTurnEnv:
         0.0
 
     Each episode has an instance of its own. Its attributes are its state: JSON values, recorded with every turn, so that an episode
-    can be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded. `record` is the object of
+    can be replayed. Attributes whose names begin with `_` are shared by all episodes and not recorded; lists and dicts of the class
+    are shared, too, so an episode may only read them. `record` is the object of
     the task pool, empty where there is no dataset. `rng` is a random.Random: the problem seeds it in `prompt`; run,
     problem, the sample and the turn. `difficulty` is that of the generated problem.
     """
