@@ -78,8 +78,8 @@ class _Kind:
         if path.exists() or (match["suffix"] and not hint):
             return path
         raise UserError(
-            f"{path}: no such file or directory, nor is there a packaged {self.noun} of that name{hint} "
-            f"(`{self.listed_by}` shows them)"
+            f"{path}: no such file or directory, nor is there a packaged {self.noun} of that name "
+            f"(`{self.listed_by}` shows them){hint}"
         )
 
     def packaged(self, named: str) -> Path:
@@ -88,7 +88,7 @@ class _Kind:
         found = [one for one in known if one.name == name]
         if not found:
             hint = self._hint(name, known)
-            raise UserError(f"there is no packaged {self.noun} {named!r}{hint} (`{self.listed_by}` shows them)")
+            raise UserError(f"there is no packaged {self.noun} {named!r} (`{self.listed_by}` shows them){hint}")
         return self._only(found)
 
     def _hint(self, name: str, known: list[Packaged]) -> str:

@@ -27,7 +27,7 @@ from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.transformer import Transformer
 from nmoe.runs.directory import recorded_precision, recorded_threads
 from nmoe.runs.provenance import provenance
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.resolve import maker_of, resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
@@ -109,6 +109,8 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
         return Tokenizer.train((), SMALLEST_VOCABULARY)
     directory = settings.tokenizer or settings.path
     assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
+    if settings.tokenizer and (maker := maker_of(Path(directory))):
+        raise UserError(f"{directory}: no such directory, whose tokenizer is asked for{maker}")
     return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))
 
 

@@ -23,11 +23,9 @@ def resolve_checkpoint(path: Path) -> Path:
             return candidate
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
-    remedy = ""
-    if not path.exists() and path.parts[:2] == ("runs", "speedrun"):  # where the packaged configurations start
-        remedy = "; `nmoe speedrun` makes it, or a command in the first lines of the configuration that asks for it"
+    remedy = maker_of(path)
     # What begins with a directory of this machine is a mistaken path, and nobody else's business.
-    elif not path.exists() and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+    if not remedy and not path.exists() and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
         try:
             return _fetched(str(path))
         except Exception as error:  # the hub's client raises many kinds
@@ -39,6 +37,13 @@ def resolve_checkpoint(path: Path) -> Path:
     raise UserError(
         f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
     )
+
+
+def maker_of(path: Path) -> str:
+    """What makes a path that is not there and that packaged configurations start from, to end a message with; otherwise nothing."""
+    if path.exists() or path.parts[:2] != ("runs", "speedrun"):
+        return ""
+    return "; `nmoe speedrun` makes it, or a command in the first lines of the configuration that asks for it"
 
 
 def _fetched(name: str) -> Path:

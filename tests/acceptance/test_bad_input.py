@@ -89,6 +89,8 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
     refused(
         nmoe("rl", "train", "sort_grpo"), "runs/speedrun/base: neither a checkpoint", "; `nmoe speedrun` makes it, or"
     )
+    # A configuration with a shape has the tokenizer alone from there.
+    refused(nmoe("rl", "train", "code_fix"), "runs/speedrun/base: no such directory", "; `nmoe speedrun` makes it, or")
     (tmp_path / "pool.jsonl").unlink()
     refused(nmoe("rl", "train", "x.toml"), "pool.jsonl: ", "No such file")
     for verb in (["eval", "nowhere", "x.toml"], ["chat", "nowhere"]):

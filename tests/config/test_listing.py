@@ -97,6 +97,6 @@ def test_only_what_is_packaged_is_shown(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         show_environment("mine.toml")
     with pytest.raises(
-        UserError, match=r"^there is no packaged configuration 'sort_grop'; did you mean 'sort_grpo'\? \("
+        UserError, match=r"^there is no packaged configuration 'sort_grop' \(.*\); did you mean 'sort_grpo'\?$"
     ):
         show_configuration("sort_grop")

@@ -149,11 +149,11 @@ def test_a_configurations_name(install: Install, tmp_path: Path, monkeypatch: py
         ):
             load_run(Path(wrong), RLConfig)
     with pytest.raises(
-        UserError, match=r"^skills: .* packaged configuration of that name; there is a packaged environment of that"
+        UserError, match=r"^skills: .* packaged configuration of that name .*; there is a packaged environment of that"
     ):
         load_run(Path("skills"), RLConfig)
     with pytest.raises(
-        UserError, match=r"^sort_ppo: .* packaged environment of that name; there is a packaged configuration of"
+        UserError, match=r"^sort_ppo: .* packaged environment of that name .*; there is a packaged configuration of"
     ):
         find_environment("sort_ppo")
     with pytest.raises(ConfigError, match=r"^wholly-else\.toml: no such file$"):
@@ -223,8 +223,8 @@ def test_a_run_names_one_by_file_directory_or_name(
         load_run(path, RLConfig)
     (problem,) = error.value.problems
     assert str(problem) == (
-        f"{path}:6: {tmp_path}/configs/countdwn: no such file or directory, nor is there a packaged environment of that name; "
-        "did you mean 'countdown'? (`nmoe env list` shows them)"
+        f"{path}:6: {tmp_path}/configs/countdwn: no such file or directory, nor is there a packaged environment of that name "
+        "(`nmoe env list` shows them); did you mean 'countdown'?"
     )
 
 
