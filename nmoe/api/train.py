@@ -221,19 +221,21 @@ def _on_records(schema: type[C], model: Model | None, data: Data | None, config:
 def _config(
     schema: type[C], model: Model | None, file: Path | None, tables: dict[str, Any], source: str, name: str
 ) -> C:
-    """The checked configuration: the model, and a name that no run has where none was given."""
+    """The checked configuration: the model, and a name that no run has where none was given. Refuses what the commands refuse."""
+    from nmoe.preflight.preflight import refuse_to_start
+
     if isinstance(model, Mapping):
         tables["model"] = {"tokenizer": BYTES, **tables.get("model", {}), "shape": _shape(model)}
     elif model is not None:
         tables["model"] = {**tables.get("model", {}), "path": str(Path(model))}
     named = "name" in tables.get("run", {})
     config = load_run_with(file, schema, tables, source, name)
-    if file is not None or named:
-        return config
     free, number = config.run, 2
-    while not free.resume and (Path(free.directory) / free.name).exists():
+    while file is None and not named and not free.resume and (Path(free.directory) / free.name).exists():
         free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
-    return config.model_copy(update={"run": free})
+    config = config.model_copy(update={"run": free})
+    refuse_to_start(config)
+    return config
 
 
 def _shape(model: Mapping[str, Any]) -> dict[str, Any]:

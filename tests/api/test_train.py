@@ -267,6 +267,18 @@ def test_parts_of_one_name_in_one_call_stay_apart() -> None:
     assert load_object("tool", table["tools"]["use"][0])("three") == 5
 
 
+@pytest.mark.parametrize("train", [nmoe.train_rl, nmoe.train_sft])
+def test_a_schedule_that_comes_too_late_is_refused_as_by_the_commands(train: Any, tmp_path: Path) -> None:
+    settings = {"run.steps": 100, "run.directory": str(tmp_path / "runs"), "optimizer.warmup_steps": 90}
+    given: dict[str, Any] = {"data": [{"prompt": "a", "completion": "b"}]}
+    if train is nmoe.train_rl:
+        given = {"env": [{"prompt": "a", "answer": "1"}]}
+    shape = {"hidden_size": 16, "layers": 1, "heads": 1, "context_tokens": 4096}
+    with pytest.raises(UserError, match=r"^learning rate: 22% of its peak .* optimizer.allow_slow_warmup = true"):
+        train(shape, config=settings, **given)
+    assert not list((tmp_path / "runs").glob("*/config.toml"))
+
+
 def test_records_that_another_script_passed_are_named_as_such() -> None:
     with pytest.raises(UserError, match=r"passed:Gone: a script or notebook passed the records.*to a .jsonl file"):
         load_object("pool", "passed:Gone")
