@@ -23,10 +23,12 @@ def extended(config: ModelConfig, context_tokens: int) -> ModelConfig:
     if context_tokens == trained:
         return config
     changes: dict[str, object] = {"context_tokens": context_tokens}
+    # DeepSeek's `mscale_all_dim`: a scale of all attention logits that was made for the present factor.
+    sharpened = config.latent is not None and config.attention_scale > 0
     if scaling is None:
         factor = context_tokens / trained
         changes["rope_scaling"] = RopeScaling("yarn", factor, trained, attention_factor=yarn_mscale(factor))
-    elif scaling.kind == "yarn" and scaling.attention_factor == yarn_mscale(scaling.factor):
+    elif scaling.kind == "yarn" and scaling.attention_factor == yarn_mscale(scaling.factor) and not sharpened:
         factor = context_tokens / scaling.original_context_tokens
         changes["rope_scaling"] = replace(scaling, factor=factor, attention_factor=yarn_mscale(factor))
     elif scaling.kind == "dynamic" and config.rope_dim > 2:

@@ -1,6 +1,7 @@
 """A longer context than a checkpoint's: the frequencies are transformers', and a run asks for it by `model.context_tokens`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from family_cases import qwen2 as cases
 from family_cases.case import Case
+from tiny_models import tiny_family
 from transformers import AutoModelForCausalLM
 
 from nmoe.config.tables.model import ModelSection
@@ -78,8 +80,17 @@ def test_a_run_has_transformers_logits_beyond_the_checkpoint_s_context(
 BASE = qwen2.config_from_hf(cases.CASES[0].config.to_dict())
 
 
+# YaRN's own for a factor of 4 (eq. 22).
+MSCALE = 0.1 * math.log(4.0) + 1.0
+
+
 def scaled(scaling: RopeScaling) -> ModelConfig:
     return BASE.model_copy(update={"rope_scaling": scaling})
+
+
+SHARPENED = tiny_family(
+    "deepseek_v3", attention_scale=0.3, rope_scaling=RopeScaling("yarn", 4.0, 16, attention_factor=MSCALE)
+).config
 
 
 def test_the_same_context_changes_nothing() -> None:
@@ -96,9 +107,10 @@ def test_the_same_context_changes_nothing() -> None:
             "context_tokens = 65: the checkpoint's 64 are stretched by llama3",
         ),
         (scaled(RopeScaling("linear", 4.0)), 65, "stretched by linear"),
+        (SHARPENED, 65, "stretched by yarn with factors of their own"),
         (scaled(RopeScaling("yarn", 4.0, 16, attention_factor=1.3)), 65, "stretched by yarn with factors of their own"),
     ],
-    ids=["fewer", "llama3", "linear", "yarn of its own"],
+    ids=["fewer", "llama3", "linear", "yarn that scales all logits", "yarn of its own"],
 )
 def test_what_says_nothing_of_more_is_refused(config: ModelConfig, tokens: int, message: str) -> None:
     with pytest.raises(UserError, match=message):

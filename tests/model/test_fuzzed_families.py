@@ -71,6 +71,7 @@ def test_an_odd_setting_is_read_as_transformers_reads_it(tmp_path: Path, family:
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave = null is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False is not supported"),
         ("llama", {"rope_parameters": YARN | {"truncate": None}}, "llama: truncate = null is not supported"),
+        ("glm4_moe", {"partial_rotary_factor": 1e308}, "partial_rotary_factor = 1e+308 is not a share of a head"),
         ("glm4_moe", {"partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01 turns 0 of "),
         ("glm4_moe", {"head_dim": 8, "partial_rotary_factor": 0.4}, "= 0.4 turns 3 of 8 dimensions"),
         ("llama", {"partial_rotary_factor": 0.5}, "llama: partial_rotary_factor = 0.5 is not supported"),

@@ -102,8 +102,12 @@ class Settings:
         for place in (self, settings):
             place.refuse_null("partial_rotary_factor")
         share = settings.real("partial_rotary_factor", self.real("partial_rotary_factor", default))
+        if not 0 < share <= 1:
+            raise UserError(
+                f"{self.model_type}: partial_rotary_factor = {share} is not a share of a head, above 0 and at most 1"
+            )
         turned = int(head_dim * share)
-        if not 0 < turned <= head_dim or turned % 2:
+        if turned == 0 or turned % 2:
             raise UserError(
                 f"{self.model_type}: partial_rotary_factor = {share} turns {turned} of {head_dim} dimensions, not a whole "
                 "number of pairs"
