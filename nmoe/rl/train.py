@@ -64,6 +64,7 @@ from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.teacher import Teacher
 from nmoe.rollout.collector import GradingError
+from nmoe.runs.ledger import read_metrics
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
@@ -213,6 +214,7 @@ class PolicyGradient(Recipe):
 
     def resume(self) -> None:
         self.learner.hand_over(self.engine)
+        self._skipped = bool(read_metrics(self.run.directory.path)[-1]["skipped"])
 
     def reason_to_end(self) -> str | None:
         return reason_to_end(self.rates, self.config.eval.enough, self.config.eval.patience) if self.rates else None

@@ -187,8 +187,8 @@ QWEN3_MOE = [
     (edit_config(rope_scaling={"rope_type": "yarn"}), r"config\.json: missing keys factor"),
     (edit_config(rope_scaling=3), r"config\.json: rope_scaling = 3 is not a table"),
     (
-        edit_config(rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
-        r"config\.json: qwen3_moe: rope type 'longrope' is not supported",
+        edit_config(rope_parameters={"rope_type": "proportional", "rope_theta": 1.0}),
+        r"config\.json: qwen3_moe: rope type 'proportional' is not supported",
     ),
     (edit_config(attention_bias=True), r"model\.safetensors: .* model\.layers\.0\.self_attn\.q_proj\.bias is missing"),
     (edit_config(attention_bias="yes"), r"config\.json: attention_bias = 'yes' is neither true nor false"),

@@ -112,7 +112,7 @@ def test_a_step_whose_groups_are_all_alike_is_skipped(base: Path, reinforce: Rei
         assert (row["truncated"], row["failures/truncated"], row["response_length_mean"]) == (1, 72, 2)
         assert not {"loss", "grad_norm", "ppo_kl", "mismatch_abs_max", "route_flips"} & row.keys()
     message = "every one of 18 groups had rewards all alike: no optimizer step was taken"
-    assert read_lines(run / "alerts.jsonl") == [{"step": step, "message": message} for step in (1, 2)]
+    assert read_lines(run / "alerts.jsonl") == [{"step": 1, "message": message}], "of several in a row the first"
     checkpoint = resolve_checkpoint(run)
     before, after = ((path / "model.safetensors").read_bytes() for path in (resolve_checkpoint(base), checkpoint))
     assert before == after

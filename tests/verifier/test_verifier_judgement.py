@@ -237,7 +237,7 @@ def test_a_verifier_of_solutions_judges_no_steps(
     (tmp_path / "config.json").write_text("{}")
     Description("score", "generative", neutral=False).save(tmp_path)
     judge = Judge(copy.deepcopy(model), None, GenerativeForm(tokenizer, "score"))
-    monkeypatch.setattr(Judge, "load", lambda path: (judge, Description.load(path)))
+    monkeypatch.setattr(Judge, "load", lambda path, device: (judge, Description.load(path)))
     assert isinstance(load_scorer(tmp_path), Verifier)
     with pytest.raises(
         UserError, match="scores whole solutions, and steps are to be judged; train one with --mode=step"
