@@ -38,7 +38,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: torc
     family, config = read_config(directory)
     model = new_model(config, dtype, device)
     model.generation = _read_generation(directory)
-    fill(model.state_dict(), family, config, Shards(directory))
+    fill(model.state_dict(), family, config, Shards(directory), [name for name, _ in model.named_buffers()])
     return model
 
 
@@ -60,7 +60,7 @@ def load_weights(model: Transformer, directory: Path) -> None:
             f"{name} = {value!r} where the model has {getattr(model.config, name)!r}" for name, value in other.items()
         )
         raise UserError(f"{directory / 'config.json'}: of another model than the one to load into: {shown}")
-    fill(model.state_dict(), family, config, Shards(directory))
+    fill(model.state_dict(), family, config, Shards(directory), [name for name, _ in model.named_buffers()])
 
 
 def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:

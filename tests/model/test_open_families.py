@@ -76,3 +76,16 @@ def test_a_name_taken_twice_is_refused_with_both_places() -> None:
         register_family(Other)
     with pytest.raises(UserError, match=r"'llama' is registered twice: by nmoe and by nmoe\.model\.families\.llama"):
         register_family(llama)
+
+
+def test_a_family_that_forgets_a_weight_is_a_mistake_and_not_a_model_of_zeros(
+    renamed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(config):
+        return (entry for entry in llama.entries(config) if "up_proj" not in entry.theirs)
+
+    monkeypatch.setattr(Renamed, "entries", staticmethod(forgetful))
+    monkeypatch.setattr(Renamed, "ignores", staticmethod(lambda name, config: True))
+    register_family(Renamed)
+    with pytest.raises(ValueError, match=r"the family's entries fill \d+ of its \d+ values"):
+        load_model(renamed)

@@ -7,8 +7,8 @@ where its rows fill rows of ours, copied into its part of ours, and freed.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,8 +89,10 @@ class Family(Protocol):
         """Whether a stored tensor that no entry names is allowed."""
 
 
-def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: Shards) -> None:
-    """Copies a checkpoint into a model's state, converting to its dtypes. Buffers that no entry fills become 0.
+def fill(
+    state: dict[str, Tensor], family: Family, config: ModelConfig, shards: Shards, buffers: Collection[str]
+) -> None:
+    """Copies a checkpoint into a model's state, converting to its dtypes. Of the state, `buffers` may have no entry: they become 0.
 
     Names, shapes and dtypes are all compared before anything is copied; values are checked to be finite while copying. Raises
     UserError naming file and tensor.
@@ -98,12 +100,24 @@ def fill(state: dict[str, Tensor], family: Family, config: ModelConfig, shards: 
     entries = list(family.entries(config))
     stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
     _compare(entries, stored, family, config, shards)
-    for name in state.keys() - {entry.ours for entry in entries}:
+    for name in _unfilled(state, entries, buffers):
         state[name].zero_()
     for entry in entries:
         _fill_entry(state[entry.ours][entry.index], entry, *stored[entry.theirs], shards)
     if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
         _compare_tied_head(state["embedding.weight"], shards)
+
+
+def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:
+    """The buffers that no entry fills. Raises ValueError for a family whose entries leave a part of a weight
+    as it was allocated."""
+    filled: Counter[str] = Counter()
+    for entry in entries:
+        filled[entry.ours] += state[entry.ours][entry.index].numel()
+    for name, tensor in state.items():
+        if filled[name] != tensor.numel() and (filled[name] or name not in buffers):
+            raise ValueError(f"{name}: the family's entries fill {filled[name]} of its {tensor.numel()} values")
+    return [name for name in state if not filled[name]]
 
 
 def _fill_entry(
