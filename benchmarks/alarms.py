@@ -20,8 +20,8 @@ from nmoe.runs.ledger import Ledger, read_metrics
 def said(run: Path) -> tuple[int, float, list[str]]:
     """The number of steps, CPU seconds of the rules, and their alerts, of a run of `nmoe rl train`."""
     rows, probes = read_metrics(run), Ledger(run).probes()
-    experts = sum(name.startswith("expert_load/") for name in rows[0]) and 8
-    monitor = monitor_of(load_run(run / "config.toml", RLConfig), experts, run)
+    loads = next((value for name, value in rows[0].items() if name.startswith("expert_load/")), [])
+    monitor = monitor_of(load_run(run / "config.toml", RLConfig), len(loads), run)
     began, alerts = time.process_time(), []
     for row in rows:
         alerts += [
