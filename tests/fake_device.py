@@ -160,6 +160,7 @@ class FakeKind(Kind):
         self.waits: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.devices, self.free_bytes = 1, 2**20
+        self.memory_share, self.busy = 0.5, True
 
     def count(self) -> int:
         return self.devices
@@ -186,6 +187,13 @@ class FakeKind(Kind):
     def cache_bytes(self, device: torch.device, to_come: int, trains: bool) -> int:
         self.calls["cache_bytes"] += 1
         return self.free_bytes
+
+    def peak_memory_share(self, device: torch.device) -> float:
+        assert device == DEVICE
+        return self.memory_share
+
+    def is_busy(self, device: torch.device) -> bool | None:
+        return self.busy
 
     def records_groups(self, device: torch.device) -> bool:
         return True

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nmoe.config.tables.model import DEVICE
 from nmoe.errors import UserError
+from nmoe.model.nvml import utilization
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -73,6 +74,14 @@ class Kind:
         """How large an engine's cache may be by default. `to_come` bytes will be needed for other things, and `trains` says whether
         the engine shares the device with training."""
         return _CPU_CACHE_BYTES
+
+    def peak_memory_share(self, device: torch.device) -> float:
+        """The highest share of the device's own memory that was in use since the last call; 0 where it has none."""
+        return 0.0
+
+    def is_busy(self, device: torch.device) -> bool | None:
+        """Whether the device is at work at this moment; None where it cannot say."""
+        return None
 
     def records_groups(self, device: torch.device) -> bool:
         """Whether a grouped product can be recorded, which takes that the host need not know the groups' sizes."""
@@ -129,6 +138,17 @@ class Cuda(Kind):
         # What torch holds and does not use is free, too.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free - to_come) * (_SHARE_BESIDE_TRAINING if trains else _SHARE_ALONE))
+
+    def peak_memory_share(self, device: torch.device) -> float:
+        """Other processes count with what they hold now. What torch holds and did not use does not count."""
+        free, total = torch.cuda.mem_get_info(device)
+        peak = total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / total
+
+    def is_busy(self, device: torch.device) -> bool | None:
+        percent = utilization(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return None if percent is None else percent > 0
 
     def records_groups(self, device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -9,6 +9,7 @@ from nmoe.monitor.rule import Metrics, Rule
 class KLRule(Rule[KLSection]):
     name = "kl"
     source = "training guidelines, tier 2: ppo_kl, large spikes or sustained negative values"
+    counts_itself = True
     remedies = (
         "lower optimizer.learning_rate",
         "lower algorithm.clip_low and clip_high",
@@ -17,13 +18,16 @@ class KLRule(Rule[KLSection]):
 
     def __init__(self, settings: KLSection) -> None:
         super().__init__(settings)
-        self._negative = 0
+        self._large = self._negative = 0
 
     def symptom(self, metrics: Metrics) -> str | None:
         kl = metrics.get("ppo_kl")
         if kl is None:
             return None
+        self._large = self._large + 1 if abs(kl) > self.settings.above else 0
         self._negative = self._negative + 1 if kl < -1e-6 else 0
+        if self._large >= self.settings.steps:
+            return f"ppo_kl is {kl:.3g}, {self._large} steps in a row beyond {self.settings.above:g}"
         if self._negative >= self.settings.negative_steps:
             return f"ppo_kl is negative for {self._negative} steps"
-        return f"ppo_kl is {kl:.3g}" if abs(kl) > self.settings.above else None
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nmoe.config.tables.monitor import MismatchSection
-from nmoe.monitor.rule import Metrics, Rule
+from nmoe.monitor.rule import Metrics, Recent, Rule
 
 
 class MismatchRule(Rule[MismatchSection]):
@@ -18,7 +18,16 @@ class MismatchRule(Rule[MismatchSection]):
     def __init__(self, settings: MismatchSection, half_precision: bool = False) -> None:
         super().__init__(settings)
         self._above = settings.above or (0.02 if half_precision else 1e-6)
+        self._start = Recent(5)
 
     def symptom(self, metrics: Metrics) -> str | None:
         mean = metrics.get("mismatch_abs_mean")
-        return f"engine and learner differ by {mean:.2g} a token" if mean is not None and mean > self._above else None
+        if mean is None:
+            return None
+        start = self._start.mean(mean)
+        if mean > self._above:
+            return f"engine and learner differ by {mean:.2g} a token"
+        # Far below the limit a difference is rounding, which comes and goes.
+        if start is None or mean <= max(self.settings.growth * start, self._above / 4):
+            return None
+        return f"engine and learner differ by {mean:.2g} a token, and began at {start:.2g}"

@@ -8,21 +8,27 @@ from typing import Any
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.model.device import choose_device, kind_of
 from nmoe.monitor.clip import ClipRule
 from nmoe.monitor.disk import DiskRule
 from nmoe.monitor.entropy import EntropyRule
 from nmoe.monitor.experts import ExpertsRule
+from nmoe.monitor.flat import FlatRule
 from nmoe.monitor.format import FormatRule
 from nmoe.monitor.grad_norm import GradNormRule
 from nmoe.monitor.grad_norm_rise import GradNormRiseRule
+from nmoe.monitor.idle import IdleRule
 from nmoe.monitor.kl import KLRule
 from nmoe.monitor.length import LengthRule
+from nmoe.monitor.memory import MemoryRule
 from nmoe.monitor.mismatch import MismatchRule
 from nmoe.monitor.monitor import Monitor
 from nmoe.monitor.probe import ProbeRule
+from nmoe.monitor.ratios import RatiosRule
 from nmoe.monitor.reward_hacking import RewardHackingRule
 from nmoe.monitor.reward_stuck import RewardStuckRule
 from nmoe.monitor.rule import Rule
+from nmoe.monitor.solve_rate import SolveRateRule
 from nmoe.monitor.stalled import StalledRule
 from nmoe.monitor.truncation import TruncationRule
 
@@ -36,15 +42,21 @@ def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
         DiskRule(watch.disk, directory),
         StalledRule(watch.stalled),
     ]
+    device = choose_device(config.model.device)
+    if not kind_of(device).on_host:
+        rules += [MemoryRule(watch.memory, device), IdleRule(watch.idle, device)]
     if experts:
         rules.append(ExpertsRule(watch.experts, experts))
     if isinstance(config, RLConfig):
         own = config.monitor
         rules += [
             RewardStuckRule(own.reward_stuck),
+            FlatRule(own.flat),
+            SolveRateRule(own.solve_rate),
             TruncationRule(own.truncation),
             ClipRule(own.clip),
             KLRule(own.kl),
+            RatiosRule(own.ratios),
             EntropyRule(own.entropy),
             LengthRule(own.length),
             ProbeRule(own.probe),

@@ -71,6 +71,20 @@ class StalledSection(RuleSection):
     seconds: float = Field(default=300.0, gt=0, description="and at least this long")
 
 
+class MemorySection(AboveSection):
+    """[monitor.memory]: the memory of the run's GPU is nearly full. Only where there is one."""
+
+    above: float = Field(default=0.95, gt=0, le=1, description="share of the GPU's memory in use at a step's peak")
+    steps: int = Field(default=2, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class IdleSection(RuleSection):
+    """[monitor.idle]: the run's GPU has nothing to do for minutes. Only where there is one."""
+
+    steps: int = Field(default=1, gt=0, description="steps in a row that show the symptom before the rule fires")
+    seconds: float = Field(default=120.0, gt=0, description="the pause that a step has at least")
+
+
 class TruncationSection(AboveSection):
     """[monitor.truncation]: most completions are cut at the token limit."""
 
@@ -90,6 +104,28 @@ class RewardStuckSection(RuleSection):
     steps: int = Field(default=10, gt=0, description="steps in a row that show the symptom before the rule fires")
 
 
+class FlatSection(RuleSection):
+    """[monitor.flat]: the mean reward of ten steps does not rise beyond its noise while problems are still unsolved."""
+
+    steps: int = Field(default=50, ge=10, description="steps without a rise before the rule fires")
+    solved: float = Field(default=0.8, gt=0, le=1, description="correctness from which a flat reward is no symptom")
+
+
+class SolveRateSection(RuleSection):
+    """[monitor.solve_rate]: hardly any problem is solved."""
+
+    below: float = Field(default=0.05, gt=0, le=1, description="correctness below which a step shows the symptom")
+    steps: int = Field(default=10, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
+class RatiosSection(AboveSection):
+    """[monitor.ratios]: an update changes a token's probability many times over."""
+
+    above: float = Field(default=10.0, ge=0, description="ratio_max of a step that shows the symptom")
+    log_ratio: float = Field(default=5.0, gt=0, description="log_ratio_raw_max of a step that shows the symptom")
+    steps: int = Field(default=3, gt=0, description="steps in a row that show the symptom before the rule fires")
+
+
 class FormatSection(RuleSection):
     """[monitor.format]: the required format is rare, or is being lost. Only where a reward weighs the format."""
 
@@ -102,7 +138,7 @@ class KLSection(AboveSection):
 
     above: float = Field(default=0.1, ge=0, description="|ppo_kl| of a step that shows the symptom")
     negative_steps: int = Field(default=10, gt=0, description="steps in a row with a negative ppo_kl")
-    steps: int = Field(default=2, gt=0, description="steps in a row that show the symptom before the rule fires")
+    steps: int = Field(default=2, gt=0, description="steps in a row beyond `above` before the rule fires")
 
 
 class EntropySection(RuleSection):
@@ -137,6 +173,9 @@ class MismatchSection(AboveSection):
     """[monitor.mismatch]: the engine's log-probabilities are not the learner's."""
 
     above: float = Field(default=0.0, ge=0, description="mismatch_abs_mean; 0: 1e-6 in float32, 0.02 in half precision")
+    growth: float = Field(
+        default=10.0, gt=1, description="times the mean of the first five steps, from a quarter of `above` on"
+    )
     steps: int = Field(default=2, gt=0, description="steps in a row that show the symptom before the rule fires")
 
 
@@ -148,6 +187,8 @@ class WatchSection(Section):
     experts: ExpertsSection = Field(default=ExpertsSection(), description="collapsing experts")
     disk: DiskSection = Field(default=DiskSection(), description="a disk that is nearly full")
     stalled: StalledSection = Field(default=StalledSection(), description="a step that takes far too long")
+    memory: MemorySection = Field(default=MemorySection(), description="a GPU whose memory is nearly full")
+    idle: IdleSection = Field(default=IdleSection(), description="a GPU that has nothing to do")
 
 
 class SampleRateSection(WatchSection):
@@ -165,10 +206,15 @@ class MonitorSection(SampleRateSection):
         default=1, ge=0, description="additional replay bundles per step and failure class"
     )
     reward_stuck: RewardStuckSection = Field(default=RewardStuckSection(), description="rewards without a difference")
+    flat: FlatSection = Field(default=FlatSection(), description="a reward that does not rise")
+    solve_rate: SolveRateSection = Field(
+        default=SolveRateSection(), description="problems of which hardly any is solved"
+    )
     format: FormatSection = Field(default=FormatSection(), description="a format that is rare or being lost")
     truncation: TruncationSection = Field(default=TruncationSection(), description="completions cut at the limit")
     clip: ClipSection = Field(default=ClipSection(), description="updates that are clipped away")
     kl: KLSection = Field(default=KLSection(), description="a policy that moves too far at once")
+    ratios: RatiosSection = Field(default=RatiosSection(), description="tokens whose probability leaps")
     entropy: EntropySection = Field(default=EntropySection(), description="samples that become alike")
     length: LengthSection = Field(default=LengthSection(), description="completions that shrink or grow")
     probe: ProbeSection = Field(default=ProbeSection(), description="a reward that rises while the probe falls")
