@@ -47,8 +47,8 @@ LAYERS = [
 def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int]) -> None:
     """`stored` positions go through prefill, the second half of them as a later piece; then one more is decoded."""
     cache = PagedCache(CONFIG, 10, CPU, torch.float32)
-    cache.keys.fill_(1e4)  # what lies beyond must not count
-    cache.values.fill_(-1e4)
+    cache.attention.keys.fill_(1e4)  # what lies beyond must not count
+    cache.attention.values.fill_(-1e4)
     lengths = [n + 1 for n in stored]
     q, k, v = ([draw(n, heads, 4, seed=n + heads) for n in lengths] for heads in (4, 2, 2))
     v = [-x for x in v]
@@ -72,22 +72,22 @@ def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int
     out = decode(layer, *(torch.stack([x[i][n] for i, n in enumerate(stored)]) for x in (q, k, v)))
     for i in range(4):
         torch.testing.assert_close(out[i], naive(layer, q[i][-1], k[i], v[i]), rtol=1e-5, atol=1e-5)
-    assert (cache.keys[0] == 1e4).all()  # the other layer's
-    assert (cache.keys[1, 4] == 1e4).all()  # nobody's block
+    assert (cache.attention.keys[0] == 1e4).all()  # the other layer's
+    assert (cache.attention.keys[1, 4] == 1e4).all()  # nobody's block
 
 
 def test_whole_blocks_are_copied_with_their_routes() -> None:
     cache = PagedCache(CONFIG, 4, CPU, torch.float32)
-    for tensor in (cache.keys, cache.values):
+    for tensor in (cache.attention.keys, cache.attention.values):
         tensor.copy_(draw(*tensor.shape))
     assert cache.routes is not None
-    cache.routes.copy_(torch.randint(4, cache.routes.shape))
-    keys, values, routes = cache.keys.clone(), cache.values.clone(), cache.routes.clone()
+    cache.routes.picks.copy_(torch.randint(4, cache.routes.picks.shape))
+    keys, values, routes = cache.attention.keys.clone(), cache.attention.values.clone(), cache.routes.picks.clone()
     cache.copy([2, 2], [0, 3])
     for target, source in ((0, 2), (1, 1), (2, 2), (3, 2)):
-        assert torch.equal(cache.keys[:, target], keys[:, source])
-        assert torch.equal(cache.values[:, target], values[:, source])
-        assert torch.equal(cache.routes.view(4, 16, 2, 2)[target], routes.view(4, 16, 2, 2)[source])
+        assert torch.equal(cache.attention.keys[:, target], keys[:, source])
+        assert torch.equal(cache.attention.values[:, target], values[:, source])
+        assert torch.equal(cache.routes.picks.view(4, 16, 2, 2)[target], routes.view(4, 16, 2, 2)[source])
 
 
 def test_routes_are_read_as_they_were_written() -> None:
@@ -95,15 +95,14 @@ def test_routes_are_read_as_they_were_written() -> None:
     positions = np.arange(12, 20)
     blocks = np.where(positions < 16, 3, 1)
     picks = torch.arange(32, dtype=torch.int16).view(8, 2, 2)
-    cache.write_routes(blocks, positions, picks)
-    routes = cache.read_routes([3, 1], 20)
-    assert routes is not None
+    assert cache.routes is not None
+    cache.routes.write(blocks, positions, picks)
+    routes = cache.routes.read([3, 1], 20)
     assert routes.shape == (20, 2, 2)
     assert torch.equal(routes[12:], picks)
     assert (routes[:12] == 0).all()
     dense = PagedCache(ModelConfig(**SHAPE, context_tokens=16, intermediate_size=4), 2, CPU, torch.float32)
     assert dense.routes is None
-    assert dense.read_routes([0], 3) is None
     dense.copy([0], [1])
 
 
@@ -111,8 +110,9 @@ def test_a_block_takes_what_its_tensors_take() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         cache = PagedCache(CONFIG, 3, CPU, dtype)
         assert cache.routes is not None
-        assert cache.keys.dtype == dtype
-        assert 3 * bytes_per_block(CONFIG, dtype) == cache.keys.nbytes + cache.values.nbytes + cache.routes.nbytes
+        assert cache.attention.keys.dtype == dtype
+        tensors = (cache.attention.keys, cache.attention.values, cache.routes.picks)
+        assert 3 * bytes_per_block(CONFIG, dtype) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_of_latent_attention_latents_alone_are_stored() -> None:
@@ -132,10 +132,10 @@ def test_of_latent_attention_latents_alone_are_stored() -> None:
     )
     assert bytes_per_block(config, torch.bfloat16) == 16 * 61 * 576 * 2
     cache = PagedCache(config, 3, CPU, torch.bfloat16)
-    assert cache.keys.nbytes + cache.values.nbytes == 3 * bytes_per_block(config, torch.bfloat16)
-    cache.keys.copy_(draw(*cache.keys.shape))
+    assert cache.attention.keys.nbytes + cache.attention.values.nbytes == 3 * bytes_per_block(config, torch.bfloat16)
+    cache.attention.keys.copy_(draw(*cache.attention.keys.shape))
     cache.copy([2], [0])
-    assert torch.equal(cache.keys[:, 0], cache.keys[:, 2])
+    assert torch.equal(cache.attention.keys[:, 0], cache.attention.keys[:, 2])
     cache.clear(2)
-    assert not cache.keys[:, :2].any()
-    assert cache.keys[:, 2].all(-1).any()
+    assert not cache.attention.keys[:, :2].any()
+    assert cache.attention.keys[:, 2].all(-1).any()

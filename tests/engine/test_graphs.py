@@ -9,8 +9,9 @@ import torch
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.attend import DecodeAttention
-from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.engine.native.cache import PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs, run_plainly
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
@@ -42,7 +43,7 @@ class Recorder:
 def filled_cache(model: Transformer, blocks: int) -> PagedCache:
     cache = PagedCache(model.config, blocks, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(1)
-    for tensor in (cache.keys, cache.values):
+    for tensor in (cache.attention.keys, cache.attention.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
 
@@ -70,7 +71,10 @@ def test_a_step_equals_the_gathered_one_and_writes_nowhere_else(tiny_model: Make
         torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
         assert (routes is None) == (not trace.chosen_TK)
         assert routes is None or torch.equal(routes, trace.routes())
-        for mine, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        for mine, other in (
+            (ours.attention.keys, theirs.attention.keys),
+            (ours.attention.values, theirs.attention.values),
+        ):
             torch.testing.assert_close(mine[:, :scratch], other[:, :scratch], rtol=1e-4, atol=1e-5)
     assert (recorder.recordings, recorder.replays) == (1, 3)
 

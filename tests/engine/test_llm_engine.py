@@ -426,8 +426,8 @@ def test_after_weights_that_are_not_finite_the_engine_works_again(
         assert all(group.aborted for group in groups)
         assert engine.idle
         assert (engine.stats().running, engine.stats().waiting, engine.stats().cache_use) == (0, 0, 0)
-        assert engine.cache.keys.isfinite().all()
-        assert engine.cache.values.isfinite().all()
+        assert engine.cache.attention.keys.isfinite().all()
+        assert engine.cache.attention.values.isfinite().all()
         engine.abort_all()
     engine.add_scoring(range(20), 1.0, "score")
     with diverged(value_rows), pytest.raises(DivergenceError, match="are not finite"):

@@ -164,9 +164,9 @@ def test_a_shape_has_its_parameters_and_an_engine(shape: str) -> None:
     own, billions = model(shape), SHAPES[shape][2]
     assert sum(parameter.numel() for parameter in own.parameters()) / 1e9 == pytest.approx(billions, abs=0.06)
     engine = LLMEngine(own, 256, cache_bytes=8 * 2**30)
-    assert engine.cache.keys.device == META
+    assert engine.cache.attention.keys.device == META
     config, size = own.config, bytes_per_block(own.config, torch.bfloat16)
     keys = config.layers * config.kv_heads * config.head_dim
     assert size == 16 * (2 * keys * 2 + config.layers * config.experts_per_token * 2)
     assert engine.scheduler.blocks.blocks == 8 * 2**30 // size
-    assert math.prod(engine.cache.keys.shape) == engine.scheduler.blocks.blocks * 16 * keys
+    assert math.prod(engine.cache.attention.keys.shape) == engine.scheduler.blocks.blocks * 16 * keys

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.engine.native.cache import PagedCache
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import put
 from nmoe.model.ops.attention import AttentionLayer
@@ -42,7 +43,7 @@ class PrefillAttention:
 
     def __init__(self, cache: PagedCache, pieces: Sequence[Piece], exact: bool) -> None:
         self.cache, self.pieces = cache, pieces
-        self.exact = ops_for(cache.keys, exact).exact
+        self.exact = ops_for(cache.attention.keys, exact).exact
         positions_T = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         spans = [np.asarray(piece.blocks, dtype=np.int64) for piece in pieces]
         blocks_T = np.concatenate(
@@ -52,14 +53,14 @@ class PrefillAttention:
             ]
         )
         self.positions_T, self.blocks_T = positions_T, blocks_T
-        self.places = cache.places(blocks_T, positions_T)
+        self.places = cache.attention.places(blocks_T, positions_T)
         fresh = [piece for piece in pieces if piece.start == 0]
         self.fresh = sum(piece.stop for piece in fresh)
         self.packed = PackedAttention([piece.stop for piece in fresh], cache.device, exact) if fresh else None
         self.later: list[tuple[Piece, Tensor]] = []
         for piece, blocks in zip(pieces[len(fresh) :], spans[len(fresh) :], strict=True):
             held = blocks[: -(-piece.stop // BLOCK_TOKENS)]
-            self.later.append((piece, cache.gather_index(held[None])))
+            self.later.append((piece, cache.attention.gather_index(held[None])))
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,17 +72,17 @@ class PrefillAttention:
         return torch.from_numpy(table), torch.from_numpy(self.positions_T), torch.from_numpy(piece_T)
 
     def __call__(self, layer: AttentionLayer, q_THC: Tensor, k_TJC: Tensor, v_TJU: Tensor) -> Tensor:
-        self.cache.write(layer.index, self.places, k_TJC, v_TJU)
+        self.cache.attention.write(layer.index, self.places, k_TJC, v_TJU)
         ops = ops_for(q_THC, self.exact)
         if self.exact and ops.attends_in_blocks:
-            return ops.attend_in_blocks(layer, q_THC, *self.cache.of_layer(layer.index), *self._rows)
+            return ops.attend_in_blocks(layer, q_THC, *self.cache.attention.of_layer(layer.index), *self._rows)
         parts = []
         if self.packed is not None:
             parts.append(self.packed(layer, q_THC[: self.fresh], k_TJC[: self.fresh], v_TJU[: self.fresh]))
         start = self.fresh
         for piece, index in self.later:
             stop = start + piece.stop - piece.start
-            k_JLC, v_JLU = self.cache.gather(layer.index, index, 1)
+            k_JLC, v_JLU = self.cache.attention.gather(layer.index, index, 1)
             k_LJC, v_LJU = (x[:, : piece.stop].transpose(0, 1) for x in (k_JLC, v_JLU))
             parts.append(_after_earlier(layer, q_THC[start:stop], k_LJC, v_LJU, piece.start, self.exact))
             start = stop
@@ -91,14 +92,14 @@ class PrefillAttention:
         self, layer: AttentionLayer, q_THC: Tensor, latents_TL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
         """Attends to keys and values made from the latents of all positions, as the learner makes them."""
-        self.cache.write_latents(layer.index, self.places, latents_TL)
+        self.cache.latents.write_latents(layer.index, self.places, latents_TL)
         parts = []
         if self.packed is not None:
             parts.append(self.packed(layer, q_THC[: self.fresh], *block.expanded(latents_TL[: self.fresh])))
         start = self.fresh
         for piece, index in self.later:
             stop = start + piece.stop - piece.start
-            cached_1PL, _ = self.cache.gather(layer.index, index, 1)
+            cached_1PL, _ = self.cache.attention.gather(layer.index, index, 1)
             k_PHC, v_PHU = block.expanded(cached_1PL[0, : piece.stop].to(latents_TL.dtype))
             q_NHC = q_THC[start:stop]
             ops = ops_for(q_THC, self.exact)
@@ -148,21 +149,23 @@ class DecodeAttention:
     def __init__(
         self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64], exact: bool = False
     ) -> None:
-        self.cache, self.exact = cache, ops_for(cache.keys, exact).exact
+        self.cache, self.exact = cache, ops_for(cache.attention.keys, exact).exact
         self.positions_B, self.table_BM = positions_B, table_BM
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
     @cached_property
     def places(self) -> Tensor:
         blocks_B = self.table_BM[np.arange(len(self.positions_B)), self.positions_B // BLOCK_TOKENS]
-        return self.cache.places(blocks_B, self.positions_B)
+        return self.cache.attention.places(blocks_B, self.positions_B)
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
         ops = ops_for(q_BHC, self.exact)
         if ops.attends_in_blocks and q_BHC.dtype == self.cache.dtype:
             rows = (torch.from_numpy(self.table_BM), torch.from_numpy(self.positions_B))
-            return ops.attend_in_blocks(layer, q_BHC, *self.cache.of_layer(layer.index), *rows, new=(k_BJC, v_BJU))
-        self.cache.write(layer.index, self.places, k_BJC, v_BJU)
+            return ops.attend_in_blocks(
+                layer, q_BHC, *self.cache.attention.of_layer(layer.index), *rows, new=(k_BJC, v_BJU)
+            )
+        self.cache.attention.write(layer.index, self.places, k_BJC, v_BJU)
         return self._gathered(layer, q_BHC, v_BJU.shape[-1])
 
     def attend_latents(
@@ -170,11 +173,11 @@ class DecodeAttention:
     ) -> Tensor:
         """Attends to the latents themselves: queries are projected to them and sums projected back, so that no key is made. Exact
         numerics make keys and values of all positions, as the learner does, which is slow."""
-        self.cache.write_latents(layer.index, self.places, latents_BL)
+        self.cache.latents.write_latents(layer.index, self.places, latents_BL)
         if not self.exact:
             return block.from_latents(self._gathered(layer, block.to_latents(q_BHC), block.latent.kv_rank))
         rows, blocks = self.table_BM.shape
-        cached_BPL, _ = self.cache.gather(layer.index, self.cache.gather_index(self.table_BM), rows)
+        cached_BPL, _ = self.cache.attention.gather(layer.index, self.cache.attention.gather_index(self.table_BM), rows)
         k_RHC, v_RHU = block.expanded(cached_BPL.flatten(0, 1).to(q_BHC.dtype))
         ops = ops_for(q_BHC, exact=True)
         if ops.attends_in_blocks:
@@ -240,11 +243,11 @@ class DecodeAttention:
         mask_BL = torch.zeros(hidden_BL.shape, device=device, dtype=dtype)
         mask_BL.masked_fill_(put(hidden_BL, device), float("-inf"))
         rows_B = None if rows is None else put(rows, device)
-        return _Bucket(rows_B, len(positions_B), self.cache.gather_index(held_BM), mask_BL)
+        return _Bucket(rows_B, len(positions_B), self.cache.attention.gather_index(held_BM), mask_BL)
 
     def _attend(self, layer: AttentionLayer, bucket: _Bucket, q_BHC: Tensor) -> Tensor:
         b, heads, width = q_BHC.shape
-        k_NLC, v_NLU = self.cache.gather(layer.index, bucket.index, b)
+        k_NLC, v_NLU = self.cache.attention.gather(layer.index, bucket.index, b)
         length = k_NLC.shape[1]
         if self.exact:
             k_BJLC, v_BJLU = (x.unflatten(0, (b, -1)) for x in (k_NLC, v_NLU))

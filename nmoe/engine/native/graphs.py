@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.engine.native.cache import PagedCache
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import Record, kind_of, put
 from nmoe.model.moe import RouterTrace, grouped_mm_fits
@@ -38,12 +39,12 @@ class PagedDecodeAttention:
         self.cache, self.table_BM = cache, table_BM
         self.lengths_B = (positions_B + 1).int()
         block_B1 = table_BM.gather(1, positions_B.div(BLOCK_TOKENS, rounding_mode="floor").unsqueeze(1)).long()
-        heads_BJ = block_B1 * cache.kv_heads + torch.arange(cache.kv_heads, device=table_BM.device)
+        heads_BJ = block_B1 * cache.attention.kv_heads + torch.arange(cache.attention.kv_heads, device=table_BM.device)
         self.places = (heads_BJ * BLOCK_TOKENS + positions_B.unsqueeze(1) % BLOCK_TOKENS).flatten()
 
     def __call__(self, layer: AttentionLayer, q_BHC: Tensor, k_BJC: Tensor, v_BJU: Tensor) -> Tensor:
-        self.cache.write(layer.index, self.places, k_BJC, v_BJU)
-        keys_NJPC, values_NJPU = self.cache.keys[layer.index], self.cache.values[layer.index]
+        self.cache.attention.write(layer.index, self.places, k_BJC, v_BJU)
+        keys_NJPC, values_NJPU = self.cache.attention.of_layer(layer.index)
         rows = (self.table_BM, self.lengths_B)
         return ops_for(q_BHC).paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, *rows)
 
@@ -51,8 +52,8 @@ class PagedDecodeAttention:
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
     ) -> Tensor:
         """Attends to the latents themselves. They are wider than the kernel's keys, and the reference cannot be recorded."""
-        self.cache.write_latents(layer.index, self.places, latents_BL)
-        latents_N1PL = self.cache.keys[layer.index]
+        self.cache.latents.write_latents(layer.index, self.places, latents_BL)
+        latents_N1PL, _ = self.cache.attention.of_layer(layer.index)
         values_N1PR = latents_N1PL[..., : block.latent.kv_rank]
         rows = (self.table_BM, self.lengths_B)
         return block.from_latents(paged_attention(layer, block.to_latents(q_BHC), latents_N1PL, values_N1PR, *rows))

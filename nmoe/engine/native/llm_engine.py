@@ -14,8 +14,9 @@ import torch
 
 from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.block_manager import BlockManager
-from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache, cache_blocks
+from nmoe.engine.native.cache import PagedCache, cache_blocks
 from nmoe.engine.native.graphs import decode_graphs
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.runner import Runner, Sampled
 from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import check_sampling

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmoe.engine.native.attend import DecodeAttention, Piece, PrefillAttention
-from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.engine.native.cache import PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sampler import SamplingColumns, diverged, sample
 from nmoe.engine.native.scheduler import Chunk, Start
@@ -117,9 +118,9 @@ class Runner:
         trace = RouterTrace(replay=None if replay_TYK is None else put(replay_TYK, device))
         positions_T = put(attend.positions_T, device)
         x_TD: Tensor = self.model(put(token_ids, device), positions_T, attend, trace)
-        if trace.chosen_TK:
+        if self.cache.routes is not None:
             routes_TYK = trace.routes() if trace.replay is None else trace.replay
-            self.cache.write_routes(attend.blocks_T, attend.positions_T, routes_TYK)
+            self.cache.routes.write(attend.blocks_T, attend.positions_T, routes_TYK)
         if not x_TD.isfinite().all():
             raise diverged("hidden states")
         return x_TD
@@ -157,9 +158,9 @@ class Runner:
             positions_B = put(positions, running.device)
             x_BD = self.model(running["last_token"][slots], positions_B, attend, trace)
             routes_BYK = trace.routes() if trace.chosen_TK else None
-        if routes_BYK is not None:
+        if self.cache.routes is not None and routes_BYK is not None:
             blocks_B = table[np.arange(len(positions)), positions // BLOCK_TOKENS]
-            self.cache.write_routes(blocks_B, positions, routes_BYK)
+            self.cache.routes.write(blocks_B, positions, routes_BYK)
         running.position[slots] += 1
         return self._sample(self.model.logits(x_BD), slots)
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nmoe.engine.native.cache import BLOCK_TOKENS, PagedCache
+from nmoe.engine.native.cache import PagedCache
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.sampler import uniforms
 from nmoe.engine.native.sequence import Sequence, Status
 from nmoe.model.device import fetch, put
@@ -112,7 +113,8 @@ class RunningBatch:
         """Copies what a sequence has sampled, and the routes of its positions, from columns and cache to the sequence."""
         slot = sequence.slot
         count, position = int(self.generated[slot]), int(self.position[slot])
-        routes_LYK = self.cache.read_routes(sequence.block_table, position)
+        picks = self.cache.routes
+        routes_LYK = None if picks is None else picks.read(sequence.block_table, position)
         columns = [self[name][slot, :count] for name in ("tokens", "logprobs", "versions")]
         tokens, logprobs, versions, *routes = fetch(*columns, *([] if routes_LYK is None else [routes_LYK]))
         sequence.token_ids, sequence.logprobs, sequence.versions = tokens.tolist(), logprobs.tolist(), versions.tolist()

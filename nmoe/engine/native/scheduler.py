@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nmoe.engine.native.block_manager import BlockManager
-from nmoe.engine.native.cache import BLOCK_TOKENS
+from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.running_batch import RunningBatch
 from nmoe.engine.native.sequence import Prompt, Sequence, SequenceGroup, Status
 
