@@ -21,9 +21,6 @@ from nmoe.learner.optimizer import StepResult
 from nmoe.trajectory import Trajectory
 from nmoe.types import FAILURES
 
-# A larger gradient norm, before clipping, is recorded in spikes.jsonl with the problems of its batch.
-SPIKE_GRAD_NORM = 50.0
-
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Rewards and rates over all judged samples of the step, including those of dropped groups; lengths and failures over all

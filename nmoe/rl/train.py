@@ -58,10 +58,11 @@ from nmoe.rl.experience import (
     token_advantages,
     trained_experience,
 )
-from nmoe.rl.metrics import SPIKE_GRAD_NORM, joined_passes, joined_steps, rollout_metrics, shown, update_metrics
+from nmoe.rl.metrics import joined_passes, joined_steps, rollout_metrics, shown, update_metrics
 from nmoe.rl.policy import policy_learner, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
+from nmoe.rl.spikes import spike_record, spikes_in
 from nmoe.rl.teacher import Teacher
 from nmoe.rollout.collector import GradingError
 from nmoe.runs.ledger import read_metrics
@@ -255,17 +256,16 @@ class PolicyGradient(Recipe):
         return in_force
 
     def _record(self, step: int, rollouts: Rollouts, metrics: Mapping[str, float]) -> None:
-        """Records the step's first group as samples, the first of several steps without an update, and a spike of the gradient with
-        the problems of its batch."""
+        """Records the step's first group as samples, the first of several steps without an update, and a spike with the prompts
+        and samples that it came from."""
         if metrics["skipped"] and not self._skipped:
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
         self._skipped = bool(metrics["skipped"])
         group = rollouts.groups[0].trajectories
         self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
-        if metrics.get("grad_norm", 0.0) > SPIKE_GRAD_NORM:
-            ratios = {name: metrics[name] for name in ("grad_norm", "log_ratio_raw_max", "log_ratio_min", "ratio_max")}
-            problems = [group.problem.id for group in rollouts.kept]
-            self.run.ledger.spike({"step": step, **ratios, "problems": problems})
+        if spikes := spikes_in(metrics, self.config.monitor.kl.above):
+            decode = self.tokenizer.decode
+            self.run.ledger.spike(spike_record(step, spikes, metrics, rollouts.kept, self.learner, decode))
 
 
 class PolicyUpdate:

@@ -72,7 +72,7 @@ class Ledger:
         self._append("alerts.jsonl", record, required=("step", "message"))
 
     def spike(self, record: Mapping[str, Any]) -> None:
-        """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with the problems of the batch."""
+        """Appends to spikes.jsonl: `{"step": 10, "grad_norm": 73.0, ...}`, with the prompts and the worst samples of the batch."""
         self._append("spikes.jsonl", record, required=("step",))
 
     def cut_back(self, step: int | None) -> None:

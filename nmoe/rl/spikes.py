@@ -1,0 +1,91 @@
+"""Spikes: the steps whose update went far off, with the prompts and samples that it came from, for spikes.jsonl.
+
+The ratios among a step's metrics are those inside its update, and on fresh samples about 1. So samples are ranked by what the
+update did to them: how far the learner's log-probabilities are from the sampler's afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
+from nmoe.rl.experience import judged, policy_batch
+from nmoe.trajectory import Group
+
+# The training guidelines' limits; the gradient's norm is that before clipping.
+_LIMITS = {"grad_norm": 50.0, "log_ratio_raw_max": 5.0, "ratio_max": 10.0}
+_TAILS = (
+    "grad_norm",
+    "ppo_kl",
+    "ppo_clip_ratio",
+    "log_ratio_raw_max",
+    "log_ratio_max",
+    "log_ratio_min",
+    "log_ratio_abs_p99",
+    "ratio_max",
+)
+_WORST = 4
+
+
+def spikes_in(metrics: Mapping[str, float], kl_above: float) -> list[str]:
+    """What is beyond its limit: `["grad_norm", "ppo_kl"]`. `kl_above` is that of [monitor.kl]."""
+    found = [name for name, limit in _LIMITS.items() if metrics.get(name, 0.0) > limit]
+    return found + ["ppo_kl"] * (abs(metrics.get("ppo_kl", 0.0)) > kl_above)
+
+
+def spike_record(
+    step: int,
+    spikes: Sequence[str],
+    metrics: Mapping[str, float],
+    groups: Sequence[Group],
+    learner: Learner,
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    """The line of spikes.jsonl, once the update is done. `groups` are those that were trained on:
+
+        {"step": 10, "spikes": ["grad_norm"], "grad_norm": 73.0, ..., "ratio_max": 1.4,
+         "prompts": {"sort/7": "9f86d081884c7d65", ...},
+         "worst": [{"problem": "sort/7", "prompt": "9f86d081884c7d65", "index": 3, "reward": 1.0, "tokens": 20,
+                    "log_ratio_max": 6.1, "log_ratio_min": -2.0, "log_ratio_abs_mean": 0.7, "text": "..."}, ...]}
+
+    A prompt is named by its problem and by the first 16 digits of the SHA-256 of its question. The worst samples are those with the
+    largest log ratio, of the learner after the update to the sampler, in either direction.
+    """
+    samples = judged(groups)
+    batch = policy_batch(samples, None, "token", 0)
+    assert batch.behaviour_logprobs_T is not None, "a policy's batch has what it was sampled with"
+    after_N = learner.logprobs(batch).result().double().cpu()
+    ratios_N = after_N - batch.behaviour_logprobs_T[batch.scored_T].double()
+    # Weights that are no numbers any more are as far as can be.
+    ratios_N = ratios_N.nan_to_num(nan=LOG_RATIO_CLAMP).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    of_sample_N = batch.sample_ids()[batch.sequence_ids()[batch.scored_T]]
+    worst: list[dict[str, Any]] = []
+    for place, sample in enumerate(samples):
+        ratios = ratios_N[of_sample_N == place]
+        if not len(ratios):
+            continue
+        worst.append(
+            {
+                "problem": sample.problem.id,
+                "prompt": prompt_hash(sample.problem.question),
+                "index": sample.index,
+                "reward": sample.grade.score,
+                "tokens": len(ratios),
+                "log_ratio_max": float(ratios.max()),
+                "log_ratio_min": float(ratios.min()),
+                "log_ratio_abs_mean": float(ratios.abs().mean()),
+                "text": decode(sample.token_ids),
+            }
+        )
+    worst.sort(key=lambda one: -max(one["log_ratio_max"], -one["log_ratio_min"]))
+    prompts = {group.problem.id: prompt_hash(group.problem.question) for group in groups}
+    tails = {name: metrics[name] for name in _TAILS if name in metrics}
+    return {"step": step, "spikes": list(spikes), **tails, "prompts": prompts, "worst": worst[:_WORST]}
+
+
+def prompt_hash(question: str) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a question's UTF-8."""
+    return hashlib.sha256(question.encode(errors="replace")).hexdigest()[:16]
