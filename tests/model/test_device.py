@@ -106,11 +106,11 @@ def test_the_cache_is_as_large_as_the_device_has_room_for() -> None:
         model = Transformer(config).initialize(0).to(DEVICE)
         engine = LLMEngine(model, 64)
         assert engine.scheduler.blocks.blocks == 9
-        assert engine.cache.blocks == 10  # one for padding
+        assert engine.cache.attention.keys.shape[1] == 10  # one for padding
         assert engine.runner.graphs is not None
         # Kernels that depend on the batch are not for exact numerics.
         exact = LLMEngine(model.set_numerics("exact"), 64)
-        assert (exact.cache.blocks, exact.runner.graphs) == (9, None)
+        assert (exact.cache.attention.keys.shape[1], exact.runner.graphs) == (9, None)
         kind.free_bytes = size - 1
         with pytest.raises(UserError, match="holds not even one block"):
             LLMEngine(model, 64)
