@@ -23,12 +23,13 @@ from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scor
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
-from nmoe.model.checkpoint import export_model, load_weights, save_model
+from nmoe.model.checkpoint import export_model, load_weights, snapshot_model
 from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
 from nmoe.model.moe import RouterTrace
-from nmoe.model.peft_format import resume_adapter, save_adapter
+from nmoe.model.peft_format import resume_adapter, save_adapter, snapshot_adapter
+from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks, full_state, release, set_full_state
 
@@ -223,18 +224,27 @@ class Learner:
     def save(self, directory: Path) -> dict[str, int]:
         """Writes what is trained, a head included, and its optimizer into an existing directory. An adapter comes with a reference
         to its base, not with the base. Returns the rest of the state, for `load`."""
-        writes = self.ranks.rank == 0
-        if self.lora is not None:
-            save_adapter(self.lora, directory)
-        else:
-            model = self._unsharded()
-            if writes:
-                save_model(model, directory)
-        if self.head is not None and writes:
-            self.head.save(directory)
-        self.optimizer.save(directory, writes)
+        snapshot = self.snapshot(copied=False)
+        if self.ranks.rank == 0:
+            snapshot.write(directory)
         self.ranks.wait()
-        return {"version": self.version}
+        state: dict[str, int] = snapshot.state
+        return state
+
+    def snapshot(self, copied: bool) -> Snapshot:
+        """What `save` would write and return now. With `copied` it is a copy in host memory, to be written while training goes on.
+        Every rank has to call this, and one to write it."""
+        lora = self.lora
+        parts = [snapshot_model(self._unsharded(), copied) if lora is None else snapshot_adapter(lora, copied)]
+        if self.head is not None:
+            parts.append(self.head.snapshot(copied))
+        parts.append(self.optimizer.snapshot(copied))
+
+        def write(directory: Path) -> None:
+            for part in parts:
+                part.write(directory)
+
+        return Snapshot(write, sum(part.size for part in parts), {"version": self.version})
 
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
         """Writes the weights for other software into an existing, empty directory: "hf" a Hugging Face checkpoint of the family

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
+from nmoe.model.snapshot import Snapshot, hold
 from nmoe.parallel.ranks import like, total_norm, whole
 
 # Those of torch.amp.GradScaler.
@@ -154,19 +155,27 @@ class Optimizer:
             "diverged: resume from the last checkpoint with a lower optimizer.learning_rate"
         )
 
-    def save(self, directory: Path, writes: bool = True) -> None:
-        """Writes the state into `directory`. If it is sharded, every rank calls this, and one `writes`."""
+    def save(self, directory: Path) -> None:
+        """Writes the state into `directory`."""
+        self.snapshot(copied=False).write(directory)
+
+    def snapshot(self, copied: bool) -> Snapshot:
+        """What `save` would write now. With `copied` later steps do not change it. If it is sharded, every rank calls this."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{name}/{key}"] = whole(value).cpu().contiguous()
+                tensors[f"{name}/{key}"] = whole(value)
             if master is not parameter:
-                tensors[f"{name}/master"] = whole(master.detach()).cpu()
-        if not writes:
-            return
-        save_file(tensors, directory / "optimizer.safetensors")
+                tensors[f"{name}/master"] = whole(master.detach())
+        held, size = hold(tensors, copied)
         state = {"steps": self.steps, "loss_scale": self.loss_scale, "good_steps": self.good_steps}
-        (directory / "optimizer.json").write_text(json.dumps(state) + "\n")
+
+        def write(directory: Path) -> None:
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
+            save_file(on_host, directory / "optimizer.safetensors")
+            (directory / "optimizer.json").write_text(json.dumps(state) + "\n")
+
+        return Snapshot(write, size)
 
     def load(self, directory: Path) -> None:
         """Loads what `save` wrote. Raises UserError for a missing or torn file, and if the state of a parameter is missing."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
@@ -19,6 +20,7 @@ from nmoe.model.families import FAMILIES, differences, family_of, native
 from nmoe.model.families.base import Family, fill, tensors_of
 from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, write_shards
+from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 
 # As large as the shards that transformers writes.
@@ -65,7 +67,14 @@ def load_weights(model: Transformer, directory: Path) -> None:
 
 def save_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes weights, balancing biases included, and configuration into an existing directory, in nmoe's own layout."""
-    _write(model, directory, native, shard_bytes)
+    _write(model.state_dict(), model.config, model.generation, directory, native, shard_bytes)
+
+
+def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
+    """What `save_model` would write now. With `copied` later steps do not change it."""
+    state, size = hold(model.state_dict(), copied)
+    config, generation = model.config, dict(model.generation)
+    return Snapshot(lambda directory: _write(state, config, generation, directory, native, SHARD_BYTES), size)
 
 
 def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -85,7 +94,7 @@ def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_B
                 "alone. Train with router_aux_loss_coef in place of router_bias_rate where export is wanted"
             )
     directory.mkdir(parents=True, exist_ok=True)
-    _write(model, directory, family, shard_bytes)
+    _write(model.state_dict(), model.config, model.generation, directory, family, shard_bytes)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -121,15 +130,22 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _write(model: Transformer, directory: Path, family: Family, shard_bytes: int) -> None:
-    config = family.config_to_hf(model.config)
+def _write(
+    state: dict[str, Tensor],
+    model_config: ModelConfig,
+    generation: dict[str, Any],
+    directory: Path,
+    family: Family,
+    shard_bytes: int,
+) -> None:
+    config = family.config_to_hf(model_config)
     if family is not native:
-        config |= {name: model.generation.get(name) for name in _TOKEN_IDS}
-        config["torch_dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
+        config |= {name: generation.get(name) for name in _TOKEN_IDS}
+        config["torch_dtype"] = str(state["embedding.weight"].dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if model.generation:
-        (directory / "generation_config.json").write_text(json.dumps(model.generation, indent=2) + "\n")
-    write_shards(directory, tensors_of(model.state_dict(), family, model.config), shard_bytes)
+    if generation:
+        (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_shards(directory, tensors_of(state, family, model_config), shard_bytes)
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nmoe.errors import UserError
 from nmoe.model.ops.table import ops_for
+from nmoe.model.snapshot import Snapshot, hold
 
 HeadKind = Literal["value", "reward", "step", "score"]
 
@@ -43,10 +44,20 @@ class Head(nn.Module):
 
     def save(self, directory: Path) -> None:
         """Writes weights and description into a checkpoint's directory, beside the model's."""
+        self.snapshot(copied=False).write(directory)
+
+    def snapshot(self, copied: bool) -> Snapshot:
+        """What `save` would write now. With `copied` later steps do not change it."""
         outputs, hidden_size = self.weight.shape
         description = {"hidden_size": hidden_size, "outputs": outputs, "kind": self.kind}
-        (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self.state_dict().items()}, directory / WEIGHTS)
+        tensors, size = hold(self.state_dict(), copied)
+
+        def write(directory: Path) -> None:
+            (directory / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(on_host, directory / WEIGHTS)
+
+        return Snapshot(write, size)
 
     def load_weights(self, directory: Path) -> None:
         """Loads the weights of a checkpoint's head. Raises UserError as `load_head` does, and if the number of outputs

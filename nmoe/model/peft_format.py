@@ -24,6 +24,7 @@ from nmoe.errors import UserError
 from nmoe.model.families import family_of
 from nmoe.model.families.base import identity
 from nmoe.model.lora import EXPERTS, Lora, LoraSettings, Site, sites
+from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -89,6 +90,11 @@ def adapter_tensors(lora: Lora) -> dict[str, Tensor]:
 
 def save_adapter(lora: Lora, directory: Path) -> None:
     """Writes an adapter that PEFT loads, and the base's fingerprint, into an existing directory."""
+    snapshot_adapter(lora, copied=False).write(directory)
+
+
+def snapshot_adapter(lora: Lora, copied: bool) -> Snapshot:
+    """What `save_adapter` would write now. With `copied` later steps do not change it."""
     settings, alpha = lora.settings, lora.settings.alpha
     experts = dict.fromkeys(site.target for site in lora.sites if site.target in EXPERTS)
     config = {
@@ -107,11 +113,16 @@ def save_adapter(lora: Lora, directory: Path) -> None:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(lora).items()}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     base = {"path": lora.base, "fingerprint": lora.fingerprint}
-    (directory / BASE).write_text(json.dumps(base, indent=2) + "\n")
+    tensors, size = hold(adapter_tensors(lora), copied)
+
+    def write(directory: Path) -> None:
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        save_file(on_host, directory / WEIGHTS, metadata={"format": "pt"})
+        (directory / BASE).write_text(json.dumps(base, indent=2) + "\n")
+
+    return Snapshot(write, size)
 
 
 def _target_modules(lora: Lora) -> list[str]:

@@ -50,6 +50,8 @@ def estimate(config: RunConfig, size: Size) -> dict[str, int]:
         "optimizer": size.optimizer,
         "activations": activations,
     }
+    if config.checkpoint.asynchronous and size.device.type == "cpu":
+        parts["copy for a checkpoint"] = size.checkpoint
     if isinstance(config, RLConfig):
         parts["other models"] = _other_models(config, size)
     if isinstance(config, RLConfig | SelfplayConfig):

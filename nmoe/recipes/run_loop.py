@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,13 +21,14 @@ from nmoe.errors import RunStoppedError
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
-from nmoe.runs.checkpoint import mark_best, save_checkpoint
+from nmoe.runs.checkpoint import mark_best
 from nmoe.runs.directory import RunDirectory, flat_keys, read_provenance, recorded_device
 from nmoe.runs.ledger import probe_of, read_lines
 from nmoe.runs.progress import Progress
+from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
 from nmoe.runs.sinks.sinks import Sinks, refuse_without_packages
-from nmoe.runs.state import Part, load_parts, save_parts
+from nmoe.runs.state import Part, load_parts
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,15 @@ class Run:
         """Takes the steps that are left. Raises KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
         for line in recipe.notes():
             self.note(line)
-        with Interruptible() as interrupt:
+        checkpoint = self._config.checkpoint
+        with (
+            Interruptible() as interrupt,
+            Saver(self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous) as saver,
+        ):
             first = self._begin(recipe)
             monitor = self._monitor(recipe, first)
             for step in range(first + 1, self._steps + 1):
+                saver.check()
                 done = recipe.step(step)
                 last = step == self._steps
                 metrics, probe = dict(done.metrics), None
@@ -146,8 +151,10 @@ class Run:
                 best = self.ledger.is_best(step)
                 # Read once: a signal that arrives during the save is handled after the next step.
                 stopping = interrupt.requested
-                if last or best or stopping or stopped or step % self._config.checkpoint.every_steps == 0:
-                    self._save(recipe, step, best)
+                if last or best or stopping or stopped or step % checkpoint.every_steps == 0:
+                    saver.save(step, recipe.parts(), best)
+                if last or stopping or stopped:
+                    saver.wait()
                 if stopped:
                     raise RunStoppedError(
                         f'step {step}: {stopped}; the run is saved and ends here, as its level = "stop" asks'
@@ -212,14 +219,6 @@ class Run:
             self.ledger.evaluation(step, {"results": list(held_out.results), **held_out.record})
         self.note(f"step {step}: {held_out.note}")
         return held_out.metrics, probe_of(held_out.results)
-
-    def _save(self, recipe: Recipe, step: int, best: bool) -> None:
-        def write(directory: Path) -> None:
-            save_parts(directory, recipe.parts())
-
-        saved = save_checkpoint(self.directory.checkpoints, step, write, self._config.checkpoint.keep)
-        if best:
-            mark_best(saved)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import batch_logprobs
 from nmoe.learner.learner import Learner
-from nmoe.model.checkpoint import load_weights, save_model
+from nmoe.model.checkpoint import load_weights, snapshot_model
+from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import build_model
 from nmoe.text.tokenizer import Tokenizer
@@ -59,9 +60,9 @@ class Reference:
         """Whether it is ever renewed, and so belongs in a checkpoint."""
         return self._every_steps > 0
 
-    def save(self, directory: Path) -> None:
+    def snapshot(self, copied: bool) -> Snapshot:
         assert self._model is not None, "a renewed reference is a model"
-        save_model(self._model, directory)
+        return snapshot_model(self._model, copied)
 
     def load(self, directory: Path, state: None) -> None:
         assert self._model is not None, "a renewed reference is a model"

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint. Every part of it is saved in one way: it writes its files, and returns the rest as JSON.
+"""The state of a run in a checkpoint. Every part of it is saved in one way: a snapshot writes its files, and has the rest as JSON.
 
 state.json holds that rest by the name of the part, as `{"learner": {"version": 3}, "environment": {"position": 12}}`. Checkpoints
 from before that have a few of its keys at the top; they load too.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nmoe.errors import UserError
+from nmoe.model.snapshot import Snapshot
 
 STATE = "state.json"
 
@@ -23,12 +24,13 @@ _MOVED = {"version": "learner", "position": "examples", "documents": "examples"}
 class Part(Protocol):
     """A part of a run that a checkpoint holds: the learner, say, or the position in the data."""
 
-    def save(self, directory: Path) -> Any:
-        """Writes its files into `directory`, and returns what else it needs as JSON has it; None if nothing."""
+    def snapshot(self, copied: bool) -> Snapshot:
+        """The part as it is now. With `copied` nothing that happens later changes it, so that it can be written by a thread;
+        without, it has to be written before anything else happens."""
 
     def load(self, directory: Path, state: Any) -> None:
-        """Continues from what `save` wrote and returned. Raises UserError if that does not fit. `state` is None for a part of an
-        older checkpoint that had none."""
+        """Continues from the files and the `state` of a snapshot. Raises UserError if that does not fit. `state` is None for a part
+        of an older checkpoint that had none."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class JsonPart:
     read: Callable[[], Any]
     write: Callable[[Any], None]
 
-    def save(self, directory: Path) -> Any:
-        return self.read()
+    def snapshot(self, copied: bool) -> Snapshot:
+        return Snapshot(lambda directory: None, state=self.read())
 
     def load(self, directory: Path, state: Any) -> None:
         self.write(state)
@@ -47,12 +49,13 @@ class JsonPart:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that the run never reads back, such as the tokenizer's: with them a checkpoint is a model that others load."""
+    """Files that never change and that the run never reads back, such as the tokenizer's: with them a checkpoint is a model that
+    others load."""
 
     write: Callable[[Path], None]
 
-    def save(self, directory: Path) -> None:
-        self.write(directory)
+    def snapshot(self, copied: bool) -> Snapshot:
+        return Snapshot(self.write)
 
     def load(self, directory: Path, state: Any) -> None:
         """Nothing."""
@@ -65,22 +68,35 @@ class Subdirectory:
     name: str
     parts: Mapping[str, Part]
 
-    def save(self, directory: Path) -> None:
-        (directory / self.name).mkdir()
-        save_parts(directory / self.name, self.parts)
+    def snapshot(self, copied: bool) -> Snapshot:
+        inner = snapshot_parts(self.parts, copied)
+
+        def write(directory: Path) -> None:
+            (directory / self.name).mkdir()
+            inner.write(directory / self.name)
+
+        return Snapshot(write, inner.size)
 
     def load(self, directory: Path, state: Any) -> None:
         load_parts(directory / self.name, self.parts)
 
 
-def save_parts(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Saves the parts into an empty directory, with state.json."""
-    state = {name: part.save(directory) for name, part in parts.items()}
-    (directory / STATE).write_text(json.dumps({name: one for name, one in state.items() if one is not None}) + "\n")
+def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
+    """The parts as they are now, to be written into an empty directory with state.json. `copied` is that of `Part.snapshot`."""
+    taken = {name: part.snapshot(copied) for name, part in parts.items()}
+    # As text, since a part may return what it changes later.
+    state = json.dumps({name: one.state for name, one in taken.items() if one.state is not None}) + "\n"
+
+    def write(directory: Path) -> None:
+        for one in taken.values():
+            one.write(directory)
+        (directory / STATE).write_text(state)
+
+    return Snapshot(write, sum(one.size for one in taken.values()))
 
 
 def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:
-    """Loads the parts from what `save_parts` wrote. Raises UserError if something does not fit."""
+    """Loads the parts from what their snapshot wrote. Raises UserError if something does not fit."""
     state = _read(directory)
     for name, part in parts.items():
         if isinstance(part, JsonPart) and name not in state:

@@ -1,4 +1,4 @@
-"""A disk that fills while a checkpoint is saved: exit code 1, the earlier checkpoint whole, and the run goes on with room."""
+"""A disk without room for the next checkpoint: exit code 2, the earlier checkpoint whole, and the run goes on with room."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ cp -r '{disk}/base' '{kept}/resumed'
 """
     done = subprocess.run([*PRIVATE_MOUNTS, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done
-    assert [line for line in done.stdout.splitlines() if line.startswith("code")] == ["code 1", "code 0"]
-    assert done.stderr.startswith(f"error: {disk}/base/checkpoints/step_000002: cannot be written: ")
-    assert "bytes free" in done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("code")] == ["code 2", "code 0"]
+    assert done.stderr.startswith(f"error: {disk}/base/checkpoints/step_000002: not written, since a checkpoint takes ")
+    assert "are free on its disk. The run ends here; of its checkpoints step_000001 is whole." in done.stderr
     assert "--run.resume=true" in done.stderr
     assert done.stderr.count("\n") == 1
     left = kept / "base" / "checkpoints"

@@ -12,6 +12,7 @@ import pytest
 
 from nmoe.config.commands.base import RunConfig
 from nmoe.errors import UserError
+from nmoe.model.snapshot import Snapshot
 from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, Step, open_run
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.state import Part
@@ -48,10 +49,10 @@ class Counting(Recipe):
     def parts(self) -> dict[str, Part]:
         return {"counter": self}
 
-    def save(self, directory: Path) -> dict[str, int]:
+    def snapshot(self, copied: bool) -> Snapshot:
         self.log.append(f"save {self.at}")
-        (directory / "weights").write_text(str(self.sum))
-        return {"at": self.at}
+        weights = str(self.sum)
+        return Snapshot(lambda directory: (directory / "weights").write_text(weights) and None, state={"at": self.at})
 
     def load(self, directory: Path, state: dict[str, int]) -> None:
         self.sum, self.at = int((directory / "weights").read_text()), state["at"]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nmoe.errors import UserError
-from nmoe.runs.state import Files, JsonPart, Subdirectory, load_parts, save_parts, saved_version
+from nmoe.model.snapshot import Snapshot
+from nmoe.runs.state import Files, JsonPart, Subdirectory, load_parts, saved_version, snapshot_parts
 
 
 class Weights:
@@ -16,9 +17,11 @@ class Weights:
     def __init__(self, weight: str, version: int) -> None:
         self.weight, self.version = weight, version
 
-    def save(self, directory: Path) -> dict[str, int]:
-        (directory / "weights").write_text(self.weight)
-        return {"version": self.version}
+    def snapshot(self, copied: bool) -> Snapshot:
+        weight = self.weight
+        return Snapshot(
+            lambda directory: (directory / "weights").write_text(weight) and None, 4, {"version": self.version}
+        )
 
     def load(self, directory: Path, state: Any) -> None:
         self.weight = (directory / "weights").read_text()
@@ -36,7 +39,11 @@ def parts(policy: Weights, critic: Weights, place: dict[str, int]) -> dict[str, 
 
 
 def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
-    save_parts(tmp_path, parts(Weights("p", 3), Weights("c", 5), {"at": 7}))
+    place = {"at": 7}
+    taken = snapshot_parts(parts(Weights("p", 3), Weights("c", 5), place), copied=True)
+    place["at"] = 8  # what happens between the snapshot and its writing is not in it
+    assert taken.size == 8
+    taken.write(tmp_path)
     assert json.loads((tmp_path / "state.json").read_text()) == {"learner": {"version": 3}, "place": {"at": 7}}
     assert (tmp_path / "vocabulary").read_text() == "a b"
     policy, critic, place = Weights("", 0), Weights("", 0), {"at": 0}
@@ -70,6 +77,6 @@ def test_checkpoints_with_keys_at_the_top_load(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
-    save_parts(tmp_path, {"learner": Weights("p", 1)})
+    snapshot_parts({"learner": Weights("p", 1)}, copied=False).write(tmp_path)
     with pytest.raises(UserError, match=r"state\.json: holds nothing of this run's focus"):
         load_parts(tmp_path, {"learner": Weights("", 0), "focus": JsonPart(dict, lambda state: None)})

@@ -48,4 +48,10 @@ class CheckpointSection(Section):
     """[checkpoint]: how often a run saves, and how many checkpoints it keeps."""
 
     every_steps: int = Field(default=50, gt=0, description="steps between checkpoints")
-    keep: int = Field(default=2, gt=0, description="how many of the newest checkpoints are kept")
+    keep: int = Field(
+        default=2, gt=0, description="how many of the newest checkpoints are kept; the best is kept besides"
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="write checkpoints while training goes on, from a copy of the state in host memory; false: wait for each",
+    )

@@ -1,0 +1,32 @@
+"""Copies of a run's state at one moment, which a thread can write to disk while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A part of a run's state at one moment.
+
+    write: fills an existing directory with the part's files.
+    size: bytes of the tensors that it writes; small files are not counted.
+    state: what belongs to it beside the files, as JSON has it; None if nothing.
+    """
+
+    write: Callable[[Path], None]
+    size: int = 0
+    state: Any = None
+
+
+def hold(tensors: Mapping[str, Tensor], copied: bool) -> tuple[dict[str, Tensor], int]:
+    """The tensors, and the bytes they take. With `copied` they are copies in host memory, which no later step changes."""
+    kept = {name: tensor.detach() for name, tensor in tensors.items()}
+    if copied:
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+    return kept, sum(tensor.nbytes for tensor in kept.values())

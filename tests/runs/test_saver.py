@@ -1,0 +1,160 @@
+"""Saving in a thread: what is written is the state at the step, errors come back, and a kill leaves the checkpoint before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nmoe.errors import StorageError, UserError
+from nmoe.model.snapshot import Snapshot
+from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
+from nmoe.runs.saver import Saver, refuse_without_room
+from nmoe.runs.state import Part, load_parts
+
+
+class Counter:
+    """A part that counts. `before_writing` runs where its file is about to be written."""
+
+    def __init__(self, before_writing: Callable[[], object] = lambda: None, size: int = 8) -> None:
+        self.value, self.copied, self._before, self._size = 0, list[bool](), before_writing, size
+
+    def snapshot(self, copied: bool) -> Snapshot:
+        value = self.value
+        self.copied.append(copied)
+
+        def write(directory: Path) -> None:
+            self._before()
+            (directory / "count").write_text(str(value))
+
+        return Snapshot(write, self._size)
+
+    def load(self, directory: Path, state: None) -> None:
+        self.value = int((directory / "count").read_text())
+
+
+def saved(checkpoint: Path) -> int:
+    counter = Counter()
+    load_parts(checkpoint, {"counter": counter})
+    return counter.value
+
+
+def test_training_goes_on_during_a_save_and_does_not_reach_it(tmp_path: Path) -> None:
+    trained = threading.Event()
+    counter = Counter(lambda: trained.wait(30))
+    with Saver(tmp_path, keep=2) as saver:
+        counter.value = 5
+        saver.save(5, {"counter": counter}, best=True)
+        counter.value = 6  # the writer has not begun
+        saver.check()
+        assert not (tmp_path / "latest").exists()
+        assert not (tmp_path / "best").exists()
+        trained.set()
+    assert saved(tmp_path / "step_000005") == 5
+    assert checkpoint_step(tmp_path / "latest") == checkpoint_step(tmp_path / "best") == 5
+    assert counter.copied == [True]
+    verify_checkpoint(tmp_path / "latest")
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    writing: list[int] = []
+    most = 0
+
+    def wait() -> None:
+        nonlocal most
+        writing.append(1)
+        most = max(most, len(writing))
+        threading.Event().wait(0.05)
+        writing.pop()
+
+    counter = Counter(wait)
+    with Saver(tmp_path, keep=9) as saver:
+        for step in (1, 2, 3):
+            counter.value = step
+            saver.save(step, {"counter": counter})
+    assert most == 1
+    assert [saved(tmp_path / f"step_00000{step}") for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_save_that_is_waited_for_copies_nothing_and_is_there(tmp_path: Path) -> None:
+    counter = Counter()
+    with Saver(tmp_path, keep=1, asynchronous=False) as saver:
+        saver.save(1, {"counter": counter})
+        assert latest_checkpoint(tmp_path) == tmp_path / "step_000001"
+    assert counter.copied == [False]
+
+
+def test_the_writers_error_comes_back_once_at_the_next_look(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    saver = Saver(tmp_path, keep=1)
+    with saver:
+        saver.save(1, {"counter": Counter()})
+        saver.save(2, {"counter": Counter(refuse)})
+        with pytest.raises(StorageError, match=r"step_000002: cannot be written: Input/output error"):
+            saver.wait()
+        saver.check()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_000001"]
+    with pytest.raises(StorageError, match="step_000003"), saver:
+        saver.save(3, {"counter": Counter(refuse)})
+    with pytest.raises(RuntimeError, match="the run's own"), saver:  # noqa: PT012 (the save before is part of it)
+        saver.save(4, {"counter": Counter(refuse)})
+        raise RuntimeError("the run's own")
+
+
+def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        saver = Saver(tmp_path, keep=1)
+        saver.save(1, {"counter": Counter()})
+        saver.wait()
+
+        def stall() -> None:
+            os.write(writing, b"x")
+            threading.Event().wait(60)
+
+        saver.save(2, {"counter": Counter(stall)}, best=True)
+        saver.wait()
+        os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    os.close(reading)
+    assert sorted(os.listdir(tmp_path)) == [".step_000002.partial", "latest", "step_000001"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000001"
+    verify_checkpoint(tmp_path / "latest")
+    remove_leftovers(tmp_path)  # as the next start does
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_000001"]
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")
+    parts: dict[str, Part] = {"counter": Counter(size=1000)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(999))
+    with Saver(tmp_path, keep=1) as saver:
+        with pytest.raises(
+            UserError,
+            match=r"step_000001: not written, since a checkpoint takes 1,000 bytes and 999 are free .* there is none yet",
+        ) as caught:
+            saver.save(1, parts)
+        assert caught.value.exit_code == 2
+        assert os.listdir(tmp_path) == []
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
+        saver.save(1, parts)
+        saver.wait()
+    # The small files beside the tensors count as well, once a checkpoint tells how many bytes they have.
+    (tmp_path / "step_000001" / "tokenizer.json").write_text("x" * 2000)
+    with pytest.raises(UserError, match=r"takes 2,\d\d\d bytes and 1,000 are free .* step_000001 is whole"):
+        refuse_without_room(tmp_path, 2, 1000)
