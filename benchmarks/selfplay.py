@@ -28,13 +28,13 @@ from nmoe.data.prm import split_steps
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.eval.evaluate import sample_problems
-from nmoe.eval.statistics import paired_difference
 from nmoe.model.policy import load_policy
 from nmoe.recipes.sft import sft
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.selfplay.loop import selfplay
 from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP, claim_is_true, write_verifications
 from nmoe.speedrun.steps import score, write_problems
+from nmoe.statistics import paired_difference
 from nmoe.text.tokenizer import Tokenizer
 
 HELD_OUT, PROBLEMS, SAMPLES = 400, 1000, 8

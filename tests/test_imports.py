@@ -27,7 +27,7 @@ LEVELS = [
     {"data"},
     {"model", "parallel", "text"},
     {"config", "trajectory"},
-    {"types", "errors"},
+    {"types", "errors", "statistics"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

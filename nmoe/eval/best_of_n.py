@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from nmoe.envs.environment import Environment
 from nmoe.envs.scorer import Scorer
 from nmoe.eval.evaluate import Evaluation, is_correct, majorities, share_of, summarise
-from nmoe.eval.statistics import paired_difference
+from nmoe.statistics import paired_difference
 from nmoe.trajectory import Group, Trajectory
 
 UNANSWERED = float("-inf")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nmoe.config.tables.pools import task_types
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
+from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
-from nmoe.eval.statistics import clustered_mean, pass_at_k, wilson
 from nmoe.rollout.collector import Collector
 from nmoe.runs.waiting import wait_for
+from nmoe.statistics import clustered_mean, pass_at_k, wilson
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Problem, Sampling
 
@@ -25,6 +26,7 @@ class Evaluation:
     """One result. `mode` says how the completions were sampled, `dataset` what the problems were; never compare across modes.
 
     Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. The interval is 95%.
+    `outcomes` is, where it is kept, 1 or 0 for each problem's key, so that two runs can be compared problem by problem.
     """
 
     mode: str
@@ -33,9 +35,10 @@ class Evaluation:
     value: float
     low: float
     high: float
+    outcomes: Mapping[str, int] | None = field(default=None, compare=False, repr=False)
 
     def record(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
         return f"{self.mode} on {self.dataset} {self.value:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.problems}"
@@ -113,11 +116,23 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
     # A finite pool starts over after its size. An endless one may repeat itself, if it generates from a small space.
     for _ in range(environment.pool.size or 20 * count):
         (problem,) = environment.pool.take(1)
-        # Episodes may begin with the same words and go on from different states.
-        found.setdefault((problem.task_type, problem.question, problem.metadata.get("state")), problem)
+        found.setdefault(_identity(problem), problem)
         if len(found) == count:
             break
     return list(found.values())
+
+
+def _identity(problem: Problem) -> tuple[object, ...]:
+    """What makes two problems the same. Episodes may begin with the same words and go on from different states."""
+    return problem.task_type, problem.question, problem.metadata.get("state")
+
+
+def outcomes_of(groups: Sequence[Group]) -> dict[str, int]:
+    """Whether the first sample of each group is right, by a key of what is asked that is the same in every run:
+    `{"5f2c01d9a7b3e846": 1, ...}`."""
+    return {
+        f"{stable_hash(*_identity(group.problem)):016x}": int(is_correct(group.trajectories[0])) for group in groups
+    }
 
 
 def refuse_open_problems(environment: Environment) -> None:

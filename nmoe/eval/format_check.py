@@ -19,10 +19,10 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import is_correct
-from nmoe.eval.statistics import wilson
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on
+from nmoe.statistics import wilson
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import FAILURES, Problem
 

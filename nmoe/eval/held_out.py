@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.evaluate import Evaluation, evaluate
+from nmoe.eval.evaluate import Evaluation, outcomes_of, refuse_open_problems, sample_problems, summarise
 
 
 class HeldOutProblems:
@@ -26,9 +28,10 @@ class HeldOutProblems:
         self._max_new_tokens, self._seed = max_new_tokens, seed
 
     def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
-        """Correctness over all problems first, then by source."""
+        """Correctness over all problems first, with the outcome of each, then by source."""
         self._environment.load_state(self._start)
-        return evaluate(
+        refuse_open_problems(self._environment)
+        groups = sample_problems(
             engine,
             self._environment,
             context_tokens,
@@ -39,3 +42,5 @@ class HeldOutProblems:
             seed=self._seed,
             runtime=self._tools,
         )
+        first, *parts = summarise(groups, self._environment.settings.env_id, self._temperature)
+        return [replace(first, outcomes=outcomes_of(groups)), *parts]

@@ -13,9 +13,9 @@ from nmoe.config.commands.supervised import PreferenceConfig
 from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
 from nmoe.eval.evaluate import Evaluation
-from nmoe.eval.statistics import wilson
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.supervised import held_out_source
+from nmoe.statistics import wilson
 from nmoe.text.renderers import make_renderer
 from nmoe.text.tokenizer import Tokenizer
 

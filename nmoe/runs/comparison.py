@@ -1,18 +1,16 @@
 """`nmoe runs compare` and `nmoe runs diff`: what two runs, or two groups of seeds, were given, and what came of it."""
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
-
-from scipy import stats
 
 from nmoe.config.listing import columns
 from nmoe.errors import UserError
 from nmoe.runs.record import RunRecord, read_run
 from nmoe.runs.report import SUMMARY
+from nmoe.statistics import Interval, newcombe, paired_difference, welch
 
 # Keys that name a run, are its seed or its machine's, or say where its metrics go: two that differ in nothing else are repetitions
 # of one experiment.
@@ -45,8 +43,9 @@ def diff_runs(a: str, b: str) -> Iterator[str]:
 def compare_runs(a: str, b: str) -> Iterator[str]:
     """The difference of configurations beside that of metrics at the last step and of the last evaluations, B minus A.
 
-    Of single runs, an evaluation's difference has Newcombe's interval for unpaired values; of groups, metrics and evaluations are
-    means over the runs with Welch's t interval (both 95%). Raises UserError (`read_run`).
+    Differences have 95% intervals. Of single runs, an evaluation is paired by problem where both were asked the same problems,
+    and has Newcombe's interval for unpaired values elsewhere. Of groups, metrics and evaluations are means over the runs: paired
+    by seed where both groups have the same seeds, with Welch's t interval elsewhere. Raises UserError (`read_run`).
     """
     group_a, group_b = read_group(a), read_group(b)
     for name, group in (("A", group_a), ("B", group_b)):
@@ -74,22 +73,6 @@ def compare_runs(a: str, b: str) -> Iterator[str]:
         yield from columns([(f"  {row[0]}", *row[1:]) for row in rows])
 
 
-def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float]:
-    """The interval of `b - a` for two unpaired `(value, low, high)`, by squaring and adding (Newcombe 1998, method 10)."""
-    difference = b[0] - a[0]
-    below = math.hypot(b[0] - b[1], a[2] - a[0])
-    above = math.hypot(b[2] - b[0], a[0] - a[1])
-    return difference - below, difference + above
-
-
-def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of the difference of means, `b - a`, by Welch's t; None unless both have two values that vary."""
-    if min(len(a), len(b)) < 2 or (len(set(a)) == 1 and len(set(b)) == 1):
-        return None
-    interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
-    return float(interval.low), float(interval.high)
-
-
 def _differences(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> dict[str, tuple[str, str]]:
     keys = dict.fromkeys(key for run in (*a, *b) for key in run.config)
     shown = {key: (_values(a, key), _values(b, key)) for key in keys if key not in _NOT_COMPARED}
@@ -114,7 +97,8 @@ def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tup
         left, right = _present(run.last(name) for run in a), _present(run.last(name) for run in b)
         if left and right:
             means = sum(left) / len(left), sum(right) / len(right)
-            yield name, f"{means[0]:.4g}", f"{means[1]:.4g}", _difference(means[1] - means[0], welch(left, right))
+            interval = _over_runs(a, b, left, right)
+            yield name, f"{means[0]:.4g}", f"{means[1]:.4g}", _difference(means[1] - means[0], *interval)
 
 
 def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:
@@ -126,12 +110,33 @@ def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator
             continue
         means = [sum(result["value"] for result in group) / len(group) for group in (of_a, of_b)]
         if len(of_a) == len(of_b) == 1:
-            one, other = ((result["value"], result["low"], result["high"]) for result in (of_a[0], of_b[0]))
-            interval: tuple[float, float] | None = newcombe(one, other)
+            interval: tuple[Interval | None, str] = _of_two(of_a[0], of_b[0])
         else:
-            interval = welch([result["value"] for result in of_a], [result["value"] for result in of_b])
-        difference = _difference(means[1] - means[0], interval)
+            interval = _over_runs(a, b, [result["value"] for result in of_a], [result["value"] for result in of_b])
+        difference = _difference(means[1] - means[0], *interval)
         yield f"{kind[0]} on {kind[1]}", f"{means[0]:.4g}", f"{means[1]:.4g}", difference
+
+
+def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval, str]:
+    """The interval of the difference of two results, and how they are paired."""
+    left, right = a.get("outcomes") or {}, b.get("outcomes") or {}
+    if len(left) > 1 and left.keys() == right.keys():
+        paired = paired_difference(list(left.values()), [right[key] for key in left])
+        return paired.interval, "paired by problem"
+    return newcombe(*((result["value"], result["low"], result["high"]) for result in (a, b))), "unpaired"
+
+
+def _over_runs(
+    a: Sequence[RunRecord], b: Sequence[RunRecord], left: Sequence[float], right: Sequence[float]
+) -> tuple[Interval | None, str]:
+    """The interval of the difference of the means of two groups, and how they are paired; `left` and `right` are their values."""
+    seeds = [[run.config.get("run.seed", 0) for run in group] for group in (a, b)]
+    same = sorted(seeds[0]) == sorted(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) > 1
+    if not same or len(left) != len(a) or len(right) != len(b):
+        return welch(left, right), "unpaired"
+    other = dict(zip(seeds[1], right, strict=True))
+    paired = paired_difference(left, [other[seed] for seed in seeds[0]])
+    return (paired.interval if paired.standard_error else None), "paired by seed"
 
 
 def _last_results(run: RunRecord) -> dict[tuple[str, str], Any]:
@@ -143,5 +148,5 @@ def _present(values: Any) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _difference(value: float, interval: tuple[float, float] | None) -> str:
-    return f"{value:+.4g}" + (f" [{interval[0]:+.4g}, {interval[1]:+.4g}]" if interval else "")
+def _difference(value: float, interval: Interval | None, how: str) -> str:
+    return f"{value:+.4g}" + (f" [{interval.low:+.4g}, {interval.high:+.4g}] {how}" if interval else "")

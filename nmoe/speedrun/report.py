@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.eval.evaluate import Evaluation
-from nmoe.eval.statistics import paired_difference
 from nmoe.runs.directory import read_provenance
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.report import markdown_table
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.speedrun.examination import Examination
 from nmoe.speedrun.stages import StageRecord
+from nmoe.statistics import paired_difference
 
 # The names of the first are the skills that the run had.
 _PLOTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (

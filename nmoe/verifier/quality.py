@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nmoe.eval.statistics import Interval, clustered_mean, wilson
+from nmoe.statistics import Interval, clustered_mean, wilson
 
 # A step is judged wrong if the probability that it is right is below this.
 THRESHOLD = 0.5

@@ -5,6 +5,7 @@ Where the kernels are compiled, a prefix that is found has the bits of one that 
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -96,4 +97,8 @@ def test_evaluated_or_not_killed_or_not(
     results = [{path.name: path.read_bytes() for path in (run / "eval").iterdir()} for run in (evaluated, resumed)]
     assert results[0] == results[1]
     assert len(results[0]) == 5
+    firsts = [json.loads(content)["results"][0] for content in results[0].values()]
+    assert len({frozenset(first["outcomes"]) for first in firsts}) == 1, "the same problems each time"
+    assert all(sum(first["outcomes"].values()) == first["value"] * first["problems"] for first in firsts)
+    assert all(len(first["outcomes"]) == first["problems"] for first in firsts)
     assert found == dict.fromkeys(("plain", "killed", "evaluated", "both"), dict.fromkeys(range(1, 5), 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from nmoe.cli import main
 from nmoe.errors import UserError
-from nmoe.runs.comparison import compare_runs, diff_runs, newcombe, read_group, welch
+from nmoe.runs.comparison import compare_runs, diff_runs, read_group
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.looks import list_runs, show_run
 from nmoe.runs.record import read_run
@@ -129,31 +128,51 @@ def test_two_runs_are_compared_at_their_last_steps_with_unpaired_intervals(tmp_p
     lines = list(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b"))
     assert ["loss", "2", "1.5", "-0.5"] in words(lines)
     # 0.5 [0.4, 0.55] and 0.8 [0.7, 0.85]: 0.3 - hypot(0.1, 0.05) and 0.3 + hypot(0.05, 0.1)
-    assert ["greedy", "on", "sort", "0.5", "0.8", "+0.3", "[+0.1882,", "+0.4118]"] in words(lines)
+    assert ["greedy", "on", "sort", "0.5", "0.8", "+0.3", "[+0.1882,", "+0.4118]", "unpaired"] in words(lines)
     assert not any(line.startswith("warning") for line in lines)
 
 
 def test_groups_of_seeds_are_compared_by_their_means_and_two_changes_are_warned_of(tmp_path: Path) -> None:
     for seed, (left, right) in enumerate([(2.0, 1.0), (2.2, 1.1), (2.4, 1.5)]):
         make_run(tmp_path / f"a-{seed}", [3.0, left], seed=seed).close()
-        make_run(tmp_path / f"b-{seed}", [3.0, right], rate=0.01, clip=0.5, seed=seed).close()
+        make_run(tmp_path / f"b-{seed}", [3.0, right], rate=0.01, clip=0.5, seed=seed + 1).close()
     lines = list(compare_runs(f"{tmp_path}/a-*", f"{tmp_path}/b-0,{tmp_path}/b-1,{tmp_path}/b-2"))
     assert "warning: A and B differ in 2 keys, so that no difference below has one cause" in lines
     # Means 2.2 and 1.2, variances 0.04 and 0.07: error sqrt(0.11 / 3) = 0.19149, 3.7231 degrees of freedom, t = 2.860.
-    ((*_, low, high),) = [line for line in words(lines) if line[:1] == ["loss"]]
+    ((*_, low, high, how),) = [line for line in words(lines) if line[:1] == ["loss"]]
+    assert how == "unpaired", "the seeds are not the same"
     assert float(low.strip("[,")) == pytest.approx(-1 - 2.860 * 0.19149, abs=2e-3)
     assert float(high.strip("]")) == pytest.approx(-1 + 2.860 * 0.19149, abs=2e-3)
 
 
-def test_intervals_of_differences() -> None:
-    # Newcombe 1998, table II, contrast (a): 56/70 - 48/80 is 0.2 with method 10's 0.0524 to 0.3339.
-    low, high = newcombe((48 / 80, 0.4904, 0.7004), (56 / 70, 0.6918, 0.8769))
-    assert (low, high) == (pytest.approx(0.0524, abs=2e-4), pytest.approx(0.3339, abs=2e-4))
-    assert welch([1.0], [2.0, 3.0]) is None
-    assert welch([1.0, 1.0], [2.0, 2.0]) is None
-    interval = welch([1.0, 2.0], [3.0, 4.0])
-    assert interval is not None
-    assert interval[0] == pytest.approx(2 - 4.302653 * math.sqrt(0.5), abs=1e-5)
+def test_groups_of_the_same_seeds_are_paired_by_seed(tmp_path: Path) -> None:
+    for seed, (left, right) in enumerate([(2.0, 1.0), (2.2, 1.1), (2.4, 1.5)]):
+        make_run(tmp_path / f"a-{seed}", [left], seed=seed).close()
+        make_run(tmp_path / f"b-{2 - seed}", [right], rate=0.01, seed=seed).close()  # in another order
+    ((*_, low, high, paired, by, seed_),) = [
+        line for line in words(compare_runs(f"{tmp_path}/a-*", f"{tmp_path}/b-*")) if line[:1] == ["loss"]
+    ]
+    # Differences -1, -1.1, -0.9: deviation 0.1, error 0.1 / sqrt(3), t of 2 degrees of freedom 4.302653.
+    assert (paired, by, seed_) == ("paired", "by", "seed")
+    assert float(low.strip("[,")) == pytest.approx(-1 - 4.302653 * 0.1 / 3**0.5, abs=1e-3)
+    assert float(high.strip("]")) == pytest.approx(-1 + 4.302653 * 0.1 / 3**0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(("asked", "how"), [("pqrs", ["paired", "by", "problem"]), ("pqrx", ["unpaired"])])
+def test_evaluations_on_the_same_problems_are_paired_by_problem(tmp_path: Path, asked: str, how: list[str]) -> None:
+    for name, keys, right in (("a", "pqrs", (0, 0, 1, 0)), ("b", asked, (1, 0, 1, 1))):
+        with make_run(tmp_path / name, [1.0]) as run:
+            result = {"mode": "greedy", "dataset": "sort", "problems": 4, "value": sum(right) / 4}
+            bounds = {"low": 0.1, "high": 0.9, "outcomes": dict(zip(keys, right, strict=True))}
+            run.ledger.evaluation(1, {"results": [result | bounds]})
+    (line,) = [line for line in words(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b")) if line[0] == "greedy"]
+    assert line[3:6] == ["0.25", "0.75", "+0.5"]
+    assert line[8:] == how
+    if how != [
+        "unpaired"
+    ]:  # differences 1, 0, 0, 1: deviation 0.57735, error its half, t of 3 degrees of freedom 3.182446
+        assert float(line[6].strip("[,")) == pytest.approx(0.5 - 3.182446 * 0.57735 / 2, abs=1e-3)
+        assert float(line[7].strip("]")) == pytest.approx(0.5 + 3.182446 * 0.57735 / 2, abs=1e-3)
 
 
 def test_what_is_no_run_is_refused_in_one_message(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nmoe.eval.statistics import clustered_mean, paired_difference, wilson
+from nmoe.statistics import clustered_mean, newcombe, paired_difference, welch, wilson
 
 
 def wilson_by_hand(successes: int, total: int, z: float) -> tuple[float, float]:
@@ -99,3 +99,14 @@ def test_paired_difference_is_scipys(pairs: list[tuple[float, float]]) -> None:
 def test_paired_difference_refuses_unpaired_results() -> None:
     with pytest.raises(ValueError, match="results on 2 and 1 problems"):
         paired_difference([0, 1], [1])
+
+
+def test_intervals_of_differences() -> None:
+    # Newcombe 1998, table II, contrast (a): 56/70 - 48/80 is 0.2 with method 10's 0.0524 to 0.3339.
+    interval = newcombe((48 / 80, 0.4904, 0.7004), (56 / 70, 0.6918, 0.8769))
+    assert (interval.low, interval.high) == (pytest.approx(0.0524, abs=2e-4), pytest.approx(0.3339, abs=2e-4))
+    assert welch([1.0], [2.0, 3.0]) is None
+    assert welch([1.0, 1.0], [2.0, 2.0]) is None
+    unpaired = welch([1.0, 2.0], [3.0, 4.0])
+    assert unpaired is not None
+    assert unpaired.low == pytest.approx(2 - 4.302653 * math.sqrt(0.5), abs=1e-5)

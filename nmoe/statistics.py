@@ -1,4 +1,4 @@
-"""Statistics of evaluations: confidence intervals for rates, means over problems and paired differences."""
+"""Confidence intervals: for rates, means over problems, and differences, paired or not."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -81,3 +81,19 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
     if len(a) != len(b):
         raise ValueError(f"results on {len(a)} and {len(b)} problems cannot be paired")
     return clustered_mean([after - before for before, after in zip(a, b, strict=True)], range(len(a)))
+
+
+def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> Interval:
+    """The interval of `b - a` for two unpaired `(value, low, high)`, by squaring and adding (Newcombe 1998, method 10)."""
+    difference = b[0] - a[0]
+    below = math.hypot(b[0] - b[1], a[2] - a[0])
+    above = math.hypot(b[2] - b[0], a[0] - a[1])
+    return Interval(difference - below, difference + above)
+
+
+def welch(a: Sequence[float], b: Sequence[float]) -> Interval | None:
+    """The 95% interval of the difference of means, `b - a`, by Welch's t; None unless both have two values that vary."""
+    if min(len(a), len(b)) < 2 or (len(set(a)) == 1 and len(set(b)) == 1):
+        return None
+    interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+    return Interval(float(interval.low), float(interval.high))
