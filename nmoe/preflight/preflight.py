@@ -14,11 +14,13 @@ from nmoe.preflight.check import Check
 from nmoe.preflight.disk import directory, disk, first_checkpoint
 from nmoe.preflight.learning_rate import learning_rate
 from nmoe.preflight.memory import memory
+from nmoe.preflight.needs import hub, packages, services
 from nmoe.preflight.overlap import overlap
 from nmoe.preflight.rehearsal import rehearse, round_trip
 from nmoe.preflight.sinks import sinks
 from nmoe.preflight.size import size_of
 from nmoe.recipes.setup import load_tokenizer, run_path
+from nmoe.sandbox.api import SandboxSetupError
 
 
 def preflight(config: RunConfig) -> Iterator[Check]:
@@ -28,6 +30,9 @@ def preflight(config: RunConfig) -> Iterator[Check]:
         yield Check("batch", "ok", "; ".join(batch_arithmetic(config)))
     yield from checked("run directory", lambda: directory(config))
     yield from checked("sinks", lambda: sinks(config.sinks))
+    yield from checked("packages", lambda: packages(config))
+    yield from checked("hub", lambda: hub(config))
+    yield from checked("services", lambda: services(config))
     try:
         size = size_of(config)
     except UserError as error:
@@ -44,7 +49,7 @@ def preflight(config: RunConfig) -> Iterator[Check]:
         try:
             yield from rehearse(config)
         except (UserError, InfrastructureError) as error:
-            yield failure("rehearsal", error)
+            yield failure("sandbox" if isinstance(error, SandboxSetupError) else "rehearsal", error)
     else:
         yield from checked("tokenizer", lambda: round_trip(load_tokenizer(config.model)))
 

@@ -61,6 +61,7 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
     problem = environment.pool.take(1)[0]
     engine = NativeEngine(learner.model, _SAMPLES, config.engine.cache_mb)
     with ToolRuntime(environment, config.sandbox) as tools:
+        yield Check("sandbox", "ok", "none is needed" if tools.sandboxes is None else tools.sandboxes.describe())
         yield Check("golds", "ok", "all that [task_pool] check_gold selects are graded correct")
         context = learner.model.config.context_tokens
 

@@ -27,7 +27,7 @@ from nmoe.runs.ledger import probe_of, read_lines
 from nmoe.runs.progress import Progress
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
-from nmoe.runs.sinks.sinks import Sinks, refuse_without_packages
+from nmoe.runs.sinks.sinks import Sinks, refuse_unready
 from nmoe.runs.state import Part, load_parts
 
 
@@ -227,7 +227,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Creates the run's directory, or opens it to resume, for the `with` block. `steps` is the number of the last step, by default
     run.steps, and `around` more of its provenance (`ToolRuntime.provenance`). Raises UserError (`RunDirectory.create`)."""
-    refuse_without_packages(config.sinks.to)
+    refuse_unready(config.sinks)
     total = config.run.steps if steps is None else steps
     now, before = provenance_of(config, threads), recorded_device(run_path(config)) if config.run.resume else None
     start = run_path(config), to_toml(config), now | dict(around or {}), config.run.resume

@@ -32,6 +32,7 @@ from nmoe.preflight.memory import activation_numbers, estimate, memory
 from nmoe.preflight.preflight import preflight, refuse_to_start
 from nmoe.preflight.sinks import sinks
 from nmoe.preflight.size import Size, size_of
+from nmoe.recipes.run_loop import open_run
 from nmoe.runs.sinks import sinks as sinks_of_runs
 
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 64}
@@ -236,17 +237,37 @@ def test_the_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     online = SinksSection(to=("wandb",))
-    assert sinks(online).status == "warn"
+    assert sinks(online).status == "fail"
     assert "run: wandb login" in sinks(online).text
-    assert sinks(SinksSection(to=("wandb",), wandb_mode="offline")).status == "ok"
+    assert sinks(SinksSection(to=("wandb",), wandb_mode="offline")).text == "wandb"
     (tmp_path / "netrc").write_text("machine other.example login user password x\n")
-    assert sinks(online).status == "warn"
+    assert sinks(online).status == "fail"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
     assert sinks(online).status == "ok"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080")
-    assert sinks(online).status == "warn", "the key is another host's"
+    assert sinks(online).status == "fail", "the key is another host's"
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert sinks(online).status == "ok"
+    assert sinks(online).text == "wandb; metrics leave this machine for W&B at wandb.example"
+
+
+@pytest.mark.parametrize("variable", ["TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL"])
+def test_trackio_sends_nothing_elsewhere_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setattr(sinks_of_runs, "find_spec", lambda name: SimpleNamespace(origin="there"))
+    for name in sinks_of_runs._TRACKIO_REMOTE:
+        monkeypatch.delenv(name, raising=False)
+    local = SinksSection(to=("trackio",))
+    assert sinks(local).text == "trackio"
+    monkeypatch.setenv(variable, "someone/runs")
+    with pytest.raises(UserError, match=rf"as {variable} in the environment asks; .* sinks.trackio_remote = true$"):
+        sinks(local)
+    agreed = SinksSection(to=("trackio",), trackio_remote=True)
+    assert sinks(agreed).text == f"trackio; metrics leave this machine for {variable}"
+    assert sinks(SinksSection(to=("csv",))).text == "csv"
+    with pytest.raises(UserError, match=variable), open_run(rl(tmp_path, sinks={"to": ["trackio"]}), threads=1):
+        pass
+    assert list(tmp_path.iterdir()) == [], "refused before anything is written"
 
 
 def test_every_check_is_one_line(tmp_path: Path) -> None:

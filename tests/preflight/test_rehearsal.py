@@ -36,8 +36,9 @@ def found(tmp_path: Path, **tables: Any) -> dict[str, Check]:
 
 def test_a_run_without_fault(tmp_path: Path) -> None:
     checks = found(tmp_path)
-    assert list(checks) == ["tokenizer", "template", "golds", "rewards", "engine and learner"]
+    assert list(checks) == ["tokenizer", "template", "sandbox", "golds", "rewards", "engine and learner"]
     assert {check.status for check in checks.values()} == {"ok"}
+    assert checks["sandbox"].text == "none is needed"
     assert checks["rewards"].text.startswith("twice the same; 1 for the right answer to sort/0, 0 for a wrong one")
 
 

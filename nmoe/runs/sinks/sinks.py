@@ -1,11 +1,13 @@
 """All sinks of a run: opened at its start, told of each step and alert, and asked at its end what they lost."""
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from nmoe.config.tables.sinks import SinksSection
 from nmoe.errors import UserError
 from nmoe.runs.sinks.feed import Feed
 from nmoe.runs.sinks.sink import Attempt, Sink, scalars_of
@@ -19,6 +21,27 @@ _SINKS = {
 }
 # How long the end of a run waits for its sinks, all of them together: an upload takes a while.
 CLOSE_SECONDS = 60.0
+
+
+# With these trackio does not keep to its local database: a Space, a server, and a hook for alerts.
+_TRACKIO_REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
+
+
+def refuse_unready(section: SinksSection) -> None:
+    """Raises UserError, with the remedy, for a sink whose package is missing, or that would send metrics somewhere that the
+    configuration does not agree to."""
+    refuse_without_packages(section.to)
+    named = trackio_remotes(section)
+    if named and not section.trackio_remote:
+        raise UserError(
+            f"[sinks] to: trackio would send metrics off this machine, as {', '.join(named)} in the environment asks; unset it, or "
+            "agree by sinks.trackio_remote = true"
+        )
+
+
+def trackio_remotes(section: SinksSection) -> list[str]:
+    """The variables of the environment by which trackio, if it is a sink, sends metrics or alerts elsewhere."""
+    return [name for name in _TRACKIO_REMOTE if os.environ.get(name)] if "trackio" in section.to else []
 
 
 def refuse_without_packages(names: Collection[str]) -> None:

@@ -1,0 +1,111 @@
+"""What a run needs around it: packages of extras, services that rate samples, and data or models of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.pools import HubPool, MixturePool, ReasoningGymPool
+from nmoe.config.tables.rewards import ServiceKeys
+from nmoe.errors import UserError
+from nmoe.grading.gym import check_installed
+from nmoe.preflight.check import Check
+from nmoe.runs.resolve import maker_of
+
+# Seconds that a service has to accept a connection.
+_CONNECT_SECONDS = 3.0
+
+
+def packages(config: RunConfig) -> Check:
+    """The optional packages that task pools need. Raises UserError, with the command that installs it, for one that is missing."""
+    needed = any(isinstance(pool, ReasoningGymPool) for pool in pools_of(config))
+    if needed:
+        check_installed()
+    return Check("packages", "ok", "reasoning-gym" if needed else "none beyond what nmoe always has")
+
+
+def services(config: RunConfig) -> Check:
+    """Whether each service that rates samples has its token, and its port takes a connection."""
+    name, there = "services", []
+    for service in (reward for one in environments_of(config) for reward in one.rewards):
+        if not isinstance(service, ServiceKeys):
+            continue
+        if service.token_env is not None and not os.environ.get(service.token_env):
+            said = f"[[rewards]] {service.name}: {service.token_env} is not set; put its token there"
+            return Check(name, "fail", said)
+        parts = urlsplit(service.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        place = f"{parts.hostname}:{port}"
+        try:
+            socket.create_connection((parts.hostname or "", port), _CONNECT_SECONDS).close()
+        except OSError as error:
+            why = error.strerror or str(error) or type(error).__name__
+            said = f"[[rewards]] {service.name}: nothing answers at {place} ({why}); start the service, or correct url"
+            return Check(name, "fail", said)
+        there.append(place)
+    return Check(name, "ok", ", ".join(dict.fromkeys(there)) or "none are asked")
+
+
+def hub(config: RunConfig) -> Check:
+    """What is read from the Hugging Face hub, and whether it may be asked. Raises UserError where HF_HUB_OFFLINE forbids what the
+    cache does not have."""
+    data = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool) and _on_hub(pool.dataset)]
+    model = [config.model.path] if config.model.path is not None and _on_hub(config.model.path) else []
+    named = list(dict.fromkeys([*model, *data]))
+    if not named:
+        return Check("hub", "ok", "nothing is read from it")
+    if _is_offline() and (missing := [*_uncached(model, "model"), *_uncached(data, "dataset")]):
+        raise UserError(
+            f"{', '.join(missing)}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or fetch first with `hf download`"
+        )
+    token = "with a token" if _has_token() else "without a token, which private and gated ones need"
+    return Check("hub", "ok", f"{', '.join(named)}, {'from the cache alone' if _is_offline() else token}")
+
+
+def pools_of(config: RunConfig) -> Iterator[object]:
+    """The task pools of a run's environments, and those within mixtures."""
+    for one in environments_of(config):
+        pool = one.task_pool
+        yield pool
+        if isinstance(pool, MixturePool):
+            yield from pool.sources
+
+
+def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
+    """The environment that a run trains on, and the one that it is evaluated on."""
+    if isinstance(config, RLConfig):
+        yield config.environment
+        if config.eval.environment is not None:
+            yield config.eval.environment
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name is one of the hub's, as `resolve_checkpoint` tells it: not a path, nor what a command here would make."""
+    path = Path(name.partition("@[")[0])
+    return len(path.parts) == 2 and not path.exists() and not path.parent.exists() and not maker_of(path)
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _uncached(names: list[str], kind: str) -> list[str]:
+    from huggingface_hub import constants
+
+    plain = [name.partition("@[")[0] for name in names]
+    folder = Path(constants.HF_HUB_CACHE)
+    return [name for name in plain if not (folder / f"{kind}s--{name.replace('/', '--')}").is_dir()]
