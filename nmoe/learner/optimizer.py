@@ -11,7 +11,6 @@ steps (section 3.2).
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
+from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.parallel.ranks import like, total_norm, whole
 
@@ -52,7 +52,8 @@ class StepResult:
 
 
 class Optimizer:
-    """Steps the trainable parameters of a model and of its head; `steps` counts the optimizer steps taken. With a
+    """Steps the trainable parameters of a model and of its head; `steps` counts the optimizer steps taken. The schedule has
+    `total_steps` unless the settings have a length of their own. With a
     `head_learning_rate` the head learns at that rate, without weight decay. A loss has to be multiplied by `loss_scale` before its
     backward pass."""
 
@@ -65,7 +66,8 @@ class Optimizer:
         head_learning_rate: float | None = None,
     ) -> None:
         self.settings = settings
-        self.total_steps = total_steps
+        self.schedule = Schedule(settings.schedule_steps or total_steps, settings.warmup_steps, settings.min_lr_ratio)
+        self.note: str | None = None
         self.steps = 0
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if head is not None:
@@ -103,7 +105,7 @@ class Optimizer:
         Raises DivergenceError, with the weights unchanged, if the gradient is not finite for another reason than scaling.
         """
         settings = self.settings
-        factor = learning_rate_factor(self.steps, self.total_steps, settings.warmup_steps, settings.min_lr_ratio)
+        factor = self.schedule.factor(self.steps)
         for group in self.adamw.param_groups:
             group["lr"] = group["peak"] * factor
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -168,7 +170,12 @@ class Optimizer:
             if master is not parameter:
                 tensors[f"{name}/master"] = whole(master.detach())
         held, size = hold(tensors, copied)
-        state = {"steps": self.steps, "loss_scale": self.loss_scale, "good_steps": self.good_steps}
+        state = {
+            "steps": self.steps,
+            "loss_scale": self.loss_scale,
+            "good_steps": self.good_steps,
+            "schedule": self.schedule.record(),
+        }
 
         def write(directory: Path) -> None:
             on_host = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
@@ -178,12 +185,16 @@ class Optimizer:
         return Snapshot(write, size)
 
     def load(self, directory: Path) -> None:
-        """Loads what `save` wrote. Raises UserError for a missing or torn file, and if the state of a parameter is missing."""
+        """Loads what `save` wrote, and goes on with its schedule (`resumed_schedule`; `note` says so where its length has changed).
+        Raises UserError for a missing or torn file, and if the state of a parameter is missing."""
+        settings = self.settings
         try:
             tensors = load_file(directory / "optimizer.safetensors")
             state = json.loads((directory / "optimizer.json").read_text())
             self.steps, self.good_steps = int(state["steps"]), int(state["good_steps"])
             self.loss_scale = float(state["loss_scale"])
+            asked, peak = settings.schedule_steps > 0, settings.learning_rate
+            self.schedule, self.note = resumed_schedule(state.get("schedule"), self.schedule, asked, self.steps, peak)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{directory}: its optimizer state is missing or torn: {error}") from None
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
@@ -218,15 +229,3 @@ def _move_gradient(master: Tensor, parameter: Tensor) -> None:
     else:
         master.grad += parameter.grad
     parameter.grad = None
-
-
-def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """The share of the peak learning rate at optimizer step `step` (from 0).
-
-    Step s of the warm-up runs at (s + 1) / warmup_steps, so that no step has a learning rate of 0. Then a half cosine falls from 1
-    to `min_lr_ratio` at the last step (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps))
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -8,13 +8,17 @@ given as many as the playbook's own warm-up takes, 5% of the run, if these are m
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
-from nmoe.learner.optimizer import learning_rate_factor
+from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.preflight.check import Check
-from nmoe.recipes.setup import optimizer_settings
+from nmoe.recipes.setup import optimizer_settings, run_path
+from nmoe.runs.checkpoint import latest_checkpoint
 
 LEAST_SHARE = 0.3
 BY_STEP = 20
@@ -31,12 +35,15 @@ def learning_rate(config: RunConfig) -> Check:
         )
     if isinstance(config, RLConfig) and config.critic is not None:
         steps -= config.critic.warmup_steps
+    if config.run.resume and (checkpoint := latest_checkpoint(run_path(config) / "checkpoints")) is not None:
+        return Check(name, "ok", _resumed(config, steps, checkpoint))
     by = BY_STEP
     if isinstance(config, SupervisedConfig):
         by = max(by, math.ceil(WARMUP_SHARE * steps))
     by = min(by, steps)
     settings = optimizer_settings(config)
-    shares = [learning_rate_factor(step, steps, settings.warmup_steps, settings.min_lr_ratio) for step in range(by)]
+    schedule = _planned(settings, steps)
+    shares = [schedule.factor(step) for step in range(by)]
     share, said = max(shares), f"{max(shares):.0%} of its peak {peak:g} by step {by}"
     if share >= LEAST_SHARE:
         return Check(name, "ok", said)
@@ -45,3 +52,20 @@ def learning_rate(config: RunConfig) -> Check:
     if config.optimizer.allow_slow_warmup:
         return Check(name, "warn", f"{said} (optimizer.allow_slow_warmup lets it start)")
     return Check(name, "fail", f"{said}, or optimizer.allow_slow_warmup = true to start as it is")
+
+
+def _planned(settings: OptimizerSection, steps: int) -> Schedule:
+    return Schedule(settings.schedule_steps or steps, settings.warmup_steps, settings.min_lr_ratio)
+
+
+def _resumed(config: RunConfig, steps: int, checkpoint: Path) -> str:
+    """What a run that goes on from `checkpoint` says about its schedule."""
+    updates = config.batch.updates if isinstance(config, RLConfig) else 1
+    settings = optimizer_settings(config, updates)
+    file, note = checkpoint / "optimizer.json", None
+    if file.exists():  # of self-play each role has its own
+        state = json.loads(file.read_text())
+        asked, done = settings.schedule_steps > 0, state["steps"]
+        planned = _planned(settings, steps * updates)
+        _, note = resumed_schedule(state.get("schedule"), planned, asked, done, settings.learning_rate)
+    return "goes on as the run began" if note is None else note.removeprefix("learning rate: ")

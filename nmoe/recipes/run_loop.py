@@ -18,6 +18,7 @@ from typing import Any
 from nmoe.config import to_toml
 from nmoe.config.commands.base import RunConfig
 from nmoe.errors import RunStoppedError
+from nmoe.learner.learner import Learner
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
@@ -28,7 +29,7 @@ from nmoe.runs.progress import Progress
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
 from nmoe.runs.sinks.sinks import Sinks, refuse_unready
-from nmoe.runs.state import Part, load_parts
+from nmoe.runs.state import Part, Subdirectory, load_parts
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ class Run:
         load_parts(checkpoint, recipe.parts())
         recipe.resume()
         self.note(f"resumed from step {first}")
+        for line in _schedule_notes(recipe.parts()):
+            self.note(line)
         if self._moved is not None:
             self.note(self._moved)
         # The run may have been killed between the checkpoint and its mark.
@@ -219,6 +222,15 @@ class Run:
             self.ledger.evaluation(step, {"results": list(held_out.results), **held_out.record})
         self.note(f"step {step}: {held_out.note}")
         return held_out.metrics, probe_of(held_out.results)
+
+
+def _schedule_notes(parts: Mapping[str, Part]) -> Iterator[str]:
+    """What the learners of a resumed run say about their schedules."""
+    for name, part in parts.items():
+        if isinstance(part, Subdirectory):
+            yield from (f"{name}, {note}" for note in _schedule_notes(part.parts))
+        elif isinstance(part, Learner) and part.optimizer.note is not None:
+            yield part.optimizer.note
 
 
 @contextmanager

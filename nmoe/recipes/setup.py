@@ -98,9 +98,11 @@ def keep_freed_memory() -> None:
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSection:
     """The settings in [optimizer], for a schedule that counts optimizer steps, `updates_per_step` for each step of the run. Warm-up
-    is shortened so that the last step of a short run has the configured learning rate."""
-    warmup_steps = max(0, min(config.optimizer.warmup_steps, config.run.steps - 1))
-    return config.optimizer.model_copy(update={"warmup_steps": warmup_steps * updates_per_step})
+    is shortened so that the last step of a short schedule has the configured learning rate."""
+    schedule_steps = config.optimizer.schedule_steps
+    warmup_steps = max(0, min(config.optimizer.warmup_steps, (schedule_steps or config.run.steps) - 1))
+    lengths = {"warmup_steps": warmup_steps, "schedule_steps": schedule_steps}
+    return config.optimizer.model_copy(update={name: steps * updates_per_step for name, steps in lengths.items()})
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:

@@ -18,10 +18,11 @@ from nmoe.runs.ledger import Ledger
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
-# What may change when a run is resumed: how long it goes on, what is kept, what watches it, and where its metrics go too. Another
-# number of steps is another schedule, so that the resumed run does not repeat the shorter one. The thread count is here because 0
-# stands for the free cores; `recorded_threads` gives the count to use again. A run may go on on another device, and says so.
-_KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads", "model.device")
+# What may change when a run is resumed: how long it goes on, what is kept, what watches it, and where its metrics go too. With
+# another number of steps the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is
+# here because 0 stands for the free cores; `recorded_threads` gives the count to use again. A run may go on on another device, and
+# says so.
+_KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads", "model.device", "optimizer.schedule_steps")
 _SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "sinks.")
 
 

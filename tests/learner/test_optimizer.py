@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import nmoe.learner.optimizer as optimizer_module
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
-from nmoe.learner.optimizer import Optimizer, StepResult, learning_rate_factor
+from nmoe.learner.optimizer import Optimizer, StepResult
+from nmoe.learner.schedule import learning_rate_factor
 
 
 class Small(nn.Module):
@@ -271,3 +272,31 @@ def test_broken_state_is_refused(tmp_path: Path, damage: Callable[[Path], object
     with pytest.raises(UserError, match=message) as raised:
         Optimizer(Small(), OptimizerSection(learning_rate=0.1), 5).load(tmp_path)
     assert str(tmp_path) in str(raised.value)
+
+
+def test_a_longer_run_goes_on_at_the_rate_where_its_schedule_ended(tmp_path: Path) -> None:
+    settings = OptimizerSection(learning_rate=0.1, min_lr_ratio=0.2, warmup_steps=1)
+
+    def rates(optimizer: Optimizer, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            for parameter in optimizer.parameters:
+                parameter.grad = torch.ones_like(parameter)
+            found.append(optimizer.step().learning_rate)
+        return found
+
+    first = Optimizer(Small(), settings, total_steps=5)
+    began = rates(first, 5)
+    assert began[-1] == pytest.approx(0.02)
+    first.save(tmp_path)
+    longer = Optimizer(Small(), settings, total_steps=9)
+    longer.load(tmp_path)
+    assert longer.note is not None
+    assert rates(longer, 4) == [began[-1]] * 4
+    longer.save(tmp_path)  # what is recorded stays the schedule that the run began with
+    longest = Optimizer(Small(), settings, total_steps=12)
+    longest.load(tmp_path)
+    assert rates(longest, 3) == [began[-1]] * 3
+    asked = Optimizer(Small(), settings.model_copy(update={"schedule_steps": 12}), total_steps=12)
+    asked.load(tmp_path)
+    assert rates(asked, 3) == [0.1 * learning_rate_factor(step, 12, 1, 0.2) for step in (9, 10, 11)]

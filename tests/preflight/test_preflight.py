@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,24 @@ def test_a_long_supervised_run_has_5_percent_of_its_steps() -> None:
     assert learning_rate(pretraining(2800, 100)).text == "100% of its peak 0.0003 by step 140"
     assert learning_rate(pretraining(2800, 467)).status == "fail"  # 140/467 = 0.2998
     assert learning_rate(pretraining(200, 67)).status == "fail", "20 steps where 5% are fewer"
+
+
+def test_a_run_that_is_extended_says_what_becomes_of_its_schedule(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000020"
+    checkpoint.mkdir(parents=True)
+    began = {"steps": 40, "schedule": {"total_steps": 40, "warmup_steps": 10}}  # 20 steps of 2 updates
+    (checkpoint / "optimizer.json").write_text(json.dumps(began))
+
+    def said(steps: int, **optimizer: Any) -> str:
+        optimizer |= {"learning_rate": 1e-3, "warmup_steps": 5}
+        config = rl(tmp_path, run={"steps": steps, "resume": True}, optimizer=optimizer, batch={"updates_per_step": 2})
+        check = learning_rate(config)
+        assert check.status == "ok"
+        return check.text
+
+    assert said(20) == "goes on as the run began"
+    assert said(30).startswith("goes on as it began, falling until optimizer step 40, and stays at 0.0001 after it")
+    assert said(30, schedule_steps=30).startswith("from here on that of 60 optimizer steps")
 
 
 def test_what_a_start_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

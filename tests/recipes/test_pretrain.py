@@ -64,6 +64,13 @@ def test_a_run_goes_on_with_the_threads_it_began_with(workshop: Path, tmp_path: 
     run("--run.threads=1", "--run.steps=2", "--run.resume=true")
     assert torch.get_num_threads() == recorded_threads(path) == 2
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    # The one step that it began with was all of its schedule; the next takes the rate where that ends.
+    first, second = (row["learning_rate"] for row in read_metrics(path))
+    assert second == pytest.approx(0.1 * first)
+    assert (
+        "learning rate: goes on as it began, falling until optimizer step 1, and stays at"
+        in (path / "log.txt").read_text()
+    )
     torch.set_num_threads(1)
 
 

@@ -29,6 +29,12 @@ class OptimizerSection(Section):
         "fine-tuning: or 5% of the run, if that is longer)",
     )
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="final learning rate as a share of the peak")
+    schedule_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps after which the learning rate stays at its lowest; 0: run.steps, and of a resumed run those that it "
+        "began with",
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
