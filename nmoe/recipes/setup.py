@@ -26,6 +26,7 @@ from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.transformer import Transformer
 from nmoe.runs.directory import recorded_precision, recorded_threads
+from nmoe.runs.git import refuse_dirty
 from nmoe.runs.provenance import provenance
 from nmoe.runs.resolve import maker_of, resolve_checkpoint
 from nmoe.runs.threads import choose_threads
@@ -61,8 +62,11 @@ def settle(config: R) -> tuple[R, int]:
     with the precision that it leaves to the device, and the thread count.
 
     A resumed run takes both as recorded: an optimizer's state is of one precision, and sums are split by threads, so that only the
-    same count gives the same numbers. Raises UserError for a device that is not there.
+    same count gives the same numbers. Raises UserError for a device that is not there, and under run.require_clean for code that no
+    commit holds.
     """
+    if config.run.require_clean:
+        refuse_dirty(Path(config.run.directory))
     device = choose_device(config.model.device)
     path = run_path(config)
     resumed = config.run.resume and (path / "config.toml").exists()

@@ -15,7 +15,7 @@ from nmoe.statistics import Interval, newcombe, paired_difference, welch
 # Keys that name a run, are its seed or its machine's, or say where its metrics go: two that differ in nothing else are repetitions
 # of one experiment.
 _NOT_COMPARED = (
-    *("run.name", "run.directory", "run.seed", "run.resume", "run.threads"),
+    *("run.name", "run.directory", "run.seed", "run.resume", "run.threads", "run.require_clean"),
     *("sinks.to", "sinks.project", "sinks.wandb_mode"),
 )
 # How a configuration names what a program passed: `__main__:vowels`, `passed:Records`.

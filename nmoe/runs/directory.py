@@ -22,7 +22,14 @@ SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
 # another number of steps the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is
 # here because 0 stands for the free cores; `recorded_threads` gives the count to use again. A run may go on on another device, and
 # says so.
-_KEYS_THAT_MAY_DIFFER = ("run.resume", "run.steps", "run.threads", "model.device", "optimizer.schedule_steps")
+_KEYS_THAT_MAY_DIFFER = (
+    "run.resume",
+    "run.steps",
+    "run.threads",
+    "run.require_clean",
+    "model.device",
+    "optimizer.schedule_steps",
+)
 _SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "sinks.")
 
 
@@ -55,8 +62,8 @@ class RunLock:
 class RunDirectory:
     """The files of a run, locked for this process until `close`, the end of a `with` block, or the end of the process.
 
-    `path/` holds config.toml (resolved), provenance.json, metrics.jsonl, alerts.jsonl, spikes.jsonl, failures.jsonl,
-    log.txt, samples/, replay/, eval/ and checkpoints/.
+    `path/` holds config.toml (resolved), provenance.json, code.diff (of a dirty checkout), metrics.jsonl, alerts.jsonl,
+    spikes.jsonl, failures.jsonl, log.txt, samples/, replay/, eval/ and checkpoints/.
 
     ledger: writes the records.
     checkpoints: the directory to save checkpoints in.
@@ -206,7 +213,8 @@ def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | 
                 shutil.rmtree(directory)
         (path / "replay").mkdir()
         (path / "provenance.json").unlink(missing_ok=True)
-        (path / "report.md").unlink(missing_ok=True)
+        for name in ("report.md", "code.diff"):
+            (path / name).unlink(missing_ok=True)
     return checkpoint
 
 
@@ -219,8 +227,13 @@ def _cut_replays(directory: Path, step: int) -> None:
 
 
 def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resumed_from: Path | None) -> None:
-    """Writes config.toml and provenance.json; each resumption is added to the provenance of the first start."""
+    """Writes config.toml and provenance.json; each resumption is added to the provenance of the first start. The diff of a dirty
+    checkout has a file of its own, which the provenance names."""
     write_atomically(path / "config.toml", config_toml.encode())
+    if diff := provenance.get("git_diff"):
+        name = "code.diff" if resumed_from is None else f"code_{resumed_from.name}.diff"
+        write_atomically(path / name, diff.encode(errors="surrogateescape"))
+        provenance = provenance | {"git_diff": name}
     file = path / "provenance.json"
     record: dict[str, Any] = provenance | {"resumed": []}
     if resumed_from is not None:

@@ -2,15 +2,14 @@
 
 import os
 import platform
-import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import nmoe
 from nmoe.model.ops.cpu.processor import cpu_model
+from nmoe.runs.git import checkout_at, package_checkout
 
 
 def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fast") -> dict[str, Any]:
@@ -21,15 +20,15 @@ def provenance(seed: int, threads: int, device: str = "cpu", numerics: str = "fa
          "platform": "Linux-6.18-x86_64-with-glibc2.36", "cpu": "AMD EPYC 9B14", "cores": 2, "threads": 2,
          "device": "cpu", "numerics": "exact", "seed": 0, "argv": ["nmoe", "rl", "arithmetic.toml"]}
 
-    The git entries are None unless the package runs from its own checkout. `device` is what `nmoe.model.device` says of it: with a
+    The git entries are None unless the package runs from its own checkout. A command that runs in another repository has
+    `directory_commit` and `directory_dirty` of that, too. Of dirty ones `git_diff` is the diff and `git_untracked` the files that
+    it does not hold (`RunDirectory` keeps the diff as code.diff). `device` is what `nmoe.model.device` says of it: with a
     GPU its name and the CUDA version. In `argv` the home directory is written `~`.
     """
-    commit, dirty = _git()
     return {
         "started_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "nmoe": _version("nmoe"),
-        "git_commit": commit,
-        "git_dirty": dirty,
+        **_git(),
         "python": platform.python_version(),
         "torch": _version("torch"),
         "numpy": _version("numpy"),
@@ -52,25 +51,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git() -> tuple[str | None, bool | None]:
-    """Commit and dirty flag of the checkout that holds this package.
-
-    The package has to be tracked there, which it is not if it is installed in an environment inside another repository.
-    """
-    package = Path(nmoe.__file__).parent
-    if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None, None
-    commit = _run_git(package, "rev-parse", "HEAD")
-    status = _run_git(package, "status", "--porcelain", "--untracked-files=normal")
-    return commit, None if status is None else status != ""
-
-
-def _run_git(directory: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git on this machine
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+def _git() -> dict[str, Any]:
+    """The git entries: of the checkout that holds this package, and of another repository that the command runs in."""
+    package, around = package_checkout(), checkout_at(Path.cwd())
+    entries: dict[str, Any] = {"git_commit": None, "git_dirty": None}
+    diffs = []
+    if package is not None:
+        entries |= {"git_commit": package.commit, "git_dirty": package.dirty}
+    if around is not None and (package is None or around.top != package.top):
+        entries |= {"directory_commit": around.commit, "directory_dirty": around.dirty}
+    else:
+        around = None
+    for checkout in (package, around):
+        if checkout is not None and checkout.diff:
+            diffs.append(checkout.diff + "\n")
+        if checkout is not None and checkout.untracked:
+            entries["git_untracked"] = [*entries.get("git_untracked", ()), *checkout.untracked]
+    return entries | ({"git_diff": "".join(diffs)} if diffs else {})
 
 
 def _argv() -> list[str]:

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 import nmoe
+from nmoe.errors import UserError
+from nmoe.runs.directory import RunDirectory
+from nmoe.runs.git import MAX_DIFF_BYTES, refuse_dirty
 from nmoe.runs.provenance import provenance
 
 
@@ -52,6 +55,7 @@ def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path: Path, monkeyp
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nmoe, "__file__", str(package / "__init__.py"))
 
     def found() -> tuple[str | None, bool | None]:
@@ -68,6 +72,69 @@ def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path: Path, monkeyp
     assert found() == (commit, False)
     (package / "new.py").touch()
     assert found() == (commit, True)
+    record = provenance(0, 1)
+    assert record["git_untracked"] == ["package/new.py"]
+    assert "git_diff" not in record, "no tracked file has changed"
+    (package / "__init__.py").write_text("changed = 1\n")
+    assert provenance(0, 1)["git_diff"].endswith("@@ -0,0 +1 @@\n+changed = 1\n")
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a committed file, in which the process runs; the package is not from a checkout."""
+    monkeypatch.setattr(nmoe, "__file__", str(tmp_path / "installed" / "__init__.py"))
+    (tmp_path / "installed").mkdir()
+    repository = tmp_path / "code"
+    repository.mkdir()
+    git(repository, "init", "--quiet")
+    (repository / "mine.py").write_text("x = 1\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "mine")
+    monkeypatch.chdir(repository)
+    return repository
+
+
+def test_the_repository_of_the_working_directory_is_named_too(code: Path) -> None:
+    record = provenance(0, 1)
+    assert (record["git_commit"], record["directory_commit"]) == (None, git(code, "rev-parse", "HEAD"))
+    assert record["directory_dirty"] is False
+
+
+def test_the_diff_is_kept_with_the_run_and_bounded(code: Path, tmp_path: Path) -> None:
+    (code / "mine.py").write_text("x = 2\n")
+    (code / "other.py").touch()
+    with RunDirectory.create(tmp_path / "run", "[run]\nsteps = 1\n", provenance(0, 1), resume=False):
+        pass
+    kept = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert (kept["git_diff"], kept["git_untracked"], kept["directory_dirty"]) == ("code.diff", ["other.py"], True)
+    assert "-x = 1\n+x = 2\n" in (tmp_path / "run" / "code.diff").read_text()
+    git(code, "stash", "--quiet")
+    git(code, "apply", str(tmp_path / "run" / "code.diff"))
+    assert (code / "mine.py").read_text() == "x = 2\n", "the diff and the commit give the code back"
+    (code / "mine.py").write_text("x = 3\n" * 100_000)
+    bounded = provenance(0, 1)["git_diff"]
+    assert MAX_DIFF_BYTES < len(bounded) < MAX_DIFF_BYTES + 100
+    assert "cut here: the whole diff has" in bounded
+
+
+def test_a_dirty_tree_is_refused_with_the_files_named(code: Path, tmp_path: Path) -> None:
+    refuse_dirty(code / "runs")
+    (code / "runs" / "first").mkdir(parents=True)
+    (code / "runs" / "first" / "metrics.jsonl").touch()
+    refuse_dirty(code / "runs")  # what a run wrote is no change of code
+    (code / "mine.py").write_text("x = 2\n")
+    for number in range(6):
+        (code / f"new{number}.py").touch()
+    with pytest.raises(
+        UserError, match=r"holds: mine.py, new0.py, new1.py, new2.py, new3.py and 2 more; commit or stash"
+    ):
+        refuse_dirty(Path("runs"))
+
+
+def test_where_there_is_no_repository_none_can_be_clean(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(code.parent)
+    with pytest.raises(UserError, match="is in no git repository"):
+        refuse_dirty(Path("runs"))
 
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:

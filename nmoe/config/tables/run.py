@@ -21,6 +21,7 @@ class RunSection(Section):
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: all that are free")
     steps: int = Field(gt=0, description="optimizer steps")
     resume: bool = Field(default=False, description="resume from the run's latest checkpoint")
+    require_clean: bool = Field(default=False, description="refuse to start where commits do not hold all code (git)")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
