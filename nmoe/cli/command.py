@@ -17,7 +17,9 @@ import typer.core
 from nmoe.cli.chat import chat
 from nmoe.cli.config_list import list_ as list_configurations
 from nmoe.cli.config_show import show as show_configuration
+from nmoe.cli.data_download import download
 from nmoe.cli.data_pairs import pairs
+from nmoe.cli.data_prepare import prepare
 from nmoe.cli.data_show import show as show_data
 from nmoe.cli.doctor import doctor
 from nmoe.cli.dpo import dpo
@@ -55,14 +57,16 @@ class Verb(typer.core.TyperCommand):
         return _ARGUMENT_TYPE.sub(lambda found: found[1].ljust(len(found[0])), super().get_help(ctx))
 
 
-class TrainingVerb(Verb):
+class ConfiguredVerb(Verb):
     """A verb with a configuration: its help ends with the configuration's keys."""
 
     def get_help(self, ctx: Any) -> str:
         from nmoe.config.commands import COMMANDS
         from nmoe.config.keys import key_lines
+        from nmoe.config.preparation import PreparationSettings
 
-        keys = "\n".join(key_lines(COMMANDS["rl train" if self.name == "train" else str(self.name)]))
+        name = "rl train" if self.name == "train" else str(self.name)
+        keys = "\n".join(key_lines(PreparationSettings if name == "prepare" else COMMANDS[name]))
         return f"{super().get_help(ctx)}\n\nKeys, in the file's tables or as --table.key=VALUE:\n{keys}"
 
 
@@ -77,9 +81,9 @@ def _group(name: str | None = None) -> typer.Typer:
     )
 
 
-def _training_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
+def _configured_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
     # The overrides are options that only the configuration's schema knows.
-    group.command(cls=TrainingVerb, context_settings={"ignore_unknown_options": True})(verb)
+    group.command(cls=ConfiguredVerb, context_settings={"ignore_unknown_options": True})(verb)
 
 
 app = _group("nmoe")
@@ -120,7 +124,7 @@ def reinforcement_learning() -> None:
 
 @data.callback()
 def datasets() -> None:
-    """Look into datasets, and sample preference pairs.
+    """Look into datasets, and make them: filtered pools, preference pairs.
 
     \b
     Example:
@@ -159,7 +163,7 @@ def ledger() -> None:
 
 
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
-    _training_verb(app, training_verb)
+    _configured_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
 for plain_verb in (grade, chat, replay, report, export, speedrun, doctor):
     app.command(cls=Verb)(plain_verb)
@@ -171,9 +175,11 @@ app.add_typer(env, name="env")
 app.add_typer(config, name="config")
 app.add_typer(runs, name="runs")
 for training_verb in (train, selfplay, verifier):
-    _training_verb(rl, training_verb)
+    _configured_verb(rl, training_verb)
 data.command("show", cls=Verb)(show_data)
 data.command(cls=Verb)(pairs)
+_configured_verb(data, prepare)
+data.command(cls=Verb)(download)
 env.command(cls=Verb)(check)
 env.command("list", cls=Verb)(list_environments)
 env.command("show", cls=Verb)(show_environment)

@@ -13,6 +13,8 @@ from nmoe.config.packaged import (
     packaged_configurations,
     packaged_environment,
     packaged_environments,
+    packaged_preparation,
+    packaged_preparations,
 )
 from nmoe.errors import UserError
 
@@ -30,15 +32,17 @@ def list_environments() -> Iterator[str]:
 
 
 def list_configurations() -> Iterator[str]:
-    """Returns a table of the packaged configurations: name, command, package, description. Both command and description are taken
-    from the comment that a configuration begins with: its first sentence, and the line that runs it."""
-    return columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, packaged_configurations())])
+    """Returns a table of the packaged configurations and preparations: name, command, package, description. Both command and
+    description are taken from the comment that one begins with: its first sentence, and the line that runs it."""
+    listed = [*packaged_configurations(), *packaged_preparations()]
+    return columns([("NAME", "COMMAND", "FROM", "DESCRIPTION"), *map(_configuration, listed)])
 
 
 def show_configuration(named: str) -> str:
-    """The text of a packaged configuration, which means the same as a file in any directory: an environment that it names by a path
-    from where it lies is written as a name, or absolute. Raises UserError where nothing has the name."""
-    return _from_anywhere(packaged_configuration(named))
+    """The text of a packaged configuration or preparation, which means the same as a file in any directory: an environment that it
+    names by a path from where it lies is written as a name, or absolute. Raises UserError where nothing has the name."""
+    is_preparation = any(one.name == named.removesuffix(".toml") for one in packaged_preparations())
+    return _from_anywhere(packaged_preparation(named) if is_preparation else packaged_configuration(named))
 
 
 def show_environment(named: str) -> str:

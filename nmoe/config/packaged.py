@@ -1,5 +1,5 @@
-"""What has a name: the environments and configurations in `nmoe/packaged`, and those that installed packages offer under the entry
-point groups `nmoe.environments` and `nmoe.configs`.
+"""What has a name: the environments, configurations and preparations of data in `nmoe/packaged`, and those that installed packages
+offer under the entry point groups `nmoe.environments`, `nmoe.configs` and `nmoe.preparations`.
 
 A package offers the environment NAME by a line of its metadata whose value says where in the package it lies:
 
@@ -29,6 +29,7 @@ from nmoe.errors import UserError
 PACKAGED = Path(__file__).parents[1] / "packaged"
 ENVIRONMENTS = PACKAGED / "environments"
 CONFIGS = PACKAGED / "configs"
+PREPARATIONS = PACKAGED / "preparations"
 
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9_-]+)(?P<suffix>\.toml)?")
 _VALUE = re.compile(r"(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<resource>\w+(?:\.\w+)*))?")
@@ -49,7 +50,7 @@ class Packaged:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Environments or configurations: where those of nmoe lie, and the file that stands for a directory of them."""
+    """Environments, configurations or preparations: where those of nmoe lie, and the file that stands for a directory of them."""
 
     noun: str
     directory: Path
@@ -92,9 +93,9 @@ class _Kind:
         return self._only(found)
 
     def _hint(self, name: str, known: list[Packaged]) -> str:
-        other = _ENVIRONMENT if self is _CONFIGURATION else _CONFIGURATION
-        if any(one.name == name for one in other.all()):
-            return f"; there is a packaged {other.noun} of that name"
+        for other in (_ENVIRONMENT, _CONFIGURATION, _PREPARATION):
+            if other is not self and any(one.name == name for one in other.all()):
+                return f"; there is a packaged {other.noun} of that name"
         alike = difflib.get_close_matches(name, [one.name for one in known], n=1)
         return f"; did you mean {alike[0]!r}?" if alike else ""
 
@@ -157,6 +158,7 @@ class _Kind:
 
 _ENVIRONMENT = _Kind("environment", ENVIRONMENTS, "environment.toml", "nmoe env list")
 _CONFIGURATION = _Kind("configuration", CONFIGS, "config.toml", "nmoe config list")
+_PREPARATION = _Kind("preparation", PREPARATIONS, "preparation.toml", "nmoe config list")
 
 
 def packaged_environments() -> list[Packaged]:
@@ -167,6 +169,11 @@ def packaged_environments() -> list[Packaged]:
 def packaged_configurations() -> list[Packaged]:
     """All of them, those of nmoe first, each kind in the order of its names."""
     return _CONFIGURATION.all()
+
+
+def packaged_preparations() -> list[Packaged]:
+    """All of them, those of nmoe first, each kind in the order of its names."""
+    return _PREPARATION.all()
 
 
 def find_environment(named: str, directory: Path = Path()) -> Path:
@@ -193,6 +200,12 @@ def find_configuration(named: str) -> Path:
     return path if path.is_file() else _CONFIGURATION.find(named, path)
 
 
+def find_preparation(named: str) -> Path:
+    """The TOML file that `named` means, as `find_configuration`: a file, or else a packaged preparation's name, `numina`."""
+    path = Path(named)
+    return path if path.is_file() else _PREPARATION.find(named, path)
+
+
 def packaged_environment(named: str) -> Path:
     """The TOML file of the packaged environment of this name, whatever lies in the current directory. Raises UserError unless there
     is exactly one."""
@@ -202,3 +215,8 @@ def packaged_environment(named: str) -> Path:
 def packaged_configuration(named: str) -> Path:
     """The TOML file of the packaged configuration of this name, as `packaged_environment`."""
     return _CONFIGURATION.packaged(named)
+
+
+def packaged_preparation(named: str) -> Path:
+    """The TOML file of the packaged preparation of this name, as `packaged_environment`."""
+    return _PREPARATION.packaged(named)

@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 from nmoe.config.base import Section
 from nmoe.config.commands import COMMANDS, RunConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.preparation import PreparationSettings
 from nmoe.config.schema import TAG, tag_of
 from nmoe.config.tables.pools import MixturePool, SourceKeys
 from nmoe.config.toml import toml_value
@@ -71,6 +72,13 @@ def reference() -> str:
         if table.section is MixturePool:
             parts.append("### `[[task_pool.sources]]`\n\nThe keys of a `[task_pool]` of the source's `type`, and:\n")
             parts.append(_rows(SourceKeys))
+    parts += [
+        "## Preparation of data\n",
+        "The keys of a file that `nmoe data prepare` reads.\n",
+        _rows(PreparationSettings),
+    ]
+    for table in _tables("", PreparationSettings):
+        parts += _table(table)
     return "\n".join(parts)
 
 

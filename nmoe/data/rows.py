@@ -3,9 +3,9 @@
 A path names one of these, and the first that exists is read:
 
   1. a file: JSON lines (.jsonl), JSON (.json: an array of objects, or lines all the same), Parquet (.parquet), CSV (.csv, all
-     fields texts), the texts among them also compressed (.jsonl.gz);
+     fields texts), the texts among them also compressed (.jsonl.gz); or several, by a pattern (`data/train-*.parquet`);
   2. a directory of such files as a hub repository has them, or as `Dataset.save_to_disk` writes them;
-  3. either of these below $NMOE_DATASETS, where local copies of hub datasets can be kept under their names:
+  3. either of these below $NMOE_DATASETS, where local copies of hub datasets are kept under their names (`nmoe.data.hub`):
      `hendrycks/competition_math`, which has left the hub, is then `$NMOE_DATASETS/hendrycks/competition_math/`;
   4. a dataset on the hub, or on the mirror that $HF_ENDPOINT names; what was downloaded once is found without a network.
 
@@ -25,7 +25,6 @@ import errno
 import gzip
 import io
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from nmoe.config.slices import Slice, rows_of, split_name, split_path
+from nmoe.data.hub import how_to_fetch, kept_datasets
 from nmoe.errors import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -72,16 +72,17 @@ def read_rows(
     """
     name, part = split_path(path)
     if data_files and name in _BUILDERS:
-        files, form = _matching(Path(), data_files), _BUILDERS[name]
+        files, form = matching(Path(), data_files), _BUILDERS[name]
     else:
-        local = Path(name) if form else local_copy(name)
+        pattern = is_pattern(name)
+        local = Path(name) if form or pattern else local_copy(name)
         if local is None and _is_path(name):
             raise UserError(f"{name}: cannot be read: No such file or directory{_similar(name)}")
-        if local is None or (local.is_dir() and form is None and not data_files):
+        if local is None or (local.is_dir() and form is None and not data_files and not pattern):
             dataset = _load_dataset(name, subset, split, data_files, local)
             yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
             return
-        files = _matching(local, data_files) if data_files else [local]
+        files = matching(Path(), [name]) if pattern else matching(local, data_files) if data_files else [local]
     within = _file_slice(name, split)
 
     def rows() -> Iterator[Row]:
@@ -93,9 +94,12 @@ def read_rows(
 
 def local_copy(name: str) -> Path | None:
     """The path of a file or dataset on this machine, or None."""
-    kept = os.environ.get("NMOE_DATASETS")
-    candidates = [Path(name)] + ([Path(kept, name)] if kept else [])
-    return next((candidate for candidate in candidates if candidate.exists()), None)
+    return next((candidate for candidate in (Path(name), kept_datasets() / name) if candidate.exists()), None)
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a path has wildcards, and is no file of that very name."""
+    return any(sign in name for sign in "*?") and not Path(name).exists()
 
 
 def read_lines(name: str, lines: Iterable[bytes]) -> Iterator[Row]:
@@ -149,15 +153,16 @@ def _form_of(path: Path) -> Form | None:
     return _FORMS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
 
 
-def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files that the patterns name, each pattern's in the order of their names."""
+def matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files that the patterns name, each pattern's in the order of their names. Raises UserError for one that names none."""
     found: list[Path] = []
     for pattern in patterns:
         plain = directory / pattern
         base = Path(plain.anchor) if plain.is_absolute() else Path()
         matches = [plain] if plain.is_file() else sorted(base.glob(str(plain.relative_to(base))))
         if not matches:
-            raise UserError(f"{plain}: no such file (data_files = {pattern!r})")
+            named = "" if str(plain) == pattern else f" (data_files = {pattern!r})"
+            raise UserError(f"{plain}: no such file{named}")
         found += matches
     return found
 
@@ -345,6 +350,5 @@ def _failure(name: str, subset: str | None, split: str, local: Path | None, reas
         return f"{what}: the local copy {local} cannot be loaded: {reason}"
     return (
         f"{what}: there is no such file or directory, nor one below $NMOE_DATASETS, and the hub did not give it: {reason}; "
-        "give the path of a local copy, put a copy below the directory that $NMOE_DATASETS names, or name a mirror of the "
-        f"hub in $HF_ENDPOINT{_similar(name)}"
+        f"give the path of a local copy, {how_to_fetch(name)}, or name a mirror of the hub in $HF_ENDPOINT{_similar(name)}"
     )

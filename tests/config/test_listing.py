@@ -12,7 +12,8 @@ from nmoe.config.commands import COMMANDS, load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import load_environment
 from nmoe.config.listing import list_configurations, show_configuration, show_environment
-from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
+from nmoe.config.packaged import CONFIGS, ENVIRONMENTS, PREPARATIONS
+from nmoe.config.preparation import load_preparation
 from nmoe.errors import UserError
 
 
@@ -20,7 +21,9 @@ def test_configurations_with_what_runs_them() -> None:
     head, *rows = list_configurations()
     names, froms, texts = (head.index(title) for title in ("COMMAND", "FROM", "DESCRIPTION"))
     table = {row[:names].strip(): (row[names:froms].strip(), row[texts:]) for row in rows}
-    assert set(table) == {path.stem for path in CONFIGS.glob("*.toml")}
+    assert set(table) == {path.stem for kept in (CONFIGS, PREPARATIONS) for path in kept.glob("*.toml")}
+    assert table["numina"][0] == "nmoe data prepare numina"
+    assert show_configuration("numina") == (PREPARATIONS / "numina.toml").read_text()
     assert table["sort_grpo"] == (
         "nmoe rl train sort_grpo",
         "GRPO on one skill: the speedrun's base, which sorts poorly, learns to sort digits",
@@ -30,7 +33,10 @@ def test_configurations_with_what_runs_them() -> None:
         assert text
         if command != "-":
             verb = command.removeprefix("nmoe ").removesuffix(f" {name}")
-            assert load_run(CONFIGS / f"{name}.toml", COMMANDS[verb])
+            if verb == "data prepare":
+                assert load_preparation(PREPARATIONS / f"{name}.toml")
+            else:
+                assert load_run(CONFIGS / f"{name}.toml", COMMANDS[verb])
     # What only another command runs: the speedrun, and a benchmark.
     assert {name for name, (command, _) in table.items() if command == "-"} == {
         "selfplay_roles", "speedrun_base", "speedrun_midtraining", "speedrun_sft",

@@ -1,0 +1,206 @@
+"""`nmoe data prepare`: two passes over the source, the first to find what stays, the second to write what was drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmoe.config.preparation import OWN_FILES, PreparationSettings, ProbeSection
+from nmoe.data.prepare.contamination import Contamination, field_of, given_problems
+from nmoe.data.prepare.problems import digest, ends_in_box, integer
+from nmoe.data.prepare.source import parquet_files, read_batches, sha256_of
+from nmoe.data.prepare.survivors import Survivors, columns_of, priority
+from nmoe.errors import StorageError, UserError
+from nmoe.text.tokenizer import Tokenizer
+
+_MANIFEST = "manifest.json"
+_WITH_OUTPUT = ("sft", "dev")
+_ANSWER_FIELDS = ("answer", "label")
+
+
+def prepare(settings: PreparationSettings, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Writes the files that the settings ask for, `NAME.jsonl`, and `manifest.json` last; returns the manifest. The same source and
+    settings give the same bytes.
+
+    Raises UserError, before anything is written, for data that cannot be read, has not the columns, or leaves too few problems.
+    """
+    directory = Path(settings.directory)
+    _refuse_to_mix(directory)
+    contamination = Contamination(settings.contamination.ngram)
+    probes, drawn = _draw_probes(settings, contamination)
+    for given in settings.contamination.sets:
+        for _, problem in given_problems(given):
+            contamination.add(_called(given.path, given.subset), problem)
+    files = parquet_files(settings.source.path)
+    survivors = Survivors(settings, contamination, frozenset(drawn), tokenizer)
+    survivors.read(read_batches(files, columns_of(settings.filters)))
+    chosen = _draw(settings, survivors)
+    lines = probes | _records(files, chosen)
+    written = {f"{name}.jsonl": "".join(of_file).encode() for name, of_file in lines.items()}
+    manifest: dict[str, Any] = {
+        "settings": settings.model_dump(mode="json", exclude={"directory"}),
+        "source": [{"file": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in files],
+        "stages": [stage.summary() for stage in survivors.stages],
+        "contamination": contamination.summary(),
+        "files": {
+            name: {
+                "records": len(lines[name.removesuffix(".jsonl")]),
+                "sha256": hashlib.sha256(text).hexdigest(),
+                "problems_md5": _problems_md5(lines[name.removesuffix(".jsonl")]),
+            }
+            for name, text in written.items()
+        },
+    }
+    _write(directory, written | {_MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()})
+    return manifest
+
+
+def report(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """The manifest in lines for a person: stages, contamination, files."""
+    for stage in manifest["stages"]:
+        yield f"{stage['rows']:>9,}  {stage['stage']}"
+        for key, unit in (("prompt_chars", "characters"), ("prompt_tokens", "tokens")):
+            if summary := stage.get(key):
+                yield f"{'':11}{unit} of a prompt: " + ", ".join(f"{name} {value:,}" for name, value in summary.items())
+    action = manifest["settings"]["contamination"]["action"]
+    for name, counts in manifest["contamination"].items():
+        by_source = ", ".join(f"{source} {count:,}" for source, count in counts["by_source"].items()) or "none"
+        yield (
+            f"of {name} ({counts['problems']:,} problems): {counts['exact']:,} the same, {counts['ngram']:,} share an n-gram, "
+            f"{'removed' if action == 'remove' else 'reported'}; by source: {by_source}"
+        )
+    for name, file in manifest["files"].items():
+        yield f"{file['records']:>9,}  {name}"
+
+
+def _refuse_to_mix(directory: Path) -> None:
+    is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if not is_free and not (directory / _MANIFEST).is_file():
+        raise UserError(
+            f"{directory}: holds other things than an earlier preparation; name another one: --directory=DIR"
+        )
+
+
+def _called(path: str, subset: str | None) -> str:
+    """What a given set is called in the manifest, the same whatever directory it lies in."""
+    name = Path(path).name if Path(path).exists() else path
+    return name if subset is None else f"{name}:{subset}"
+
+
+# --- the draws
+
+
+def _draw_probes(
+    settings: PreparationSettings, contamination: Contamination
+) -> tuple[dict[str, list[str]], set[bytes]]:
+    """The lines of each probe's file, and the digests of their problems. What was drawn counts as a given set."""
+    lines: dict[str, list[str]] = {}
+    drawn: set[bytes] = set()
+    for probe in settings.probes:
+        fitting = _fitting(probe)
+        order = sorted((priority(hashed, settings.seed), hashed) for hashed in fitting.keys() - drawn)[: probe.size]
+        if len(order) < probe.size:
+            raise UserError(
+                f"{probe.path}: {len(order):,} different problems with an integer answer are left to draw from, and "
+                f"probes.size asks for {probe.size:,}"
+            )
+        for _, hashed in order:
+            problem, label = fitting[hashed]
+            lines.setdefault(probe.name, []).append(_line({"input": problem, "label": label}))
+            contamination.add(f"{probe.name} from {_called(probe.path, probe.subset)}", problem)
+            drawn.add(hashed)
+    return lines, drawn
+
+
+def _fitting(probe: ProbeSection) -> dict[bytes, tuple[str, str]]:
+    fitting: dict[bytes, tuple[str, str]] = {}
+    for row, problem in given_problems(probe):
+        answer = field_of(row, probe.answer_field, _ANSWER_FIELDS, "answer")
+        label = integer(answer.rpartition("####")[2])  # GSM8K's solutions end in `#### 42`
+        if label is not None:
+            fitting.setdefault(digest(problem), (problem, label))
+    return fitting
+
+
+def _draw(settings: PreparationSettings, survivors: Survivors) -> dict[str, NDArray[np.int64]]:
+    """The rows of each file, in the order of their priority. Files with an output draw first: they need a solution that ends in a
+    box."""
+    rows = np.frombuffer(survivors.rows, dtype=np.int64)
+    priorities = np.frombuffer(survivors.priorities, dtype=np.uint64)
+    boxed = np.frombuffer(survivors.boxed, dtype=np.bool_)
+    free = np.lexsort((rows, priorities)) if len(rows) else np.empty(0, dtype=np.int64)
+    chosen: dict[str, NDArray[np.int64]] = {}
+    for name in sorted(OWN_FILES, key=lambda one: one not in _WITH_OUTPUT):
+        size = getattr(settings.splits, name)
+        fits = np.flatnonzero(boxed[free]) if name in _WITH_OUTPUT else np.arange(len(free))
+        if len(fits) < size:
+            kind = r" whose solution ends in \boxed{label}" if name in _WITH_OUTPUT else ""
+            raise UserError(
+                f"{settings.source.path}: {len(rows):,} problems pass the filters, {len(fits):,} of them{kind} are left for "
+                f"{name}, which asks for {size:,}: make a split smaller, such as --splits.{name}={len(fits)}"
+            )
+        if size:
+            chosen[name] = rows[free[fits[:size]]]
+        free = np.delete(free, fits[:size])
+    return chosen
+
+
+def _records(files: Sequence[Path], chosen: Mapping[str, NDArray[np.int64]]) -> dict[str, list[str]]:
+    """The lines of each file, by a second pass over the source."""
+    place_of = {row: (name, place) for name, rows in chosen.items() for place, row in enumerate(rows.tolist())}
+    wanted = np.array(sorted(place_of), dtype=np.int64)
+    lines = {name: [""] * len(chosen[name]) for name in OWN_FILES if name in chosen}
+    begin = 0
+    for batch in read_batches(files, ("problem", "solution", "answer")):
+        within = wanted[np.searchsorted(wanted, begin) : np.searchsorted(wanted, begin + len(batch))]
+        for row, fields in zip(within.tolist(), batch.take(within - begin).to_pylist(), strict=True):
+            name, place = place_of[row]
+            label = integer(fields["answer"])
+            assert label is not None, "it passed the filter"
+            record = {"input": fields["problem"], "label": label}
+            if name in _WITH_OUTPUT:
+                output = ends_in_box(fields["solution"], label)
+                assert output is not None, "only such solutions were drawn from"
+                record["output"] = output
+            lines[name][place] = _line(record)
+        begin += len(batch)
+    return lines
+
+
+# --- the files
+
+
+def _line(record: Mapping[str, str]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _problems_md5(lines: Sequence[str]) -> str:
+    """A digest of the set of problems in a file."""
+    hashed = sorted(digest(json.loads(line)["input"]) for line in lines)
+    return hashlib.md5(b"".join(hashed), usedforsecurity=False).hexdigest()
+
+
+def _write(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes the files one after another, each whole or not at all. Files of an earlier preparation that this one has not are
+    removed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        earlier = directory / _MANIFEST
+        if earlier.is_file():
+            names = json.loads(earlier.read_text()).get("files", {})
+            earlier.unlink()
+            for name in set(names) - set(files):
+                (directory / name).unlink(missing_ok=True)
+        for name, content in files.items():
+            partial = directory / f"{name}.partial"
+            partial.write_bytes(content)
+            os.replace(partial, directory / name)
+    except OSError as error:
+        raise StorageError(f"{directory}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,164 @@
+"""Which problems of a source stay: filters over columns, then duplicates, short texts and contamination, row by row."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmoe.config.preparation import FiltersSection, PreparationSettings
+from nmoe.data.prepare.contamination import Contamination
+from nmoe.data.prepare.lengths import Stage
+from nmoe.data.prepare.problems import INTEGER, digest, ends_in_box, integer
+from nmoe.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Mask = NDArray[np.bool_]
+
+PRIORITY_BYTES = 8
+
+
+def columns_of(filters: FiltersSection) -> list[str]:
+    """The columns that the filters read."""
+    columns = ["problem", "solution", "answer", "source"]
+    if filters.question_types:
+        columns.append("question_type")
+    if filters.require_valid:
+        columns += ["problem_is_valid", "solution_is_valid"]
+    return columns
+
+
+def priority(hashed: bytes, seed: int) -> int:
+    """A problem's place in the order in which files draw, a pure function of its digest and the seed."""
+    drawn = hashlib.blake2b(hashed, digest_size=PRIORITY_BYTES, key=seed.to_bytes(8, "big"))
+    return int.from_bytes(drawn.digest(), "big")
+
+
+class Survivors:
+    """The rows that stay, by their number in the source, with their priority and whether their solution ends in a box. The texts
+    are not kept: a row takes less than two hundred bytes.
+
+    `stages` count what each filter leaves.
+    """
+
+    def __init__(
+        self,
+        settings: PreparationSettings,
+        contamination: Contamination,
+        probes: frozenset[bytes],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """`probes` are the digests of the problems that are evaluated on, none of which stays."""
+        self._settings, self._contamination, self._probes, self._tokenizer = settings, contamination, probes, tokenizer
+        self._seen: set[bytes] = set()
+        self._rows_read = 0
+        self.rows, self.priorities, self.boxed = array("q"), array("Q"), bytearray()
+        filters = settings.filters
+        kinds = " or ".join(filters.question_types)
+        self._filters = {
+            "all": True,
+            f"question_type is {kinds}": bool(filters.question_types),
+            "clean integer answer": True,
+            f"source is not {' or '.join(filters.exclude_sources)}": bool(filters.exclude_sources),
+            "valid problem and solution": True,
+        }
+        left_out = "in no probe or evaluation set" if settings.contamination.action == "remove" else "in no probe"
+        names = [
+            *(name for name, on in self._filters.items() if on),
+            "first of its duplicates",
+            "long enough",
+            left_out,
+        ]
+        self.stages = [Stage(name, tokenizer is not None) for name in names]
+
+    def read(self, batches: Iterable[pyarrow.RecordBatch]) -> None:
+        """Takes the rows that stay from all batches."""
+        for batch in batches:
+            self._read(batch)
+
+    def _read(self, batch: pyarrow.RecordBatch) -> None:
+        import pyarrow.compute as compute
+
+        lengths = {"chars": compute.utf8_length(batch.column("problem")).to_numpy().astype(np.int64)}
+        if self._tokenizer is not None:
+            problems = batch.column("problem").to_pylist()
+            lengths["tokens"] = np.array([len(self._tokenizer.encode(one)) for one in problems], dtype=np.int64)
+        stages = iter(self.stages)
+
+        def count(kept: Mask) -> None:
+            next(stages).add({unit: counted[kept] for unit, counted in lengths.items()})
+
+        kept = np.ones(len(batch), dtype=np.bool_)
+        count(kept)
+        for mask in self._masks(batch):
+            kept &= mask
+            count(kept)
+        places = np.flatnonzero(kept)
+        for stayed in self._row_by_row(batch, places):
+            mask = np.zeros(len(batch), dtype=np.bool_)
+            mask[stayed] = True
+            count(mask)
+        self._rows_read += len(batch)
+
+    def _masks(self, batch: pyarrow.RecordBatch) -> Iterator[Mask]:
+        """The filters that look at a column's value alone."""
+        import pyarrow
+        import pyarrow.compute as compute
+
+        filters = self._settings.filters
+
+        def numpy(mask: pyarrow.BooleanArray) -> Mask:
+            array: Mask = mask.to_numpy(zero_copy_only=False)
+            return array
+
+        def one_of(column: str, values: tuple[str, ...]) -> Mask:
+            return numpy(compute.is_in(batch.column(column), pyarrow.array(values, pyarrow.string())))
+
+        if filters.question_types:
+            yield one_of("question_type", filters.question_types)
+        yield numpy(compute.match_substring_regex(batch.column("answer"), INTEGER))
+        if filters.exclude_sources:
+            yield ~one_of("source", filters.exclude_sources)
+        valid = np.ones(len(batch), dtype=np.bool_)
+        for column in ("problem", "solution"):
+            trimmed = compute.utf8_trim_whitespace(batch.column(column))
+            valid &= numpy(compute.not_equal(trimmed, ""))
+            if filters.require_valid:
+                valid &= one_of(f"{column}_is_valid", ("Yes",))
+        yield valid
+
+    def _row_by_row(self, batch: pyarrow.RecordBatch, places: NDArray[np.int64]) -> tuple[list[int], ...]:
+        """The places that are first of their duplicates, those of them that are long enough, and those of these that stay."""
+        filters, seed = self._settings.filters, self._settings.seed
+        first, long_enough, stayed = list[int](), list[int](), list[int]()
+        chosen = batch.take(places)
+        columns = [chosen.column(name).to_pylist() for name in ("problem", "solution", "answer", "source")]
+        for place, problem, solution, answer, source in zip(places.tolist(), *columns, strict=True):
+            hashed = digest(problem)
+            if hashed in self._seen:
+                continue
+            self._seen.add(hashed)
+            first.append(place)
+            if (
+                len(problem.strip()) < filters.least_problem_chars
+                or len(solution.strip()) < filters.least_solution_chars
+            ):
+                continue
+            long_enough.append(place)
+            found = self._contamination.find(problem, hashed)
+            self._contamination.count(found, source)
+            if hashed in self._probes or (found and self._settings.contamination.action == "remove"):
+                continue
+            stayed.append(place)
+            label = integer(answer)
+            assert label is not None, "Arrow and Python match one pattern"
+            self.rows.append(self._rows_read + place)
+            self.priorities.append(priority(hashed, seed))
+            self.boxed.append(ends_in_box(solution, label) is not None)
+        return first, long_enough, stayed
