@@ -198,10 +198,13 @@ def run(command: typer.Typer, program: str) -> None:
     0: all went well. 1: the disk is full. 2: bad input. 130: Ctrl-C. A UserError is printed without its traceback; any
     other exception is a defect and keeps it.
     """
+    from nmoe.runs.output import of_a_command
+
     warnings.formatwarning = _one_line
     try:
         try:
-            command(prog_name=program)
+            with of_a_command():
+                command(prog_name=program)
         finally:
             sys.stdout.flush()
     except UserError as error:

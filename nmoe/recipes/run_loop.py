@@ -25,6 +25,8 @@ from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.checkpoint import mark_best
 from nmoe.runs.directory import RunDirectory, flat_keys, read_provenance, recorded_device
 from nmoe.runs.ledger import probe_of, read_lines
+from nmoe.runs.output import logged
+from nmoe.runs.places import place_records
 from nmoe.runs.progress import Progress
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
@@ -249,7 +251,10 @@ def open_run(
     with (
         RunDirectory.create(*start, defaults=default_keys(config)) as directory,
         Progress(total, directory.log, config.run.name, directory.start_step) as progress,
+        logged(directory.log),
     ):
+        if directory.resumed_from is None:
+            place_records(directory.path, config.run)
         run = Run(config, directory, progress, _sinks_of(config, directory), total, moved)
         try:
             yield run

@@ -16,6 +16,7 @@ from nmoe.statistics import Interval, newcombe, paired_difference, welch
 # of one experiment.
 _NOT_COMPARED = (
     *("run.name", "run.directory", "run.seed", "run.resume", "run.threads", "run.require_clean"),
+    *("run.metrics_directory", "run.samples_directory", "run.spikes_file"),
     *("sinks.to", "sinks.project", "sinks.wandb_mode"),
 )
 # How a configuration names what a program passed: `__main__:vowels`, `passed:Records`.

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger
+from nmoe.runs.places import refuse_missing
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
@@ -193,6 +194,7 @@ def refuse_unless_free(path: Path, resume: bool) -> None:
 def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | None:
     """Resets the directory to its last checkpoint, which is returned, or to the state of a new run."""
     remove_partials(path)
+    refuse_missing(path)
     stored = path / "config.toml"
     if stored.exists():
         _refuse_other_config(stored, config_toml, defaults)

@@ -53,7 +53,8 @@ class Progress:
         self._total = total
         self._log = log
         self._label = label
-        self._console = console or Console()
+        # Not the stream that `logged` puts in its place, since the lines that belong in the log are appended here.
+        self._console = console or Console(file=sys.stdout)
         self._clock = clock
         self._paces: deque[tuple[float, int]] = deque([(clock(), done)], maxlen=_PACE_STEPS + 1)
         self._last_line: float | None = None

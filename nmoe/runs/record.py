@@ -14,6 +14,7 @@ from nmoe.config.commands import COMMANDS, command_for
 from nmoe.errors import UserError
 from nmoe.runs.directory import flat_keys, read_provenance
 from nmoe.runs.ledger import read_lines
+from nmoe.runs.places import refuse_missing
 
 Status = Literal["running", "finished", "interrupted"]
 
@@ -73,6 +74,7 @@ def _read_run(path: Path) -> RunRecord:
     run = tables.get("run", {})
     if not isinstance(run, dict) or not isinstance(run.get("steps", 0), int):
         raise UserError(f"{file}: not the configuration of a run: run = {run!r}; put back the file the run wrote")
+    refuse_missing(path)
     provenance, metrics = read_provenance(path), read_lines(path / "metrics.jsonl")
     log = (path / "log.txt").read_text(errors="replace") if (path / "log.txt").exists() else ""
     steps = _steps(tables, log)

@@ -9,6 +9,7 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_lines
+from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.record import read_evaluations
 from nmoe.runs.storage import write_atomically
@@ -66,6 +67,7 @@ def write_report(run: Path) -> Path:
     config = run / "config.toml"
     if not config.exists():
         raise UserError(f"{run}: not the directory of a run (no config.toml)")
+    refuse_missing(run)
     metrics = read_lines(run / "metrics.jsonl")
     parts = [
         f"# Run {run.resolve().name}\n",

@@ -22,6 +22,19 @@ class RunSection(Section):
     steps: int = Field(gt=0, description="optimizer steps")
     resume: bool = Field(default=False, description="resume from the run's latest checkpoint")
     require_clean: bool = Field(default=False, description="refuse to start where commits do not hold all code (git)")
+    metrics_directory: str | None = Field(
+        default=None,
+        min_length=1,
+        description="write metrics.jsonl to a folder NAME of this directory; default: $METRICS_LOG_DIR",
+    )
+    samples_directory: str | None = Field(
+        default=None,
+        min_length=1,
+        description="write samples/ to a folder NAME of this directory; default: $SAMPLES_LOG_DIR",
+    )
+    spikes_file: str | None = Field(
+        default=None, min_length=1, description="write spikes.jsonl to this file; default: $SPIKE_LOG_PATH"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
