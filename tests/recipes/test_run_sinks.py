@@ -30,12 +30,12 @@ class Killed(Counting):
         return super().step(step)
 
 
-def follow(directory: Path, recipe: Counting, sinks: list[str], resume: bool = False) -> Path:
+def follow(directory: Path, recipe: Counting, sinks: list[str], resume: bool = False, **more: str) -> Path:
     tables: dict[str, Any] = {
         "run": {"name": "counts", "directory": str(directory), "steps": 9, "resume": resume},
         "model": {"path": "nowhere"},
         "checkpoint": {"every_steps": 4},
-        "sinks": {"to": sinks},
+        "sinks": {"to": sinks, **more},
     }
     with open_run(RunConfig.model_validate(tables), threads=1) as run:
         run.follow(recipe)
