@@ -43,6 +43,7 @@ from nmoe.cli.runs_show import show as show_run
 from nmoe.cli.selfplay import selfplay
 from nmoe.cli.sft import sft
 from nmoe.cli.speedrun import speedrun
+from nmoe.cli.tokenizer_train import train as train_tokenizer
 from nmoe.cli.verifier import verifier
 from nmoe.errors import UserError
 
@@ -87,7 +88,7 @@ def _configured_verb(group: typer.Typer, verb: Callable[..., None]) -> None:
 
 
 app = _group("nmoe")
-rl, data, env, config, runs = _group(), _group(), _group(), _group(), _group()
+rl, data, env, config, runs, tokenizer = _group(), _group(), _group(), _group(), _group(), _group()
 
 
 def _show_version(wanted: bool) -> None:
@@ -162,6 +163,16 @@ def ledger() -> None:
     """
 
 
+@tokenizer.callback()
+def tokenizers() -> None:
+    """Train a tokenizer.
+
+    \b
+    Example:
+      nmoe tokenizer train corpus.jsonl --out tokenizer --vocab-size 4096
+    """
+
+
 for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
     _configured_verb(app, training_verb)
 app.command("eval", cls=Verb)(evaluate)
@@ -174,6 +185,7 @@ app.add_typer(data, name="data")
 app.add_typer(env, name="env")
 app.add_typer(config, name="config")
 app.add_typer(runs, name="runs")
+app.add_typer(tokenizer, name="tokenizer")
 for training_verb in (train, selfplay, verifier):
     _configured_verb(rl, training_verb)
 data.command("show", cls=Verb)(show_data)
@@ -186,6 +198,7 @@ env.command("show", cls=Verb)(show_environment)
 env.command(cls=Verb)(gc)
 config.command("list", cls=Verb)(list_configurations)
 config.command("show", cls=Verb)(show_configuration)
+tokenizer.command("train", cls=Verb)(train_tokenizer)
 runs.command("list", cls=Verb)(list_runs)
 runs.command("show", cls=Verb)(show_run)
 runs.command(cls=Verb)(compare)

@@ -92,3 +92,15 @@ def test_download(nmoe: Nmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     code, _, err = nmoe("data", "download", "no name")
     assert code == 2
     assert err == "error: no name: not the name of a dataset on the hub, such as openai/gsm8k\n"
+
+
+# documented: nmoe tokenizer train corpus.jsonl --out tokenizer --vocab-size 4096
+def test_tokenizer_train(nmoe: Nmoe, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "the cat sat on the mat, the cat sat"}\n')
+    code, out, _ = nmoe("tokenizer", "train", "corpus.jsonl", "--out", "tokenizer", "--vocab-size", "270")
+    assert code == 0
+    assert "270 tokens" in out
+    assert (tmp_path / "tokenizer/tokenizer.json").is_file()
+    code, _, err = nmoe("tokenizer", "train", "corpus.jsonl", "--out", "other", "--vocab-size", "100")
+    assert code == 2
+    assert "a vocabulary of 100 tokens is too small" in err
