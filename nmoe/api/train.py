@@ -101,8 +101,8 @@ def train_rl(
     were drawn from.
 
     `config` is a run's TOML file, or its tables as a dict, `{"optimizer": {"learning_rate": 1e-5}}` or
-    `{"optimizer.learning_rate": 1e-5}`. Without `run.steps` there are 100 steps; without `run.name` the run is called
-    after its environment, with a number if there is one of that name and `run.resume` does not ask to go on with it.
+    `{"optimizer.learning_rate": 1e-5}`. Without `run.steps` and `run.episodes` there are 100 steps; without `run.name` the run
+    is called after its environment, with a number if there is one of that name and `run.resume` does not ask to go on with it.
 
     Raises UserError, with every mistake there is, before anything starts.
     """
@@ -120,7 +120,8 @@ def train_rl(
         tables["environment"].setdefault("format", "boxed")
     name = str(tables.get("environment", {}).get("env_id", "rl"))
     if file is None:
-        tables.setdefault("run", {}).setdefault("steps", STEPS)
+        if "episodes" not in (length := tables.setdefault("run", {})):
+            length.setdefault("steps", STEPS)
         evaluation = tables.setdefault("eval", {})
         if not evaluation.keys() & {"every_steps", "environment"} and not holds_out(tables["environment"]):
             evaluation["every_steps"] = 0

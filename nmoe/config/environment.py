@@ -52,6 +52,11 @@ class EnvironmentSettings(Section):
     system_by_format: SystemByFormat = Field(
         default=SystemByFormat(), description="system messages for single formats, in place of `system`"
     )
+    reasoning_effort: Literal["low", "medium", "high"] | None = Field(
+        default=None,
+        description="how long the model is asked to reason: a line of Harmony's system message, and `reasoning_effort` of a chat "
+        "template that has it; default: nothing is said",
+    )
     task: Annotated[str | None, NameIn(TASKS)] = Field(
         default=None,
         description="the task of every pool that names no `task_type`; one of your own as `package.module:Name`",
@@ -87,12 +92,17 @@ class EnvironmentSettings(Section):
             yield Conflict("rubric", "the weights of the curriculum's stages apply; drop [rubric] or [curriculum]")
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no tool calls; use harmony or chat")
+        if self.reasoning_effort is not None and self.format == "boxed":
+            yield Conflict("reasoning_effort", "plain text has no place for it; ask for it in `system`")
         yield from duplicates("rewards", (reward.name for reward in self.rewards))
         if "open" in task_types(self.task_pool) and not self._rewards_open_problems():
             yield Conflict(
                 "task_pool", "open problems have no right answer, so correctness cannot reward them; add [[rewards]]"
             )
         if task_types(self.task_pool) == {"open"}:
+            for index, reward in enumerate(self.rewards):
+                if reward.only_if_correct:
+                    yield Conflict(f"rewards.{index}.only_if_correct", "open problems have no right answer; drop it")
             for index, stage in enumerate(() if self.curriculum is None else self.curriculum.stages):
                 if stage.gate is not None and stage.gate.metric == "correctness":
                     yield Conflict(

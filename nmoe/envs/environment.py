@@ -75,7 +75,7 @@ class Environment:
             raise UserError(
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )
-        self.renderer: Renderer = RENDERERS[settings.format](tokenizer, definitions)
+        self.renderer: Renderer = RENDERERS[settings.format](tokenizer, definitions, settings.reasoning_effort)
         self.stop_ids = self.renderer.stop_ids
         limited = settings.tools is not None and (settings.tools.read, settings.tools.write) != (None, None)
         self.access = (
@@ -156,12 +156,25 @@ class Environment:
         return [*system, *problem.history, *TASKS[problem.task_type].messages(problem)]
 
     def fits(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> bool:
-        """Whether the problem's prompt and the longest completion fit the model's context."""
-        return len(self.prompt_ids(problem)) + self.token_limit(max_new_tokens) <= context_tokens
+        """Whether the problem's prompt is within the budget, and fits the model's context with the longest completion."""
+        return len(self.prompt_ids(problem)) <= self.prompt_limit(context_tokens, max_new_tokens)
+
+    def prompt_limit(self, context_tokens: int, max_new_tokens: int) -> int:
+        """Returns the most tokens that a prompt may have: what the longest completion leaves of the model's context, capped by
+        the environment's budget."""
+        room, budget = context_tokens - self.token_limit(max_new_tokens), self.settings.budget.prompt_tokens
+        return room if budget is None else min(room, budget)
 
     def check_prompt(self, problem: Problem, context_tokens: int, max_new_tokens: int) -> tuple[int, ...]:
-        """Renders the prompt of a problem. Raises UserError if it and the longest completion do not fit the model's context."""
+        """Renders the prompt of a problem. Raises UserError if it is longer than the budget, or does not fit the model's context
+        together with the longest completion."""
         prompt_ids, limit = tuple(self.prompt_ids(problem)), self.token_limit(max_new_tokens)
+        longest = self.settings.budget.prompt_tokens
+        if longest is not None and len(prompt_ids) > longest:
+            raise UserError(
+                f"problem {problem.id}: its prompt has {len(prompt_ids)} tokens, more than budget.prompt_tokens = {longest}; raise "
+                "it, or drop the problem"
+            )
         if len(prompt_ids) + limit > context_tokens:
             raise UserError(
                 f"problem {problem.id}: its prompt of {len(prompt_ids)} tokens and completions of up to {limit} do not fit the "
@@ -170,7 +183,8 @@ class Environment:
         return prompt_ids
 
     def leave_out_overlong(self, context_tokens: int, max_new_tokens: int) -> None:
-        """Makes the pool skip problems whose prompt and longest completion do not fit the model's context.
+        """Makes the pool skip problems whose prompt is longer than the budget, or does not fit the model's context together with
+        the longest completion.
 
         Called before a run starts. `overlong` is their number in a finite pool; an endless pool counts them as they come
         (`pool.passed_over`). Raises the UserError of `check_prompt` if no problem of a finite pool fits, or if the first

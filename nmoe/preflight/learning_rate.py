@@ -47,8 +47,14 @@ def learning_rate(config: RunConfig) -> Check:
     share, said = max(shares), f"{max(shares):.0%} of its peak {peak:g} by step {by}"
     if share >= LEAST_SHARE:
         return Check(name, "ok", said)
-    said += f", and {LEAST_SHARE:.0%} are wanted: optimizer.warmup_steps = {settings.warmup_steps} is too long; set "
-    said += f"{math.floor(by / LEAST_SHARE)} or less"
+    ratio, most = config.optimizer.warmup_ratio, math.floor(by / LEAST_SHARE)
+    key = (
+        f"warmup_ratio = {ratio:g}, which is {settings.warmup_steps} steps,"
+        if ratio
+        else f"warmup_steps = {settings.warmup_steps}"
+    )
+    said += f", and {LEAST_SHARE:.0%} are wanted: optimizer.{key} is too long; set "
+    said += f"{math.floor(1e4 * most / steps) / 1e4:g} or less" if ratio else f"{most} or less"
     if config.optimizer.allow_slow_warmup:
         return Check(name, "warn", f"{said} (optimizer.allow_slow_warmup lets it start)")
     return Check(name, "fail", f"{said}, or optimizer.allow_slow_warmup = true to start as it is")

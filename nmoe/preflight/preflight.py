@@ -20,11 +20,18 @@ from nmoe.preflight.rehearsal import rehearse, round_trip
 from nmoe.preflight.sinks import sinks
 from nmoe.preflight.size import size_of
 from nmoe.recipes.setup import load_tokenizer, run_path
+from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.sandbox.api import SandboxSetupError
 
 
 def preflight(config: RunConfig) -> Iterator[Check]:
     """Yields the result of each check as soon as it is known."""
+    if isinstance(config, RLConfig):
+        try:
+            config = with_steps_of_episodes(config)
+        except UserError as error:
+            yield failure("episodes", error)
+            return
     yield from checked("learning rate", lambda: learning_rate(config))
     if isinstance(config, SupervisedConfig | RLConfig):
         yield Check("batch", "ok", "; ".join(batch_arithmetic(config)))
@@ -61,6 +68,8 @@ def refuse_to_start(config: RunConfig) -> None:
     run that is resumed keeps the schedule it has."""
     found = []
     if not (config.run.resume and (run_path(config) / "config.toml").exists()):
+        if isinstance(config, RLConfig):
+            config = with_steps_of_episodes(config)
         found.append(learning_rate(config))
     with suppress(UserError):
         found.append(first_checkpoint(config, size_of(config)))

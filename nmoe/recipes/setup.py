@@ -102,11 +102,13 @@ def keep_freed_memory() -> None:
 
 def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSection:
     """The settings in [optimizer], for a schedule that counts optimizer steps, `updates_per_step` for each step of the run. Warm-up
-    is shortened so that the last step of a short schedule has the configured learning rate."""
-    schedule_steps = config.optimizer.schedule_steps
-    warmup_steps = max(0, min(config.optimizer.warmup_steps, (schedule_steps or config.run.steps) - 1))
-    lengths = {"warmup_steps": warmup_steps, "schedule_steps": schedule_steps}
-    return config.optimizer.model_copy(update={name: steps * updates_per_step for name, steps in lengths.items()})
+    is shortened so that the last step of a short schedule has the configured learning rate; a share of it is rounded up."""
+    settings, schedule_steps = config.optimizer, config.optimizer.schedule_steps
+    steps = schedule_steps or config.run.steps
+    asked = settings.warmup_steps or math.ceil(settings.warmup_ratio * steps)
+    lengths = {"warmup_steps": max(0, min(asked, steps - 1)), "schedule_steps": schedule_steps}
+    updates = {name: length * updates_per_step for name, length in lengths.items()}
+    return settings.model_copy(update={**updates, "warmup_ratio": 0.0})
 
 
 def load_tokenizer(settings: ModelSection) -> Tokenizer:

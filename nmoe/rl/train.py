@@ -45,6 +45,7 @@ from nmoe.recipes.setup import (
 )
 from nmoe.rl.critic import Critic
 from nmoe.rl.early_stopping import rates_of, read_rates, reason_to_end
+from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.rl.experience import (
     Experience,
     differs,
@@ -78,6 +79,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(reseeded(config.environment, config.run.seed), tokenizer)
+    config = with_steps_of_episodes(config, environment.pool.size)
     device = config.model.device
     attach_scorers(
         environment.rewards,
@@ -228,9 +230,16 @@ class PolicyGradient(Recipe):
         if self.tools.sandboxes is not None:
             lines.append(f"sandbox: {self.tools.sandboxes.describe()}")
         if environment.overlong:
+            context, limit = self.learner.model.config.context_tokens, self.config.sampling.max_new_tokens
+            longest = environment.prompt_limit(context, limit)
+            why = (
+                "the environment's budget.prompt_tokens"
+                if longest == environment.budget.prompt_tokens
+                else f"and with completions of {limit} they do not fit the model's context of {context}"
+            )
             lines.append(
-                f"{environment.overlong} of {environment.pool.size} problems are left out: their prompts and completions of "
-                f"{self.config.sampling.max_new_tokens} tokens do not fit the model's context"
+                f"{environment.overlong} of {environment.pool.size} problems are left out: their prompts have more than {longest} "
+                f"tokens, {why}"
             )
         return lines
 

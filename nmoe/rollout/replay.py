@@ -20,7 +20,7 @@ from nmoe.envs.environment import Environment, identity_of
 from nmoe.envs.grade import COMPONENTS
 from nmoe.envs.rewards.conversation import samples_of
 from nmoe.envs.rewards.reward import Rating, RewardError
-from nmoe.envs.rewards.rewards import with_ratings
+from nmoe.envs.rewards.rewards import rate, with_ratings
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tools.executor import AsyncToolExecutor
@@ -284,7 +284,7 @@ async def _rewards(settings: EnvironmentSettings, environment: Environment, traj
     samples = samples_of(environment, [trajectory], state)
     try:
         for reward in environment.rewards:
-            (rating,) = await reward.rate(samples)
+            (rating,) = await rate(reward, samples)
             ratings[reward.name] = (reward.weight, rating)
         now = with_ratings(_without_rewards(recorded), ratings)
     except RewardError as error:

@@ -45,9 +45,11 @@ class ToolAnswer:
 class ChatTemplate:
     """The chat template of one tokenizer, with the declared tools."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
-        """Raises UserError where the tokenizer has no template or no end-of-turn token, and where the template cannot continue
-        after a turn.
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[ToolDefinition] = (), effort: str | None = None) -> None:
+        """With an `effort`, the template is given it as `reasoning_effort`.
+
+        Raises UserError where the tokenizer has no template or no end-of-turn token, where the template knows no
+        `reasoning_effort`, and where it cannot continue after a turn.
         """
         names = tokenizer.named_tokens
         template, end = tokenizer.chat_template, names.get("eos_token")
@@ -57,7 +59,12 @@ class ChatTemplate:
                 f'format = "chat": the tokenizer has no {lacks}; use that of a chat model, or format = "harmony"'
             )
         self._template = template
-        self._names: dict[str, Any] = names
+        if effort is not None and "reasoning_effort" not in template:
+            raise UserError(
+                f'reasoning_effort = "{effort}": the chat template has no `reasoning_effort`; leave the key out, or ask for it '
+                "in `system`"
+            )
+        self._names: dict[str, Any] = names if effort is None else {**names, "reasoning_effort": effort}
         self._tokenizer = tokenizer
         self._end = end
         self._tools: list[Any] | None = [tool.as_function() for tool in tools] or None

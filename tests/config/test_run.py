@@ -304,7 +304,7 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         ),
         (["--algorithm.clip_low=1"], ["--algorithm.clip_low=1: must be less than 1"]),
         (["--sampling.top_p=0"], ["--sampling.top_p=0: must be more than 0"]),
-        (["--run.steps=0"], ["--run.steps=0: must be more than 0"]),
+        (["--run.steps=0"], ["--run.steps=0: must be more than 0, unless run.episodes is given"]),
         (["--optimizer.warmup_steps=10", "--run.steps=1"], []),
         (["--run.seed=-1"], ["--run.seed=-1: must be at least 0"]),
     ],

@@ -495,3 +495,21 @@ def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path:
     )
     with pytest.raises(UserError, match=message):
         demo.leave_out_overlong(prompts[0] + 19, 20)
+
+
+def test_a_budget_of_prompt_tokens_leaves_longer_problems_out(environment: Make, tmp_path: Path) -> None:
+    digits = ["12", "345", "6" * 40]
+    (tmp_path / "records.jsonl").write_text(
+        "".join(json.dumps({"problem": f"Sort: {one}", "answer": one}) + "\n" for one in digits)
+    )
+    pool = '[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "sort"\n'
+    prompts = sorted(map(len, map(environment(pool).prompt_ids, environment(pool).pool.take(3))))
+    demo = environment(f"{pool}[budget]\nprompt_tokens = {prompts[1]}\n")
+    demo.leave_out_overlong(10_000, 20)
+    assert (demo.overlong, demo.prompt_limit(10_000, 20), demo.prompt_limit(30, 20)) == (1, prompts[1], 10)
+    assert {problem.gold for problem in demo.pool.take(4)} == {"12", "345"}
+    short = environment(f"{pool}[budget]\nprompt_tokens = {prompts[0] - 1}\n")
+    with pytest.raises(
+        UserError, match=rf"its prompt has \d+ tokens, more than budget\.prompt_tokens = {prompts[0] - 1}"
+    ):
+        short.leave_out_overlong(10_000, 20)

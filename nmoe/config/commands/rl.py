@@ -16,12 +16,14 @@ from nmoe.config.tables.evaluation import EvalSection
 from nmoe.config.tables.monitor import MonitorSection
 from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rollout import EngineSection, SamplingSection
+from nmoe.config.tables.run import RLRunSection
 from nmoe.config.tables.sandbox import SandboxSettings
 
 
 class RLConfig(AdaptableConfig):
     """A run of `nmoe rl train`: [environment] is required."""
 
+    run: RLRunSection = Field(default=RLRunSection(), description="name, length, seed")
     environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
         description="the environment, or its `path`: a TOML file, a directory, or a packaged name"
     )
@@ -37,7 +39,11 @@ class RLConfig(AdaptableConfig):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        shape = self.model.shape
+        steps, episodes, shape = self.run.steps, self.run.episodes, self.model.shape
+        if steps == 0 and episodes is None:
+            yield Conflict("run.steps", "must be more than 0, unless run.episodes is given")
+        if steps > 0 and episodes is not None:
+            yield Conflict("run.steps", f"excludes run.episodes = {episodes:g}; give one of the two")
         if shape is not None and self.sampling.max_new_tokens >= shape.context_tokens:
             yield Conflict(
                 "sampling.max_new_tokens",
@@ -65,7 +71,7 @@ class RLConfig(AdaptableConfig):
             yield Conflict(
                 "critic", "a separate critic starts from a checkpoint; name it in critic.path, or set shared"
             )
-        if critic is not None and critic.warmup_steps >= self.run.steps:
+        if critic is not None and self.run.steps and critic.warmup_steps >= self.run.steps:
             yield Conflict("critic.warmup_steps", f"leaves no step for the policy (run.steps = {self.run.steps})")
         rewarded = self.distillation is None or self.distillation.reward_coef > 0
         if not rewarded and critic is not None:

@@ -1,10 +1,11 @@
 """[optimizer]: AdamW and its schedule."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
-from nmoe.config.base import Section
+from nmoe.config.base import Conflict, Section
 
 # Adapters learn at about ten times the rate of all weights (Thinking Machines, "LoRA Without Regret", 2025).
 LORA_LEARNING_RATE_FACTOR = 10
@@ -23,6 +24,9 @@ class OptimizerSection(Section):
         ge=0,
         description="steps of linear warm-up; a run that is not longer warms up until its last step",
     )
+    warmup_ratio: float = Field(
+        default=0.0, ge=0, lt=1, description="the warm-up as a share of the run's steps, in place of warmup_steps"
+    )
     allow_slow_warmup: bool = Field(
         default=False,
         description="start although the learning rate stays under 30% of its peak for the first 20 steps (pretraining, "
@@ -40,6 +44,11 @@ class OptimizerSection(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(default=1e-8, gt=0, description="epsilon, added to the root of the second moment")
     max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient norm is clipped to this")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.warmup_steps and self.warmup_ratio:
+            yield Conflict("warmup_ratio", f"excludes warmup_steps = {self.warmup_steps}; give one of the two")
 
 
 class FineTuningOptimizerSection(OptimizerSection):

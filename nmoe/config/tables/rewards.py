@@ -26,9 +26,14 @@ class RewardKeys(Section):
         min_length=1, description="name of the component in metrics and samples, unique among all components"
     )
     weight: float = Field(default=1.0, description="weight of its values in the reward; negative for a penalty")
+    only_if_correct: bool = Field(
+        default=False, description="only right answers are asked about; others get 0. For scores of quality"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
+        if self.only_if_correct and self.weight < 0:
+            yield Conflict("only_if_correct", "a penalty for right answers alone makes wrong ones better; drop it")
         if not _NAME.fullmatch(self.name):
             yield Conflict("name", "is letters, digits and . _ -, the first a letter or digit")
         elif self.name in RUBRIC_COMPONENTS:
@@ -148,6 +153,14 @@ class RewardModelRewardConfig(RewardKeys):
 
     type: Literal["reward_model"]
     path: str = Field(min_length=1, description="run or checkpoint of the reward model, from the working directory")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.only_if_correct:
+            yield Conflict(
+                "only_if_correct",
+                "a reward model's scale has no zero, so wrong answers at 0 could be the best; use a judge or a function",
+            )
 
 
 def names_in(template: str) -> set[str]:

@@ -48,6 +48,17 @@ class RecordsRunSection(RunSection):
     steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as records.epochs takes")
 
 
+class RLRunSection(RunSection):
+    """[run] of reinforcement learning: its length can be given in episodes instead."""
+
+    steps: int = Field(default=0, ge=0, description="steps, each with its prompts; 0: as many as `episodes` take")
+    episodes: float | None = Field(
+        default=None,
+        gt=0,
+        description="passes over the task pool, in place of steps: its problems // batch.prompts_per_step steps each",
+    )
+
+
 class SelfplayRunSection(RunSection):
     """[run] of self-play."""
 

@@ -49,6 +49,11 @@ class BudgetSettings(Section):
         ge=1,
         description="maximum tokens sampled over all turns; default: sampling.max_new_tokens is the only limit",
     )
+    prompt_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="maximum tokens of a prompt; problems with longer ones are left out and counted; default: the model's context",
+    )
     turns: int = Field(default=16, ge=1, description="maximum turns of the policy")
     tool_calls: int = Field(default=16, ge=1, description="maximum tool calls")
     wall_s: float = Field(

@@ -35,6 +35,7 @@ class FunctionReward:
     def __init__(self, settings: FunctionRewardConfig) -> None:
         """Imports the function. Raises UserError if it does not exist or requires an argument that is never passed."""
         self.name, self.weight = settings.name, settings.weight
+        self.only_if_correct = settings.only_if_correct
         self._timeout_s = settings.timeout_s
         self._function = load_function(REWARDS, settings.call)
         self._who = f"reward {settings.name!r} ({_place(self._function)}{settings.call})"

@@ -33,6 +33,7 @@ class JudgeReward:
     def __init__(self, settings: JudgeRewardConfig, service: Service | None = None) -> None:
         """Raises UserError if the template cannot be read, or the token's environment variable is not set."""
         self.name, self.weight = settings.name, settings.weight
+        self.only_if_correct = settings.only_if_correct
         self._settings = settings
         self._who = f"reward {settings.name!r} ({settings.model} at {settings.url})"
         self._template = template_of(settings)

@@ -63,6 +63,9 @@ class Reward(Protocol):
     @property
     def weight(self) -> float: ...
 
+    @property
+    def only_if_correct(self) -> bool: ...
+
     def opened(self) -> AbstractAsyncContextManager[Any]:
         """Holds resources such as connections open while the groups of a batch are rated."""
 

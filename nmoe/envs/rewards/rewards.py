@@ -54,7 +54,7 @@ async def opened(rewards: Sequence[Reward]) -> AsyncIterator[None]:
 
 async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
     """Returns the samples' grades with the ratings of all rewards. Raises RewardError."""
-    asked = await all_or_none([_rate(reward, samples) for reward in rewards])
+    asked = await all_or_none([rate(reward, samples) for reward in rewards])
     grades = []
     for place, trajectory in enumerate(samples.trajectories):
         ratings = {reward.name: (reward.weight, one[place]) for reward, one in zip(rewards, asked, strict=True)}
@@ -65,8 +65,30 @@ async def rated(rewards: Sequence[Reward], samples: Samples) -> list[Grade]:
     return grades
 
 
-async def _rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
-    return await reward.rate(samples)
+async def rate(reward: Reward, samples: Samples) -> Sequence[Rating]:
+    """Returns one rating for each sample: 0 for those that are not right, where the reward is for right answers only. Raises
+    RewardError with the place of the sample among all."""
+    if not reward.only_if_correct:
+        return await reward.rate(samples)
+    right = [place for place, one in enumerate(samples.trajectories) if is_right(one.grade)]
+    if not right:
+        return [Rating(0.0)] * len(samples.trajectories)
+    asked = replace(
+        samples,
+        completions=[samples.completions[place] for place in right],
+        answers=[samples.answers[place] for place in right],
+        trajectories=[samples.trajectories[place] for place in right],
+    )
+    try:
+        ratings = dict(zip(right, await reward.rate(asked), strict=True))
+    except RewardError as error:
+        raise RewardError(str(error), right[error.index]) from error
+    return [ratings.get(place, Rating(0.0)) for place in range(len(samples.trajectories))]
+
+
+def is_right(grade: Grade) -> bool:
+    """Whether the task's verdict is that the answer is right, not only in part."""
+    return grade.verdict is not None and grade.verdict.outcome == "correct"
 
 
 def with_ratings(grade: Grade, ratings: Mapping[str, tuple[float, Rating]]) -> Grade:

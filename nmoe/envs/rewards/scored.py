@@ -24,6 +24,7 @@ class VerifierReward:
 
     def __init__(self, settings: VerifierRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
+        self.only_if_correct = settings.only_if_correct
         self._settings = settings
         self._scorer: Scorer | None = None
         self._step_scorer: StepScorer | None = None
@@ -67,6 +68,7 @@ class RewardModelReward:
 
     def __init__(self, settings: RewardModelRewardConfig) -> None:
         self.name, self.weight = settings.name, settings.weight
+        self.only_if_correct = settings.only_if_correct
         self._settings = settings
         self._scorer: Scorer | None = None
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 from nmoe.errors import UserError
-from nmoe.text.renderers.base import IGNORED, ParsedAnswer, Rendered, Renderer, Round, natural_format
+from nmoe.text.renderers.base import (
+    IGNORED,
+    ParsedAnswer,
+    ReasoningEffort,
+    Rendered,
+    Renderer,
+    Round,
+    natural_format,
+)
 from nmoe.text.renderers.chat import ChatRenderer
 from nmoe.text.renderers.harmony import HarmonyRenderer
 from nmoe.text.renderers.plain import PlainRenderer
@@ -18,6 +26,7 @@ __all__ = [
     "HarmonyRenderer",
     "ParsedAnswer",
     "PlainRenderer",
+    "ReasoningEffort",
     "RenderFormat",
     "Rendered",
     "Renderer",

@@ -20,6 +20,9 @@ Tools = tuple[ToolDefinition, ...]
 
 NaturalFormat = Literal["harmony", "chat"]
 
+ReasoningEffort = Literal["low", "medium", "high"]
+"""How long a model is asked to reason, in the words of the gpt-oss models."""
+
 
 @dataclass
 class Rendered:

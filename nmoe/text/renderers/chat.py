@@ -12,7 +12,7 @@ from nmoe.errors import UserError
 from nmoe.text.chat_template import TAGS, ChatTemplate, ChatTurn, ToolAnswer, read_turn
 from nmoe.text.conversation import END_THINK, THINK, ChatMessage, FunctionCall, ToolDefinition, split_reasoning
 from nmoe.text.harmony_format import HarmonyTokenizer
-from nmoe.text.renderers.base import Messages, ParsedAnswer, Rendered, Round, Tools
+from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
@@ -32,10 +32,16 @@ class ChatRenderer:
 
     name = "chat"
 
-    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: HarmonyTokenizer,
+        tools: Sequence[ToolDefinition] = (),
+        effort: ReasoningEffort | None = None,
+    ) -> None:
+        """Raises UserError as `ChatTemplate` does."""
         assert isinstance(tokenizer, Tokenizer), "only a tokenizer of Hugging Face files has a chat template"
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, tools)
+        self._template = ChatTemplate(tokenizer, tools, effort)
         self._names = {tool.name for tool in tools}
         # Some tokenizers have these as control tokens, too; in a turn they are its form.
         tags = {tokenizer.added_tokens.get(tag) for tag in TAGS}

@@ -11,7 +11,7 @@ from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
 from nmoe.text.harmony import Harmony, HarmonyTokenizer
 from nmoe.text.harmony_format import END, RETURN
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
-from nmoe.text.renderers.base import Messages, ParsedAnswer, Rendered, Round, Tools
+from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
@@ -25,15 +25,24 @@ class HarmonyRenderer:
 
     name = "harmony"
 
-    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: HarmonyTokenizer,
+        tools: Sequence[ToolDefinition] = (),
+        effort: ReasoningEffort | None = None,
+    ) -> None:
+        """With an `effort`, prompts say it in the system message, as the gpt-oss models were trained."""
         self._harmony = Harmony(tokenizer)
         self._tools = tools
+        self._effort = effort
         self._names = {tool.name for tool in tools}
         self.stop_ids = self._harmony.stop_ids
         self._return, self._end = (tokenizer.special_id(token) for token in (RETURN, END))
         self._start = len(self._harmony.render_prompt([]))
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        if self._effort is not None:
+            messages = ask_for_effort(messages, self._effort, bool(self._tools))
         return self._harmony.render_prompt(declare_tools(messages, self._tools))
 
     def calls(self, turn: int, token_ids: Sequence[int]) -> list[ToolCall]:
@@ -128,6 +137,19 @@ class HarmonyRenderer:
                 for start, end, (_, learned) in zip([0, *ends[:-1]], ends, sampled, strict=True):
                     sequence.learn(ids[start:end], learned)
             sequence.read(self._harmony.render(answers))
+
+
+def ask_for_effort(messages: Sequence[Message], effort: ReasoningEffort, tools: bool) -> list[Message]:
+    """The messages with the effort and the channels in the first system message, which is added where there is none.
+
+    The wording is that of openai-harmony's SystemContent, whose `model_identity` is the system message's own text.
+    """
+    channels = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+    if tools:
+        channels += f"\nCalls to these tools must go to the commentary channel: '{NAMESPACE}'."
+    own = [messages[0].content] if messages and messages[0].role == "system" else []
+    system = Message("system", "\n\n".join([*own, f"Reasoning: {effort}", channels]))
+    return [system, *messages[len(own) :]]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nmoe.errors import UserError
 from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony_format import HarmonyTokenizer
-from nmoe.text.renderers.base import Messages, ParsedAnswer, Rendered, Round, Tools, end_of_text
+from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, end_of_text
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
@@ -21,8 +21,14 @@ class PlainRenderer:
 
     name = "text"
 
-    def __init__(self, tokenizer: HarmonyTokenizer, tools: Sequence[ToolDefinition] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: HarmonyTokenizer,
+        tools: Sequence[ToolDefinition] = (),
+        effort: ReasoningEffort | None = None,
+    ) -> None:
         assert not tools, "the settings refuse tools here"
+        assert effort is None, "and an effort too"
         self._tokenizer = tokenizer
         self._end = end_of_text(tokenizer)
         self.stop_ids = (self._end,)
