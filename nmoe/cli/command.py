@@ -18,6 +18,7 @@ from nmoe.cli.chat import chat
 from nmoe.cli.config_list import list_ as list_configurations
 from nmoe.cli.config_show import show as show_configuration
 from nmoe.cli.data_download import download
+from nmoe.cli.data_export import export as export_data
 from nmoe.cli.data_pairs import pairs
 from nmoe.cli.data_prepare import prepare
 from nmoe.cli.data_show import show as show_data
@@ -192,6 +193,7 @@ data.command("show", cls=Verb)(show_data)
 data.command(cls=Verb)(pairs)
 _configured_verb(data, prepare)
 data.command(cls=Verb)(download)
+data.command("export", cls=Verb)(export_data)
 env.command(cls=Verb)(check)
 env.command("list", cls=Verb)(list_environments)
 env.command("show", cls=Verb)(show_environment)

@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 
 from nmoe import cli
+from nmoe.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from numina_like import write
@@ -104,3 +105,20 @@ def test_tokenizer_train(nmoe: Nmoe, tmp_path: Path) -> None:
     code, _, err = nmoe("tokenizer", "train", "corpus.jsonl", "--out", "other", "--vocab-size", "100")
     assert code == 2
     assert "a vocabulary of 100 tokens is too small" in err
+
+
+# documented: nmoe data export train.jsonl masked.jsonl --tokenizer runs/speedrun/base
+def test_export(nmoe: Nmoe, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n')
+    tokenizer = Tokenizer.train(["6 * 7? 42"], 270)
+    tokenizer.save(tmp_path / "tokenizer")
+    columns = ("--column", "prompt=question", "--column", "completion=answer")
+    code, out, _ = nmoe("data", "export", "train.jsonl", "masked.jsonl", "--tokenizer", "tokenizer", *columns)
+    assert code == 0
+    assert "masked.jsonl: 1 sequences" in out
+    line = json.loads((tmp_path / "masked.jsonl").read_text())
+    learned = [label for label in line["labels"] if label != -100]
+    assert tokenizer.decode(learned).endswith("42<|return|>")
+    code, _, err = nmoe("data", "export", "train.jsonl", "masked.jsonl", *columns[:2])
+    assert code == 2
+    assert "train.jsonl:1: " in err
