@@ -14,7 +14,7 @@ from nmoe.statistics import Interval, newcombe, paired_difference, welch
 
 # Keys that name a run, are its seed or its machine's, or say where its metrics go: two that differ in nothing else are repetitions
 # of one experiment.
-_NOT_COMPARED = (
+NOT_COMPARED = (
     *("run.name", "run.directory", "run.seed", "run.resume", "run.threads", "run.require_clean"),
     *("run.metrics_directory", "run.samples_directory", "run.spikes_file"),
     *("sinks.to", "sinks.project", "sinks.wandb_mode"),
@@ -76,7 +76,7 @@ def compare_runs(a: str, b: str) -> Iterator[str]:
 
 def _differences(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> dict[str, tuple[str, str]]:
     keys = dict.fromkeys(key for run in (*a, *b) for key in run.config)
-    shown = {key: (_values(a, key), _values(b, key)) for key in keys if key not in _NOT_COMPARED}
+    shown = {key: (_values(a, key), _values(b, key)) for key in keys if key not in NOT_COMPARED}
     return {key: pair for key, pair in shown.items() if pair[0] != pair[1]}
 
 

@@ -234,7 +234,7 @@ def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resu
     write_atomically(path / "config.toml", config_toml.encode())
     if diff := provenance.get("git_diff"):
         name = "code.diff" if resumed_from is None else f"code_{resumed_from.name}.diff"
-        write_atomically(path / name, diff.encode(errors="surrogateescape"))
+        write_atomically(path / name, diff.encode(errors="replace"))
         provenance = provenance | {"git_diff": name}
     file = path / "provenance.json"
     record: dict[str, Any] = provenance | {"resumed": []}

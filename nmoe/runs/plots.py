@@ -8,9 +8,8 @@ import numpy as np
 
 from nmoe.errors import UserError
 from nmoe.runs.storage import storage_errors
+from nmoe.runs.svg import COLOURS
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # A curve with more steps than this is drawn faintly, below its running mean over a twentieth of the steps.
 _SMOOTH_ABOVE_STEPS = 60
 
@@ -38,7 +37,7 @@ def plot_curves(
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     xlabel = "step"
-    for name, colour in zip(curves, _COLOURS * (1 + len(curves) // len(_COLOURS)), strict=False):
+    for name, colour in zip(curves, COLOURS * (1 + len(curves) // len(COLOURS)), strict=False):
         steps, values = np.array(curves[name], dtype=np.float64).T
         if len(steps) <= _SMOOTH_ABOVE_STEPS:
             marker = "o" if len(steps) < 3 else ""

@@ -82,7 +82,7 @@ def write_report(run: Path) -> Path:
         _section("Configuration", f"```toml\n{config.read_text().strip()}\n```\n"),
     ]
     report = run / "report.md"
-    write_atomically(report, "\n".join(part for part in parts if part).encode())
+    write_atomically(report, "\n".join(part for part in parts if part).encode(errors="replace"))
     return report
 
 

@@ -1,0 +1,214 @@
+"""The report of one or several runs as one HTML file, which needs no network, no script and no other file.
+
+What models and programs wrote is text on it: everything is escaped, and the page's own policy forbids scripts and requests.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.runs.comparison import NOT_COMPARED
+from nmoe.runs.ledger import read_lines
+from nmoe.runs.looks import changed_keys
+from nmoe.runs.record import RunRecord, read_run
+from nmoe.runs.report import PLOTS
+from nmoe.runs.storage import write_atomically
+from nmoe.runs.svg import COLOURS, Point, chart, text
+
+_SAMPLES = 4
+_SAMPLE_CHARACTERS = 6000
+_ALERTS = 50
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2em auto; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; margin: .5em 0; display: block; overflow-x: auto; }
+td, th { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-align: top; }
+pre { background: #f6f6f6; padding: .6em; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+svg { width: 560px; max-width: 100%; } svg .title { font-weight: bold; font-size: 13px; } svg .grid { stroke: #e5e5e5; }
+svg .tick { font-size: 11px; fill: #666; } svg .end { text-anchor: end; dominant-baseline: middle; }
+.key { display: inline-block; width: .9em; height: .9em; margin-right: .4em; }
+"""
+
+
+def write_page(paths: Sequence[Path], file: Path) -> Path:
+    """Writes the page of the runs to `file`, which is returned; their curves lie in the same charts.
+
+    Raises UserError for what is no run, or for a `file` that cannot be written; StorageError if the disk is full.
+    """
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError(
+            f"{file}: {'is a directory' if file.is_dir() else 'no such directory'}; --html names a file to write"
+        )
+    runs = [read_run(path) for path in paths]
+    title = ", ".join(run.path.resolve().name for run in runs)
+    sections = {
+        "What was run": _what(runs),
+        "Evaluations": _evaluations(runs),
+        "Curves": _curves(runs),
+        "Alerts": _alerts(runs),
+        "Samples": _samples(runs),
+        "Provenance": _provenance(runs),
+        "Configuration": _configurations(runs),
+    }
+    body = "\n".join(f"<h2>{name}</h2>\n{section}" for name, section in sections.items() if section)
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{text(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+    write_atomically(file, page.encode())
+    return file
+
+
+def _what(runs: Sequence[RunRecord]) -> str:
+    rows = [
+        [
+            _key(number) + text(run.path),
+            run.command,
+            run.status,
+            f"{run.last_step} of {run.steps or '?'}",
+            _started(run),
+        ]
+        for number, run in enumerate(runs)
+    ]
+    overview = _table(
+        ["run", "command", "status", "steps", "started (UTC)"], [[row[0], *map(text, row[1:])] for row in rows]
+    )
+    if len(runs) == 1:
+        given = [[text(key), text(repr(value))] for key, value in changed_keys(runs[0]).items()]
+        return overview + "<p>What differs from the defaults:</p>\n" + _table(["key", "value"], given)
+    keys = [key for key in dict.fromkeys(key for run in runs for key in run.config) if key not in NOT_COMPARED]
+    rows = [[key, *(repr(run.config[key]) if key in run.config else "absent" for run in runs)] for key in keys]
+    differing = [[*map(text, row)] for row in rows if len(set(row[1:])) > 1]
+    if not differing:
+        return overview + "<p>The configurations are the same, but for name, seed, threads and sinks.</p>\n"
+    return overview + "<p>What the configurations differ in:</p>\n" + _table(["key", *map(_name, runs)], differing)
+
+
+def _evaluations(runs: Sequence[RunRecord]) -> str:
+    kinds: dict[tuple[str, str], dict[int, list[tuple[float, float, float, float]]]] = {}
+    rows = []
+    for number, run in enumerate(runs):
+        for record in run.evaluations:
+            for result in record["results"]:
+                value, low, high = (float(result[name]) for name in ("value", "low", "high"))
+                of_run = kinds.setdefault((result["mode"], result["dataset"]), {}).setdefault(number, [])
+                of_run.append((record["step"], value, low, high))
+    for (mode, dataset), by_run in kinds.items():
+        for number, values in by_run.items():
+            best, last = max(values, key=lambda row: row[1]), values[-1]
+            cells = [
+                f"{value:.4g} [{low:.4g}, {high:.4g}] at step {step}"
+                for step, value, low, high in (values[0], best, last)
+            ]
+            rows.append([_key(number) + _name(runs[number]), text(f"{mode} on {dataset}"), *map(text, cells)])
+    if not rows:
+        return ""
+    charts = [
+        chart(
+            f"{mode} on {dataset}, 95% intervals",
+            {number: [(step, value) for step, value, *_ in values] for number, values in by_run.items()},
+            bars={number: [(step, low, high) for step, _, low, high in values] for number, values in by_run.items()},
+        )
+        for (mode, dataset), by_run in list(kinds.items())[:1]
+    ]
+    return _table(["run", "evaluation", "first", "highest", "last"], rows) + "".join(charts)
+
+
+def _curves(runs: Sequence[RunRecord]) -> str:
+    charts = []
+    for plot in PLOTS:
+        for name in plot.names:
+            curves = {number: points for number, run in enumerate(runs) if (points := _points(run, name))}
+            charts.append(chart(f"{name} ({plot.ylabel})", curves, plot.log))
+    legend = " ".join(f"{_key(number)}{_name(run)}" for number, run in enumerate(runs))
+    shown = "\n".join(one for one in charts if one)
+    return f"<p>{legend}; by step</p>\n{shown}\n" if shown else ""
+
+
+def _points(run: RunRecord, name: str) -> list[Point]:
+    rows = [row for row in run.metrics if isinstance(row.get(name), int | float)]
+    return [(row["step"], float(row[name])) for row in rows if math.isfinite(row[name])]
+
+
+def _alerts(runs: Sequence[RunRecord]) -> str:
+    rows = [
+        [
+            _key(number) + _name(run),
+            text(alert["step"]),
+            text(alert["message"]),
+            "<br>".join(text(remedy) for remedy in alert.get("remedies", ())),
+        ]
+        for number, run in enumerate(runs)
+        for alert in run.alerts[-_ALERTS:]
+    ]
+    return _table(["run", "step", "alert", "what to try"], rows) if rows else ""
+
+
+def _samples(runs: Sequence[RunRecord]) -> str:
+    parts = []
+    for number, run in enumerate(runs):
+        files = sorted((run.path / "samples").glob("step_*.jsonl"))
+        for record in read_lines(files[-1])[:_SAMPLES] if files else ():
+            graded = (
+                f"reward {record.get('reward')}, answer {record.get('answer')!r}, right answer {record.get('gold')!r}"
+            )
+            asked, said = (_shortened(str(record.get(key, ""))) for key in ("question", "text"))
+            parts.append(f"<p>{_key(number)}{_name(run)}, step {record['step']}: {text(graded)}</p>\n")
+            parts.append(f"<pre>{asked}</pre>\n<pre>{said}</pre>\n")
+    return "".join(parts)
+
+
+def _provenance(runs: Sequence[RunRecord]) -> str:
+    keys = [key for key in dict.fromkeys(key for run in runs for key in run.provenance) if key != "resumed"]
+    rows = [[text(key), *(text(_shown(run.provenance.get(key))) for run in runs)] for key in keys]
+    rows.append(["resumed", *(text(", ".join(_resumed(run)) or "never") for run in runs)])
+    diffs = [
+        _folded(f"{run.path.resolve().name}: {file.name}", file)
+        for run in runs
+        for file in sorted(run.path.glob("code*.diff"))
+    ]
+    return _table(["what", *map(_name, runs)], rows) + "".join(diffs)
+
+
+def _resumed(run: RunRecord) -> Iterator[str]:
+    return (f"from step {one['from_step']} at {one['started_utc']}" for one in run.provenance["resumed"])
+
+
+def _configurations(runs: Sequence[RunRecord]) -> str:
+    return "".join(_folded(run.path.resolve().name, run.path / "config.toml") for run in runs)
+
+
+def _folded(title: str, file: Path) -> str:
+    return f"<details><summary>{text(title)}</summary><pre>{text(file.read_text(errors='replace'))}</pre></details>\n"
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _started(run: RunRecord) -> str:
+    return str(run.provenance.get("started_utc", "?"))
+
+
+def _name(run: RunRecord) -> str:
+    return text(run.path.resolve().name)
+
+
+def _key(number: int) -> str:
+    """The colour of a run's curves."""
+    return f'<span class="key" style="background: {COLOURS[number % len(COLOURS)]}"></span>'
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+    lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+    return "<table>\n" + "\n".join(lines) + "\n</table>\n"
+
+
+def _shortened(said: str) -> str:
+    left = len(said) - _SAMPLE_CHARACTERS
+    return text(said if left <= 0 else f"{said[:_SAMPLE_CHARACTERS]} ... {left:,} more characters")
