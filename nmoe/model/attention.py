@@ -40,13 +40,15 @@ class LatentAttend(Protocol):
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query, key and value weights are one matrix,
-    in that order, because a small product costs more to launch than to compute."""
+    in that order, because a small product costs more to launch than to compute. Where there is a gate on what is read (Qiu et al.
+    2025, arXiv:2505.06708), its rows come before those of the queries."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.scale, self.window = layer, config.scale, config.window(layer)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        columns = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.gates = config.heads if config.attention_gate else 0
+        columns = (self.gates + config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, columns, config.qkv_bias)
         self.o_proj = Linear(config.heads * config.head_dim, config.hidden_size, config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset) if config.qk_norm else None
@@ -56,12 +58,16 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, cos_T1c: Tensor, sin_T1c: Tensor, attend: Attend) -> Tensor:
         tokens = x_TD.shape[0]
         turned = self.heads + self.kv_heads
-        qkv_TNC = self.qkv_proj(x_TD).view(tokens, turned + self.kv_heads, self.head_dim)
+        qkv_TNC = self.qkv_proj(x_TD).view(tokens, self.gates + turned + self.kv_heads, self.head_dim)
+        gate_THC, qkv_TNC = qkv_TNC[:, : self.gates], qkv_TNC[:, self.gates :]
         v_TJC = qkv_TNC[:, turned:]
         qk_TNC = self._normed_and_turned(qkv_TNC, cos_T1c, sin_T1c)
         q_THC, k_TJC = qk_TNC[:, : self.heads], qk_TNC[:, self.heads :]
         layer = AttentionLayer(self.layer, self.scale, self.window, self.sinks)
-        out_TD: Tensor = self.o_proj(attend(layer, q_THC, k_TJC, v_TJC).reshape(tokens, -1))
+        o_THC = attend(layer, q_THC, k_TJC, v_TJC)
+        if self.gates:
+            o_THC = o_THC * ops_for(gate_THC, self.o_proj.exact).sigmoid(gate_THC)
+        out_TD: Tensor = self.o_proj(o_THC.reshape(tokens, -1))
         return out_TD
 
     def _normed_and_turned(self, qkv_TNC: Tensor, cos_T1c: Tensor, sin_T1c: Tensor) -> Tensor:

@@ -55,6 +55,28 @@ class LatentAttention:
     value_dim: int
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): `key_heads` query and key heads of width `key_dim`, each shared by
+    `value_heads / key_heads` heads of values of width `value_dim`, after a causal convolution over `conv_tokens` tokens."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int
+
+    @property
+    def values(self) -> int:
+        """The numbers of all heads' values together."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution runs over: queries, keys and values of all heads together."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+
 class ModelConfig(ModelShape):
     """The shape of a decoder, with what the tokenizer and the families of checkpoints add to `[model.shape]`. Raises UserError.
 
@@ -72,11 +94,14 @@ class ModelConfig(ModelShape):
     layers); `window_rope_theta` is the base of the rotary frequencies of layers with a window (0: that of the others, and
     scaled like them). `sinks` adds to each head's softmax one learned logit that takes part in the sum alone.
     `attention_scale = 0` stands for `head_dim ** -0.5`. `rotary_dim` dimensions of a head are turned by its position (0: all of
-    them). `latent` replaces grouped-query attention; `head_dim` is then `nope_dim + rope_dim`.
+    them). `latent` replaces grouped-query attention; `head_dim` is then `nope_dim + rope_dim`. `attention_gate` multiplies what
+    each head reads by a sigmoid of the hidden state. `recurrent_layers` names the layers that have `delta` in the place of
+    attention.
 
     Routing: K of E by score plus a balancing bias that moves the choice alone. `router_bias_rate > 0` moves that bias by this
     rate after each optimizer step (Wang et al. 2024, arXiv:2408.15664). With `router_groups > 1` the choice is limited to the
     `router_groups_kept` groups whose two best scores sum highest (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    `shared_gate` weighs the shared experts by a sigmoid of the hidden state.
     `router_aux_loss_coef` scales the auxiliary loss (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
     """
 
@@ -85,7 +110,10 @@ class ModelConfig(ModelShape):
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     rope_scaling: RopeScaling | None = None
     latent: LatentAttention | None = None
+    delta: DeltaNet | None = None
+    recurrent_layers: Array[int] = ()
     rotary_dim: int = Field(default=0, ge=0)
+    attention_gate: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -100,12 +128,13 @@ class ModelConfig(ModelShape):
     norm_offset: bool = False
     scale_embedding: bool = False
     router_linear_bias: bool = False
+    shared_gate: bool = False
     router_groups: int = Field(default=1, gt=0)
     router_groups_kept: int = Field(default=1, gt=0)
     router_scale: float = Field(default=1.0, ge=0)
 
     def __init__(self, **values: Any) -> None:
-        for nested in (values.get("rope_scaling"), values.get("latent")):
+        for nested in (values.get("rope_scaling"), values.get("latent"), values.get("delta")):
             if nested is not None:
                 _check_numbers(nested)
         try:
@@ -130,8 +159,16 @@ class ModelConfig(ModelShape):
                 yield Conflict(
                     "head_dim", "with latent attention head_dim is nope_dim + rope_dim, and kv_heads equals heads"
                 )
-            if self.qk_norm or self.qkv_bias:
-                yield Conflict("qk_norm", "latent attention has neither qk_norm nor qkv_bias")
+            if self.qk_norm or self.qkv_bias or self.attention_gate:
+                yield Conflict("qk_norm", "latent attention has neither qk_norm nor qkv_bias nor attention_gate")
+        if (self.delta is None) != (not self.recurrent_layers):
+            yield Conflict("recurrent_layers", "go with delta, what they compute: give both or neither")
+        if any(not 0 <= layer < self.layers for layer in self.recurrent_layers):
+            yield Conflict("recurrent_layers", f"names layers outside 0..{self.layers - 1}")
+        if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
+            yield Conflict("delta.value_heads", f"must be a multiple of key_heads = {self.delta.key_heads}")
+        if self.shared_gate and not self.shared_experts:
+            yield Conflict("shared_gate", "means something only beside shared_experts")
         if self.rotary_dim and (self.latent is not None or self.rotary_dim >= self.head_dim or self.head_dim % 2):
             yield Conflict("rotary_dim", f"is a part of a head of even width, not of head_dim = {self.head_dim}")
         if (scaling := self.rope_scaling) is not None and scaling.kind == "longrope":
@@ -184,6 +221,11 @@ class ModelConfig(ModelShape):
         return self.attention_scale or self.head_dim**-0.5
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to keys and values, those without a recurrent state."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.recurrent_layers)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have experts."""
         return tuple(layer for layer in range(self.layers) if self.experts and layer not in self.dense_layers)
@@ -209,7 +251,7 @@ class ModelConfig(ModelShape):
         if missing := [name for name, field in cls.model_fields.items() if field.is_required() and name not in raw]:
             raise UserError(f"missing keys {', '.join(missing)}")
         values = dict(raw)
-        for name, nested in (("rope_scaling", RopeScaling), ("latent", LatentAttention)):
+        for name, nested in (("rope_scaling", RopeScaling), ("latent", LatentAttention), ("delta", DeltaNet)):
             if values.get(name) is not None:
                 try:
                     stored: dict[str, Any] = {
@@ -221,7 +263,7 @@ class ModelConfig(ModelShape):
         return cls(**values)
 
 
-def _check_numbers(section: LatentAttention | RopeScaling) -> None:
+def _check_numbers(section: LatentAttention | DeltaNet | RopeScaling) -> None:
     for f in fields(section):
         value = getattr(section, f.name)
         # A default of 0 means that the decoder may lack the feature.

@@ -28,7 +28,11 @@ from nmoe.model.transformer import Transformer
 
 # In a mixture of experts only attention is adapted by default (the router never is): each expert sees few tokens, and the
 # experts' adapters would be most of the size.
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ATTENTION = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkvz", "out_proj"),
+)
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -97,9 +101,15 @@ def sites(model: Transformer) -> list[Site]:
     for layer in range(config.layers):
         theirs, ours, width = f"model.layers.{layer}", f"blocks.{layer}", config.hidden_size
         attention, latent = f"{theirs}.self_attn", config.latent
-        if latent is None:
+        if layer in config.recurrent_layers:
+            assert config.delta is not None, "the configuration was checked"
+            delta, mixer = config.delta, f"{theirs}.linear_attn"
+            add(mixer, f"{ours}.attention.in_proj", ("in_proj_qkvz", delta.channels + delta.values))
+            add(mixer, f"{ours}.attention.gate_proj", ("in_proj_ba", 2 * delta.value_heads))
+            add(mixer, f"{ours}.attention.o_proj", ("out_proj", width))
+        elif latent is None:
             keys = config.kv_heads * config.head_dim
-            queries = config.heads * config.head_dim
+            queries = config.heads * config.head_dim * (1 + config.attention_gate)
             add(attention, f"{ours}.attention.qkv_proj", ("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
         else:
             if latent.q_rank:
@@ -109,13 +119,15 @@ def sites(model: Transformer) -> list[Site]:
             add(attention, f"{ours}.attention.kv_a_proj", ("kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim))
             expanded = config.heads * (latent.nope_dim + latent.value_dim)
             add(attention, f"{ours}.attention.kv_b_proj", ("kv_b_proj", expanded))
-        add(attention, f"{ours}.attention.o_proj", ("o_proj", width))
+        if layer in config.attention_layers:
+            add(attention, f"{ours}.attention.o_proj", ("o_proj", width))
         if layer in config.moe_layers:
             add(f"{theirs}.mlp.experts", f"{ours}.ffn", ("experts.gate_up_proj", 2 * config.expert_width))
             add(f"{theirs}.mlp.experts", f"{ours}.ffn", ("experts.down_proj", width))
             if config.shared_experts:
                 inner = config.shared_experts * config.expert_width
-                mlp, ffn = f"{theirs}.mlp.shared_experts", f"{ours}.ffn.shared"
+                name = "shared_expert" if config.shared_gate else "shared_experts"
+                mlp, ffn = f"{theirs}.mlp.{name}", f"{ours}.ffn.shared"
                 add(mlp, f"{ffn}.gate_up_proj", ("gate_proj", inner), ("up_proj", inner))
                 add(mlp, f"{ffn}.down_proj", ("down_proj", width))
         else:

@@ -227,7 +227,8 @@ def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Exper
 
 
 class MoE(nn.Module):
-    """Routed SwiGLU experts plus optional shared experts that every token passes through (arXiv:2401.06066)."""
+    """Routed SwiGLU experts plus optional shared experts that every token passes through (arXiv:2401.06066), weighed by a gate if
+    there is one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -241,6 +242,7 @@ class MoE(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(experts, width)) if config.expert_bias else None
         self.gate_up_adapter: ExpertsLowRank | None = None
         self.down_adapter: ExpertsLowRank | None = None
+        self.shared_gate = Linear(config.hidden_size, 1) if config.shared_gate else None
         self.shared = (
             SwiGLU(config.hidden_size, config.shared_experts * config.expert_width) if config.shared_experts else None
         )
@@ -250,7 +252,12 @@ class MoE(nn.Module):
         out_TD = self._at_once(x_TD, weights_TK, chosen_TK)
         if out_TD is None:
             out_TD = self._routed(x_TD, weights_TK, chosen_TK)
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD)
+        if self.shared is None:
+            return out_TD
+        shared_TD = self.shared(x_TD)
+        if self.shared_gate is not None:
+            shared_TD = shared_TD * ops_for(x_TD, self.exact).sigmoid(self.shared_gate(x_TD))
+        return out_TD + shared_TD
 
     def _at_once(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor | None:
         """All experts by one kernel; None if there is no such kernel."""

@@ -17,9 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nmoe.model import exact_attention
+from nmoe.model import exact_attention, recurrence
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
+from nmoe.model.recurrence import RecurrentLayer, Spans
 from nmoe.model.varlen import VarlenAttention
 
 # A bucket ends at the first sequence shorter than this share of the bucket's longest. A lower share wastes arithmetic on
@@ -91,6 +92,19 @@ class PackedAttention:
         rows_S, place_T = self.shared
         out_THU = self.in_order(layer, *(x.index_select(0, place_T) for x in (q_THC, k_TJC, v_TJU)))
         return out_THU.index_select(0, rows_S)
+
+    def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
+        """Runs a recurrent layer from the start of every sequence. Rows that sequences share are run for each."""
+        if self.shared is None:
+            return recurrence.run(layer, self.spans, x_TW, decay_TH, beta_TH, None, self.exact)[0]
+        rows_S, place_T = self.shared
+        tokens = [x.index_select(0, place_T) for x in (x_TW, decay_TH, beta_TH)]
+        return recurrence.run(layer, self.spans, *tokens, None, self.exact)[0].index_select(0, rows_S)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Built when a recurrent layer first needs it."""
+        return Spans(self.lengths, self.device)
 
     @cached_property
     def in_order(self) -> exact_attention.ExactAttention:

@@ -312,7 +312,7 @@ def _row_orders(model: Transformer) -> dict[str, Tensor]:
         if entry.ours.endswith(".weight") and len(entry.shape) == 2:
             numbers_FD = torch.arange(entry.shape[0]).unsqueeze(1).expand(entry.shape)
             orders[entry.theirs.removesuffix(".weight")] = entry.read(numbers_FD)[:, 0]
-        elif len(entry.shape) == 3:  # all experts' in one, with outputs last
+        elif entry.stacked and len(entry.shape) == 3:  # all experts' in one, with outputs last
             orders[entry.theirs] = entry.read(torch.arange(entry.shape[2]).expand(1, 1, -1))[0, 0]
     return orders
 

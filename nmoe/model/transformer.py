@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
 from nmoe.model.config import ModelConfig, Numerics
+from nmoe.model.delta import GatedDeltaNet
 from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.ops.head import head_product
@@ -34,7 +35,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
-        self.attention = Attention(config, layer) if config.latent is None else LatentAttentionBlock(config, layer)
+        self.attention = _attention(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         dense = GeGLU if config.gelu else SwiGLU
         self.ffn = MoE(config) if layer in config.moe_layers else dense(config.hidden_size, config.intermediate_size)
@@ -43,6 +44,13 @@ class Block(nn.Module):
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), cos_T1c, sin_T1c, attend)
         y_TD = self.ffn_norm(x_TD)
         return x_TD + (self.ffn(y_TD, trace) if isinstance(self.ffn, MoE) else self.ffn(y_TD))
+
+
+def _attention(config: ModelConfig, layer: int) -> Attention | LatentAttentionBlock | GatedDeltaNet:
+    """What mixes the tokens of this layer."""
+    if layer in config.recurrent_layers:
+        return GatedDeltaNet(config, layer)
+    return Attention(config, layer) if config.latent is None else LatentAttentionBlock(config, layer)
 
 
 class SandwichBlock(Block):
@@ -178,7 +186,7 @@ class Transformer(nn.Module):
     def set_numerics(self, numerics: Numerics) -> Transformer:
         """Chooses between speed and results that do not depend on the batch (`nmoe.model.ops`)."""
         for module in self.modules():
-            if isinstance(module, Transformer | Linear | Router | MoE):
+            if isinstance(module, Transformer | Linear | Router | MoE | GatedDeltaNet):
                 module.exact = numerics == "exact"
         return self
 
@@ -213,4 +221,7 @@ class Transformer(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         for moe in self.moe_layers():
             moe.router.bias.zero_()
+        for module in self.modules():
+            if isinstance(module, GatedDeltaNet):
+                module.initialize_decay(generator)
         return self

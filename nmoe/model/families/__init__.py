@@ -20,6 +20,7 @@ from nmoe.model.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from nmoe.model.families.base import Family
 
@@ -37,6 +38,7 @@ _OWN = (
     glm4_moe,
     kimi_k2,
     gemma3_text,
+    qwen3_next,
 )
 FAMILIES = Registry(
     "family",
@@ -65,6 +67,7 @@ _OF_EXPERTS = {
     "experts_per_token",
     "expert_width",
     "shared_experts",
+    "shared_gate",
     "expert_bias",
     "swiglu_limit",
     "router_scores",

@@ -98,17 +98,19 @@ def norms(config: ModelConfig, layer: int) -> Iterator[Entry]:
 
 
 def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
-    """Grouped-query attention, with biases and head norms if the configuration has them."""
+    """Grouped-query attention, with biases, head norms and gates if the configuration has them."""
     theirs, ours = f"model.layers.{layer}.self_attn.", f"blocks.{layer}.attention."
     width, head_dim = config.hidden_size, config.head_dim
     turned: tuple[Conversion, Conversion] = (identity, identity)
     if config.rotary_dim:
         turned = reordered(_partial_rotary_order(head_dim, config.rotary_dim))
+    orders = {"q": reordered(_gates_first(config)) if config.attention_gate else turned, "k": turned}
+    queries = config.heads * (1 + config.attention_gate)
     first = 0
-    for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+    for name, heads in (("q", queries), ("k", config.kv_heads), ("v", config.kv_heads)):
         rows = slice(first, first + heads * head_dim)
         first = rows.stop
-        order = (identity, identity) if name == "v" else turned
+        order = orders.get(name, (identity, identity))
         yield Entry(f"{theirs}{name}_proj.weight", f"{ours}qkv_proj.weight", (heads * head_dim, width), (rows,), *order)
         if config.qkv_bias:
             yield Entry(f"{theirs}{name}_proj.bias", f"{ours}qkv_proj.bias", (heads * head_dim,), (rows,), *order)
@@ -118,6 +120,15 @@ def attention(config: ModelConfig, layer: int) -> Iterator[Entry]:
     if config.qk_norm:
         for name in ("q_norm.weight", "k_norm.weight"):
             yield Entry(theirs + name, ours + name, (head_dim,), (), *turned)
+
+
+def _gates_first(config: ModelConfig) -> Tensor:
+    """The order that puts the rows of all gates before those of the queries. Releases save a head's queries and then its gates."""
+    rows = torch.arange(2 * config.heads * config.head_dim).view(config.heads, 2, -1)
+    queries = rows[:, 0]
+    if config.rotary_dim:
+        queries = queries[:, _partial_rotary_order(config.head_dim, config.rotary_dim)]
+    return torch.cat([rows[:, 1].flatten(), queries.flatten()])
 
 
 def _partial_rotary_order(head_dim: int, rotary_dim: int) -> Tensor:

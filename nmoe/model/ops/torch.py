@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmoe.model.ops import attention, gradients
+from nmoe.model.ops import attention, delta, gradients
 from nmoe.model.ops.attention import AttentionLayer
 
 # gpt-oss's sigmoid slope (its release; also the common approximation of GELU by x * sigmoid(1.702 x)).
@@ -112,6 +112,10 @@ class TorchOps:
     def silu(self, x: Tensor) -> Tensor:
         """`x * sigmoid(x)`."""
         return F.silu(x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """`log(1 + exp(x))`."""
+        return F.softplus(x)
 
     def gelu(self, x: Tensor) -> Tensor:
         """GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
@@ -219,6 +223,19 @@ class TorchOps:
     ) -> Tensor:
         """`nmoe.model.ops.cpu.operations.attention`, where `attends_in_blocks` says so."""
         raise NotImplementedError("`attends_in_blocks` was asked")
+
+    def delta_rule(
+        self,
+        q_BLHC: Tensor,
+        k_BLHC: Tensor,
+        v_BLHU: Tensor,
+        decay_BLH: Tensor,
+        beta_BLH: Tensor,
+        memory_BHCU: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What each token reads by the gated delta rule, `[B, L, H, U]`, and the memory after the last one."""
+        one = q_BLHC.shape[1] == 1
+        return (delta.scan if one else delta.by_chunks)(q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH, memory_BHCU)
 
     # The head over a wide vocabulary
 

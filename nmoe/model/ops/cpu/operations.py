@@ -143,10 +143,10 @@ def norm_and_turn_(
     kv_heads: int,
 ) -> None:
     """In place on the query heads, then the key heads of each token's row: RMSNorm where there are `norms` (the weights of queries
-    and keys, and epsilon), then `TorchOps.rotate`."""
-    tokens, columns, width = qkv_TNC.shape
+    and keys, and epsilon), then `TorchOps.rotate`. The heads of a row are contiguous; rows need not be."""
+    tokens, _, width = qkv_TNC.shape
     q_norm_C, k_norm_C, eps = norms or (None, None, 0.0)
-    kind, row, shape = DTYPES[qkv_TNC.dtype], columns * width, (tokens, heads, kv_heads, width)
+    kind, row, shape = DTYPES[qkv_TNC.dtype], qkv_TNC.stride(0), (tokens, heads, kv_heads, width)
     call(f"nmoe_norm_and_turn_{kind}", qkv_TNC, row, q_norm_C, k_norm_C, float(eps), cos_T1c, sin_T1c, *shape)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmoe.model.ops import delta
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.cpu import operations, packing
 from nmoe.model.ops.cpu.ops import CpuOps
@@ -24,6 +25,7 @@ from nmoe.model.ops.exact import attention, grid
 from nmoe.model.ops.gradients import Linear, LinearByGroup, sum_rows_in_order
 from nmoe.model.ops.torch import TorchOps
 
+_LINEAR = 20.0
 _GELU = 2 * math.sqrt(2 / math.pi)
 
 
@@ -66,6 +68,10 @@ class ExactSums(TorchOps, ABC):
     def silu(self, x: Tensor) -> Tensor:
         return x * self.sigmoid(x)
 
+    def softplus(self, x: Tensor) -> Tensor:
+        # From 20 on it is x to the last bit, in fp32.
+        return torch.where(x > _LINEAR, x, x.clamp(max=_LINEAR).exp().log1p())
+
     def gelu(self, x: Tensor) -> Tensor:
         # (1 + tanh(y)) / 2 is the sigmoid of 2y.
         return x * self.sigmoid(_GELU * (x + 0.044715 * (x * x * x)))
@@ -74,6 +80,18 @@ class ExactSums(TorchOps, ABC):
         self, layer: AttentionLayer, q_BHLC: Tensor, k_BJSC: Tensor, v_BJSU: Tensor, earlier: int = 0
     ) -> Tensor:
         return attention.causal_attention(layer, q_BHLC, k_BJSC, v_BJSU, earlier)
+
+    def delta_rule(
+        self,
+        q_BLHC: Tensor,
+        k_BLHC: Tensor,
+        v_BLHU: Tensor,
+        decay_BLH: Tensor,
+        beta_BLH: Tensor,
+        memory_BHCU: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # Chunks would depend on where a prompt is cut, and decoding takes one token at a time.
+        return delta.scan(q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH, memory_BHCU)
 
 
 class OrderFreeSums(ExactSums):

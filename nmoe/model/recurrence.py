@@ -1,0 +1,153 @@
+"""A recurrent layer over packed sequences: a short causal convolution and the gated delta rule, from a state to a state.
+
+Learner and engine run this same code. In training a sequence starts from nothing; in the engine a part of a prompt, or one token,
+starts from where the sequence stands. What is computed never crosses from one sequence to another.
+"""
+
+# Shapes: T packed tokens, S sequences, B sequences of a bucket and L its longest, W channels of the convolution, K its tokens, H
+# value heads, G key heads, C key width, U value width.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nmoe.model.config import DeltaNet
+from nmoe.model.device import put
+from nmoe.model.ops.table import ops_for
+
+# A bucket ends at the first sequence shorter than this share of its longest one. Steps of the scan then are at most twice those of
+# the longest sequence, and padded tokens at most as many as the others.
+_BUCKET_SHARE = 0.5
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """What runs a recurrent layer: its number in the model, its shape, and the convolution's weights `[W, K]`."""
+
+    index: int
+    delta: DeltaNet
+    conv_WK: Tensor
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """Where sequences stand in a layer: the last K - 1 inputs of the convolution, `[S, K - 1, W]`, and the memories `[S, H, C, U]`,
+    in fp32 (in fp64 where the model is)."""
+
+    inputs_SKW: Tensor
+    memory_SHCU: Tensor
+
+
+def memory_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the memories of a model in this one."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Sequences of similar length: their numbers, and the rows of their tokens, T where a sequence has ended."""
+
+    sequences_B: Tensor
+    rows_BL: Tensor
+
+
+class Spans:
+    """Where sequences of these lengths lie, end to end, and the indices that running them takes. Not for empty sequences."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.device, self.count, self.tokens = device, len(lengths), int(self.lengths.sum())
+        self.first = np.cumsum(self.lengths) - self.lengths
+        self._taps: dict[int, tuple[Tensor, Tensor]] = {}
+        order, places = np.argsort(-self.lengths, kind="stable"), np.zeros(self.tokens, dtype=np.int64)
+        self.buckets: list[_Bucket] = []
+        done = 0
+        while len(order):
+            longest = int(self.lengths[order[0]])
+            size = int((self.lengths[order] >= _BUCKET_SHARE * longest).sum())
+            own, order = order[:size], order[size:]
+            at_L = np.arange(longest)
+            inside_BL = at_L < self.lengths[own][:, None]
+            rows_BL = np.where(inside_BL, self.first[own][:, None] + at_L, self.tokens)
+            places[rows_BL[inside_BL]] = done + inside_BL.reshape(-1).nonzero()[0]
+            done += rows_BL.size
+            self.buckets.append(_Bucket(put(own, device), put(rows_BL, device)))
+        self.places_T = put(places, device)
+
+    def taps(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """For a convolution over so many tokens: the rows that each of its taps reads for each token, `[K, T]`, and the rows that are
+        a sequence's inputs to come, `[S, K - 1]`. Of the rows the first S * (K - 1) are the inputs before each sequence."""
+        if tokens not in self._taps:
+            earlier, own = tokens - 1, self.count * (tokens - 1)
+            sequence_T = np.repeat(np.arange(self.count), self.lengths)
+            position_T = np.arange(self.tokens) - self.first[sequence_T]
+
+            def row(sequence: np.ndarray, position: np.ndarray) -> np.ndarray:
+                before = sequence * earlier + position + earlier
+                return np.where(position < 0, before, own + self.first[sequence] + position)
+
+            taps_KT = row(sequence_T[None], position_T[None] + np.arange(-earlier, 1)[:, None])
+            last_SK = row(np.arange(self.count)[:, None], self.lengths[:, None] + np.arange(-earlier, 0))
+            self._taps[tokens] = put(taps_KT, self.device), put(last_SK, self.device)
+        return self._taps[tokens]
+
+
+def run(
+    layer: RecurrentLayer,
+    spans: Spans,
+    x_TW: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    state: RecurrentState | None,
+    exact: bool,
+) -> tuple[Tensor, RecurrentState]:
+    """What the tokens read, `[T, H, U]`, and where their sequences stand then. `x_TW` are queries, keys and values before the
+    convolution, `decay_TH` logarithms. Without a state sequences start from nothing."""
+    delta, ops = layer.delta, ops_for(x_TW, exact)
+    wide = memory_dtype(x_TW.dtype)
+    if state is None:
+        inputs_SKW = x_TW.new_zeros(spans.count, delta.conv_tokens - 1, x_TW.shape[1])
+        state = RecurrentState(inputs_SKW, _nothing(delta, spans, wide))
+    taps_KT, last_SK = spans.taps(delta.conv_tokens)
+    rows_RW = torch.cat([state.inputs_SKW.to(x_TW.dtype).flatten(0, 1), x_TW])
+    mixed_TW = rows_RW.index_select(0, taps_KT[0]) * layer.conv_WK[:, 0]
+    for tap in range(1, delta.conv_tokens):
+        mixed_TW = mixed_TW + rows_RW.index_select(0, taps_KT[tap]) * layer.conv_WK[:, tap]
+    mixed_TW = ops.silu(mixed_TW)
+    keys, repeats = delta.key_heads * delta.key_dim, delta.value_heads // delta.key_heads
+    q_TGC, k_TGC = (
+        _normed(x_TV.unflatten(1, (delta.key_heads, -1)).to(wide))
+        for x_TV in (mixed_TW[:, :keys], mixed_TW[:, keys : 2 * keys])
+    )
+    q_THC = (q_TGC * delta.key_dim**-0.5).repeat_interleave(repeats, 1)
+    k_THC = k_TGC.repeat_interleave(repeats, 1)
+    v_THU = mixed_TW[:, 2 * keys :].unflatten(1, (delta.value_heads, -1)).to(wide)
+    tokens = [q_THC, k_THC, v_THU, decay_TH.to(wide), beta_TH.to(wide)]
+    # One row more, of zeros, which pads: it leaves a memory as it is.
+    tokens = [torch.cat([x_T, x_T.new_zeros(1, *x_T.shape[1:])]) for x_T in tokens]
+    out, memories = [], torch.empty_like(state.memory_SHCU)
+    for bucket in spans.buckets:
+        rows_BL = bucket.rows_BL
+        padded = [x_T.index_select(0, rows_BL.flatten()).unflatten(0, rows_BL.shape) for x_T in tokens]
+        begin_BHCU = state.memory_SHCU.index_select(0, bucket.sequences_B)
+        out_BLHU, end_BHCU = ops.delta_rule(*padded, begin_BHCU)
+        out.append(out_BLHU.flatten(0, 1))
+        memories = memories.index_copy(0, bucket.sequences_B, end_BHCU)
+    out_THU = torch.cat(out).index_select(0, spans.places_T).to(x_TW.dtype)
+    inputs_SKW = rows_RW.index_select(0, last_SK.flatten()).unflatten(0, last_SK.shape)
+    return out_THU, RecurrentState(inputs_SKW, memories)
+
+
+def _nothing(delta: DeltaNet, spans: Spans, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(spans.count, delta.value_heads, delta.key_dim, delta.value_dim, dtype=dtype, device=spans.device)
+
+
+def _normed(x_TGC: Tensor) -> Tensor:
+    """Rows of length one."""
+    return x_TGC * ((x_TGC * x_TGC).sum(-1, keepdim=True) + _NORM_EPS).rsqrt()

@@ -1,0 +1,63 @@
+"""Qwen3-Next as released (three layers with a state to one with attention, a quarter of a head turned), with fewer key heads than
+value heads; and with biases, dense layers, a tied head, YaRN, a wider shared expert and a layer order of its own."""
+
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+from family_cases.case import SHAPE, Case
+
+_MOE = SHAPE | {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+}
+
+CASES = [
+    Case(
+        "qwen3_next",
+        Qwen3NextConfig(
+            **(_MOE | {"num_hidden_layers": 4}),
+            shared_expert_intermediate_size=24,
+            linear_num_value_heads=4,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+            bos_token_id=7,
+            eos_token_id=[9, 11],
+        ),
+        Qwen3NextForCausalLM,
+        released={
+            "rope_parameters": None,
+            "rope_theta": 500.0,
+            "rope_scaling": None,
+            "partial_rotary_factor": 0.25,
+            "layer_types": None,
+            "full_attention_interval": 4,
+        },
+    ),
+    Case(
+        "qwen3_next-dense-layer",
+        Qwen3NextConfig(
+            **_MOE,
+            shared_expert_intermediate_size=48,
+            linear_num_value_heads=2,
+            linear_conv_kernel_dim=3,
+            attention_bias=True,
+            norm_topk_prob=False,
+            mlp_only_layers=[1],
+            layer_types=["full_attention", "linear_attention", "full_attention"],
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        Qwen3NextForCausalLM,
+    ),
+]
