@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmoe.model.config import LatentAttention, ModelConfig, RopeScaling
+from nmoe.model.config import DeltaNet, LatentAttention, ModelConfig, RopeScaling
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
@@ -107,6 +107,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "output_norms": True,
         "norm_offset": True,
         "scale_embedding": True,
+    },
+    "qwen3_next": DENSE
+    | {
+        "layers": 3,
+        "head_dim": 16,
+        "rotary_dim": 4,
+        "attention_gate": True,
+        "norm_offset": True,
+        "norm_eps": 1e-3,
+        "intermediate_size": 0,
+        "experts": 6,
+        "experts_per_token": 2,
+        "expert_width": 16,
+        "shared_experts": 1,
+        "shared_gate": True,
+        "recurrent_layers": (0, 2),
+        "delta": DeltaNet(key_heads=2, value_heads=4, key_dim=12, value_dim=10, conv_tokens=4),
     },
 }
 

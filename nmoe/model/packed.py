@@ -98,8 +98,8 @@ class PackedAttention:
         if self.shared is None:
             return recurrence.run(layer, self.spans, x_TW, decay_TH, beta_TH, None, self.exact)[0]
         rows_S, place_T = self.shared
-        tokens = [x.index_select(0, place_T) for x in (x_TW, decay_TH, beta_TH)]
-        return recurrence.run(layer, self.spans, *tokens, None, self.exact)[0].index_select(0, rows_S)
+        x_TW, decay_TH, beta_TH = (x.index_select(0, place_T) for x in (x_TW, decay_TH, beta_TH))
+        return recurrence.run(layer, self.spans, x_TW, decay_TH, beta_TH, None, self.exact)[0].index_select(0, rows_S)
 
     @cached_property
     def spans(self) -> Spans:

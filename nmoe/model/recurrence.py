@@ -81,8 +81,8 @@ class Spans:
         self.places_T = put(places, device)
 
     def taps(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """For a convolution over so many tokens: the rows that each of its taps reads for each token, `[K, T]`, and the rows that are
-        a sequence's inputs to come, `[S, K - 1]`. Of the rows the first S * (K - 1) are the inputs before each sequence."""
+        """For a convolution over so many tokens: the rows that each of its taps reads for each token, `[K, T]`, and the rows that
+        are a sequence's inputs to come, `[S, K - 1]`. Of the rows the first S * (K - 1) are the inputs before each sequence."""
         if tokens not in self._taps:
             earlier, own = tokens - 1, self.count * (tokens - 1)
             sequence_T = np.repeat(np.arange(self.count), self.lengths)
@@ -134,9 +134,10 @@ def run(
     out, memories = [], torch.empty_like(state.memory_SHCU)
     for bucket in spans.buckets:
         rows_BL = bucket.rows_BL
-        padded = [x_T.index_select(0, rows_BL.flatten()).unflatten(0, rows_BL.shape) for x_T in tokens]
+        padded = (x_T.index_select(0, rows_BL.flatten()).unflatten(0, rows_BL.shape) for x_T in tokens)
+        q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH = padded
         begin_BHCU = state.memory_SHCU.index_select(0, bucket.sequences_B)
-        out_BLHU, end_BHCU = ops.delta_rule(*padded, begin_BHCU)
+        out_BLHU, end_BHCU = ops.delta_rule(q_BLHC, k_BLHC, v_BLHU, decay_BLH, beta_BLH, begin_BHCU)
         out.append(out_BLHU.flatten(0, 1))
         memories = memories.index_copy(0, bucket.sequences_B, end_BHCU)
     out_THU = torch.cat(out).index_select(0, spans.places_T).to(x_TW.dtype)

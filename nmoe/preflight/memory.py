@@ -9,7 +9,7 @@ import torch
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.engine.native.cache import bytes_per_block, cache_blocks
+from nmoe.engine.native.cache import cache_size
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of
 from nmoe.preflight.check import Check, gib
@@ -57,8 +57,8 @@ def estimate(config: RunConfig, size: Size) -> dict[str, int]:
     if isinstance(config, RLConfig | SelfplayConfig):
         most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
         engine = config.engine
-        blocks = cache_blocks(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most)
-        parts["key-value cache"] = blocks * bytes_per_block(shape, size.dtype)
+        cache = cache_size(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most)
+        parts["key-value cache"] = cache.bytes
     return {name: part for name, part in parts.items() if part}
 
 

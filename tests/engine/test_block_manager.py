@@ -7,7 +7,7 @@ from nmoe.engine.native.block_manager import BlockManager
 
 
 def test_taken_released_and_taken_again() -> None:
-    pool = BlockManager(3, 4)
+    pool = BlockManager(3, 4, 1)
     assert [pool.blocks_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     first = pool.take(2)
     assert (first, pool.available) == ([0, 1], 1)
@@ -20,7 +20,7 @@ def test_taken_released_and_taken_again() -> None:
 
 
 def test_the_longest_prefix_in_whole_blocks_is_found_and_held() -> None:
-    pool = BlockManager(6, 2)
+    pool = BlockManager(6, 2, 1)
     blocks = pool.take(3)
     pool.remember([1, 2, 3, 4, 5], blocks)  # the third is not full
     assert pool.find([1, 2, 3, 4, 5], 5) == blocks[:2]
@@ -33,7 +33,7 @@ def test_the_longest_prefix_in_whole_blocks_is_found_and_held() -> None:
 
 
 def test_what_nobody_holds_stays_findable_until_its_place_is_needed() -> None:
-    pool = BlockManager(3, 2)
+    pool = BlockManager(3, 2, 1)
     blocks = pool.take(2)
     pool.remember([1, 2, 3, 4], blocks)
     pool.release(blocks)
@@ -44,7 +44,7 @@ def test_what_nobody_holds_stays_findable_until_its_place_is_needed() -> None:
 
 
 def test_a_prefix_known_already_keeps_its_first_blocks() -> None:
-    pool = BlockManager(4, 2)
+    pool = BlockManager(4, 2, 1)
     first, second = pool.take(2), pool.take(2)
     pool.remember([1, 2, 3, 4], first)
     pool.remember([1, 2, 5, 6], second)
@@ -52,7 +52,7 @@ def test_a_prefix_known_already_keeps_its_first_blocks() -> None:
 
 
 def test_nothing_is_found_after_forgetting_and_nothing_is_lost() -> None:
-    pool = BlockManager(4, 2)
+    pool = BlockManager(4, 2, 1)
     held, idle = pool.take(2), pool.take(2)
     pool.remember([1, 2, 3, 4], held)
     pool.remember([5, 6, 7, 8], idle)
@@ -67,7 +67,7 @@ def test_nothing_is_found_after_forgetting_and_nothing_is_lost() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), min_size=1, max_size=9)), max_size=40))
 def test_a_found_block_holds_the_tokens_asked_for(actions: list[tuple[int, list[int]]]) -> None:
-    pool = BlockManager(8, 2)
+    pool = BlockManager(8, 2, 1)
     contents: dict[int, tuple[int, ...]] = {}  # what each block's keys were computed from: its tokens and all before
     held: list[list[int]] = []
     for kind, tokens in actions:

@@ -46,7 +46,7 @@ LAYERS = [
 @pytest.mark.parametrize("stored", [[40, 10, 25, 47], [33, 15, 16, 40], [16, 0, 31, 1]], ids=str)
 def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int]) -> None:
     """`stored` positions go through prefill, the second half of them as a later piece; then one more is decoded."""
-    cache = PagedCache(CONFIG, 10, CPU, torch.float32)
+    cache = PagedCache(CONFIG, 10, 1, CPU, torch.float32)
     cache.attention.keys.fill_(1e4)  # what lies beyond must not count
     cache.attention.values.fill_(-1e4)
     lengths = [n + 1 for n in stored]
@@ -56,7 +56,7 @@ def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int
     for part in parts:
         chosen = [(i, start, stop) for i, (start, stop) in enumerate(part) if stop > start]
         chosen.sort(key=lambda entry: entry[1] > 0)
-        pieces = [Piece(TABLES[i], start, stop) for i, start, stop in chosen]
+        pieces = [Piece(TABLES[i], i, start, stop) for i, start, stop in chosen]
         attend = PrefillAttention(cache, pieces, exact=False)
         out = attend(layer, *(torch.cat([x[i][a:b] for i, a, b in chosen]) for x in (q, k, v)))
         at = 0
@@ -68,7 +68,7 @@ def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int
     table = np.zeros((4, 3), dtype=np.int64)
     for row, blocks in enumerate(TABLES):
         table[row, : len(blocks)] = blocks
-    decode = DecodeAttention(cache, np.array(stored), table)
+    decode = DecodeAttention(cache, np.array(stored), table, np.arange(4))
     out = decode(layer, *(torch.stack([x[i][n] for i, n in enumerate(stored)]) for x in (q, k, v)))
     for i in range(4):
         torch.testing.assert_close(out[i], naive(layer, q[i][-1], k[i], v[i]), rtol=1e-5, atol=1e-5)
@@ -77,13 +77,13 @@ def test_prefill_in_two_parts_and_decode(layer: AttentionLayer, stored: list[int
 
 
 def test_whole_blocks_are_copied_with_their_routes() -> None:
-    cache = PagedCache(CONFIG, 4, CPU, torch.float32)
+    cache = PagedCache(CONFIG, 4, 1, CPU, torch.float32)
     for tensor in (cache.attention.keys, cache.attention.values):
         tensor.copy_(draw(*tensor.shape))
     assert cache.routes is not None
     cache.routes.picks.copy_(torch.randint(4, cache.routes.picks.shape))
     keys, values, routes = cache.attention.keys.clone(), cache.attention.values.clone(), cache.routes.picks.clone()
-    cache.copy([2, 2], [0, 3])
+    cache.copy([(2, 0), (2, 3)], [])
     for target, source in ((0, 2), (1, 1), (2, 2), (3, 2)):
         assert torch.equal(cache.attention.keys[:, target], keys[:, source])
         assert torch.equal(cache.attention.values[:, target], values[:, source])
@@ -91,7 +91,7 @@ def test_whole_blocks_are_copied_with_their_routes() -> None:
 
 
 def test_routes_are_read_as_they_were_written() -> None:
-    cache = PagedCache(CONFIG, 4, CPU, torch.float32)
+    cache = PagedCache(CONFIG, 4, 1, CPU, torch.float32)
     positions = np.arange(12, 20)
     blocks = np.where(positions < 16, 3, 1)
     picks = torch.arange(32, dtype=torch.int16).view(8, 2, 2)
@@ -101,14 +101,14 @@ def test_routes_are_read_as_they_were_written() -> None:
     assert routes.shape == (20, 2, 2)
     assert torch.equal(routes[12:], picks)
     assert (routes[:12] == 0).all()
-    dense = PagedCache(ModelConfig(**SHAPE, context_tokens=16, intermediate_size=4), 2, CPU, torch.float32)
+    dense = PagedCache(ModelConfig(**SHAPE, context_tokens=16, intermediate_size=4), 2, 1, CPU, torch.float32)
     assert dense.routes is None
-    dense.copy([0], [1])
+    dense.copy([(0, 1)], [])
 
 
 def test_a_block_takes_what_its_tensors_take() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        cache = PagedCache(CONFIG, 3, CPU, dtype)
+        cache = PagedCache(CONFIG, 3, 1, CPU, dtype)
         assert cache.routes is not None
         assert cache.attention.keys.dtype == dtype
         tensors = (cache.attention.keys, cache.attention.values, cache.routes.picks)
@@ -131,10 +131,10 @@ def test_of_latent_attention_latents_alone_are_stored() -> None:
         intermediate_size=8,
     )
     assert bytes_per_block(config, torch.bfloat16) == 16 * 61 * 576 * 2
-    cache = PagedCache(config, 3, CPU, torch.bfloat16)
+    cache = PagedCache(config, 3, 1, CPU, torch.bfloat16)
     assert cache.attention.keys.nbytes + cache.attention.values.nbytes == 3 * bytes_per_block(config, torch.bfloat16)
     cache.attention.keys.copy_(draw(*cache.attention.keys.shape))
-    cache.copy([2], [0])
+    cache.copy([(2, 0)], [])
     assert torch.equal(cache.attention.keys[:, 0], cache.attention.keys[:, 2])
     cache.clear(2)
     assert not cache.attention.keys[:, :2].any()

@@ -13,6 +13,7 @@ from nmoe.engine.native.cache import PagedCache
 from nmoe.engine.native.graphs import DecodeGraphs, run_plainly
 from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.llm_engine import LLMEngine
+from nmoe.model.config import DeltaNet
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
 
@@ -20,6 +21,11 @@ MakeModel = Callable[..., Transformer]
 MakeRequest = Callable[..., Request]
 
 KINDS: dict[str, dict[str, Any]] = {"moe": {}, "dense": {"experts": 0}, "windows": {"windows": (0, 5), "sinks": True}}
+KINDS["recurrent"] = {
+    "recurrent_layers": (1,),
+    "delta": DeltaNet(key_heads=2, value_heads=4, key_dim=12, value_dim=10, conv_tokens=4),
+}
+SEATS = 4
 
 
 class Recorder:
@@ -41,9 +47,10 @@ class Recorder:
 
 
 def filled_cache(model: Transformer, blocks: int) -> PagedCache:
-    cache = PagedCache(model.config, blocks, torch.device("cpu"), torch.float32)
+    cache = PagedCache(model.config, blocks, SEATS + 1, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(1)
-    for tensor in (cache.attention.keys, cache.attention.values):
+    states = [] if cache.states is None else [cache.states.inputs, cache.states.memories]
+    for tensor in (cache.attention.keys, cache.attention.values, *states):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
 
@@ -55,7 +62,7 @@ def test_a_step_equals_the_gathered_one_and_writes_nowhere_else(tiny_model: Make
     scratch = 9
     ours, theirs = filled_cache(model, 10), filled_cache(model, 10)
     recorder = Recorder()
-    graphs = DecodeGraphs(model, ours, scratch, recorder)
+    graphs = DecodeGraphs(model, ours, (scratch, SEATS), recorder)
     # Sizes 3 (of 4), 4 and again 3; rows in blocks of no order, among them a first token.
     steps = [
         ([20, 0, 33], [[3, 7, 0], [5, 0, 0], [1, 8, 2]]),
@@ -65,8 +72,9 @@ def test_a_step_equals_the_gathered_one_and_writes_nowhere_else(tiny_model: Make
     for positions, table in steps:
         tokens = torch.tensor([4, 9, 2, 7])[: len(positions)]
         positions_B, table_BM = np.array(positions), np.array(table)
-        states, routes = graphs.run(tokens, positions_B, table_BM)
-        attend, trace = DecodeAttention(theirs, positions_B, table_BM), RouterTrace()
+        seats_B = np.array([2, 0, 3, 1])[: len(positions)]
+        states, routes = graphs.run(tokens, positions_B, table_BM, seats_B)
+        attend, trace = DecodeAttention(theirs, positions_B, table_BM, seats_B), RouterTrace()
         expected = model(tokens, torch.tensor(positions), attend, trace)
         torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
         assert (routes is None) == (not trace.chosen_TK)
@@ -76,6 +84,9 @@ def test_a_step_equals_the_gathered_one_and_writes_nowhere_else(tiny_model: Make
             (ours.attention.values, theirs.attention.values),
         ):
             torch.testing.assert_close(mine[:, :scratch], other[:, :scratch], rtol=1e-4, atol=1e-5)
+        if ours.states is not None and theirs.states is not None:
+            mine, other = ours.states.memories, theirs.states.memories
+            torch.testing.assert_close(mine[:, :SEATS], other[:, :SEATS], rtol=1e-4, atol=1e-5)
     assert (recorder.recordings, recorder.replays) == (1, 3)
 
 
@@ -83,12 +94,11 @@ def test_a_step_equals_the_gathered_one_and_writes_nowhere_else(tiny_model: Make
 def test_sizes_double_and_new_weights_need_no_new_recording(tiny_model: MakeModel) -> None:
     model = tiny_model()
     recorder = Recorder()
-    graphs = DecodeGraphs(model, filled_cache(model, 10), 9, recorder)
+    graphs = DecodeGraphs(model, filled_cache(model, 10), (9, SEATS), recorder)
 
     def step(rows: int, blocks: int) -> torch.Tensor:
-        states, _ = graphs.run(
-            torch.arange(rows), np.zeros(rows, dtype=np.int64), np.zeros((rows, blocks), dtype=np.int64)
-        )
+        firsts = np.zeros(rows, dtype=np.int64)
+        states, _ = graphs.run(torch.arange(rows), firsts, np.zeros((rows, blocks), dtype=np.int64), firsts)
         return states.clone()
 
     before = step(1, 1)
@@ -107,7 +117,8 @@ def test_the_engine_samples_the_same(tiny_model: MakeModel, request_of: MakeRequ
     for recorded in (False, True):
         engine = LLMEngine(model, 4)
         if recorded:
-            engine.runner.graphs = DecodeGraphs(model, engine.cache, engine.scheduler.blocks.take(1)[0], run_plainly)
+            scratch = engine.scheduler.blocks.take(1)[0], engine.scheduler.blocks.take_seats(1)[0]
+            engine.runner.graphs = DecodeGraphs(model, engine.cache, scratch, run_plainly)
         groups = [
             engine.add(request_of(*shape)) for shape in [("a", 5, 3, 20), ("b", 1, 2, 30), ("c", BLOCK_TOKENS, 2, 9)]
         ]

@@ -41,7 +41,9 @@ class Case:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
-                if parameter.dim() == 1:
+                if name.endswith("A_log"):  # which transformers draws anew for each model
+                    parameter.copy_(noise)
+                elif parameter.dim() == 1:
                     # Norms around one, biases and sinks around zero: transformers' own start.
                     parameter.copy_(parameter + 0.3 * noise)
                 elif "embed" in name:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from nmoe.engine.native.cache import PagedCache
 from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.model import recurrence
 from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import put
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.exact.attention import attention as order_free_attention
 from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
+from nmoe.model.recurrence import RecurrentLayer, Spans
 
 # Sequences are gathered together if the shortest has at least this share of the longest one's blocks. A lower share gathers and
 # multiplies more masked positions, a higher one launches more kernels.
@@ -31,9 +33,10 @@ _BUCKET_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Piece:
-    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache."""
+    """Positions `start` to `stop` of a sequence whose earlier positions are in the cache, and its seat there."""
 
     blocks: Sequence[int]
+    seat: int
     start: int
     stop: int
 
@@ -54,6 +57,7 @@ class PrefillAttention:
         )
         self.positions_T, self.blocks_T = positions_T, blocks_T
         self.places = cache.attention.places(blocks_T, positions_T)
+        self.recurrence = _Recurrence(cache, [piece.stop - piece.start for piece in pieces], [p.seat for p in pieces])
         fresh = [piece for piece in pieces if piece.start == 0]
         self.fresh = sum(piece.stop for piece in fresh)
         self.packed = PackedAttention([piece.stop for piece in fresh], cache.device, exact) if fresh else None
@@ -61,6 +65,11 @@ class PrefillAttention:
         for piece, blocks in zip(pieces[len(fresh) :], spans[len(fresh) :], strict=True):
             held = blocks[: -(-piece.stop // BLOCK_TOKENS)]
             self.later.append((piece, cache.attention.gather_index(held[None])))
+
+    def recur(self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor) -> Tensor:
+        """Runs a recurrent layer from the beginning of the sequences that start here, and the others from where they stand."""
+        fresh = 0 if self.packed is None else len(self.packed.lengths)
+        return self.recurrence(layer, x_TW, decay_TH, beta_TH, self.exact, fresh)
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,6 +122,30 @@ class PrefillAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class _Recurrence:
+    """Runs recurrent layers from the states in these seats to new ones, which take their places."""
+
+    def __init__(self, cache: PagedCache, lengths: Sequence[int], seats: Sequence[int] | NDArray[np.int64]) -> None:
+        self.cache, self.lengths, self.seats = cache, lengths, seats
+
+    @cached_property
+    def indices(self) -> tuple[Spans, Tensor]:
+        """Built when a recurrent layer first needs them."""
+        return Spans(self.lengths, self.cache.device), put(self.seats, self.cache.device)
+
+    def __call__(
+        self, layer: RecurrentLayer, x_TW: Tensor, decay_TH: Tensor, beta_TH: Tensor, exact: bool, fresh: int = 0
+    ) -> Tensor:
+        """The first `fresh` sequences are at their beginning."""
+        states = self.cache.states
+        assert states is not None, "the model has a recurrent layer"
+        spans, seats_B = self.indices
+        state = states.read(layer.index, seats_B, fresh)
+        out_THU, state = recurrence.run(layer, spans, x_TW, decay_TH, beta_TH, state, exact)
+        states.write(layer.index, seats_B, state)
+        return out_THU
+
+
 def _after_earlier(
     layer: AttentionLayer, q_THC: Tensor, k_PJC: Tensor, v_PJU: Tensor, earlier: int, exact: bool
 ) -> Tensor:
@@ -147,10 +180,16 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, cache: PagedCache, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64], exact: bool = False
+        self,
+        cache: PagedCache,
+        positions_B: NDArray[np.int64],
+        table_BM: NDArray[np.int64],
+        seats_B: NDArray[np.int64],
+        exact: bool = False,
     ) -> None:
         self.cache, self.exact = cache, ops_for(cache.attention.keys, exact).exact
         self.positions_B, self.table_BM = positions_B, table_BM
+        self.recurrence = _Recurrence(cache, [1] * len(positions_B), seats_B)
         self._buckets: dict[int, list[_Bucket]] = {}  # by window
 
     @cached_property
@@ -191,6 +230,10 @@ class DecodeAttention:
             q_1HC = q_BHC[row : row + 1]
             parts.append(_after_earlier(layer, q_1HC, k_RHC[own], v_RHU[own], position, exact=True))
         return torch.cat(parts)
+
+    def recur(self, layer: RecurrentLayer, x_BW: Tensor, decay_BH: Tensor, beta_BH: Tensor) -> Tensor:
+        """Takes every sequence one token further in a recurrent layer."""
+        return self.recurrence(layer, x_BW, decay_BH, beta_BH, self.exact)
 
     def _gathered(self, layer: AttentionLayer, q_BHC: Tensor, width: int) -> Tensor:
         """Attention to gathered blocks, `[B, H, width]`."""

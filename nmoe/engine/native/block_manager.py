@@ -1,4 +1,5 @@
-"""The block manager: which blocks of the cache are in use, and which hold a prefix that another sequence can share."""
+"""The block manager: which blocks and seats of the cache are in use, and which blocks hold a prefix that another sequence can
+share."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ _ROOT = 0
 
 
 class BlockManager:
-    """Blocks of `block_tokens` positions each, with reference counts.
+    """Blocks of `block_tokens` positions each, with reference counts, and seats, each of one sequence or prompt.
 
     A full block can be remembered under its tokens and all tokens before them. It stays findable after its last holder released it,
     until it is needed for other tokens; the block released first is reused first. Remembered prefixes form a tree of exact tokens,
-    so that a hash collision cannot hand out another prompt's keys.
+    so that a hash collision cannot hand out another prompt's keys. Without `shares_prefixes` nothing is remembered.
     """
 
-    def __init__(self, blocks: int, block_tokens: int) -> None:
-        self.blocks, self.block_tokens = blocks, block_tokens
+    def __init__(self, blocks: int, block_tokens: int, seats: int, shares_prefixes: bool = True) -> None:
+        self.blocks, self.block_tokens, self.shares_prefixes = blocks, block_tokens, shares_prefixes
+        self.seats, self._free_seats = seats, list(range(seats - 1, -1, -1))
         self._holders = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered blocks without a holder
@@ -30,6 +32,18 @@ class BlockManager:
     def available(self) -> int:
         """How many blocks can be taken."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def available_seats(self) -> int:
+        """How many seats can be taken."""
+        return len(self._free_seats)
+
+    def take_seats(self, count: int) -> list[int]:
+        """Takes `count` seats of unknown content. The caller has checked `available_seats`."""
+        return [self._free_seats.pop() for _ in range(count)]
+
+    def release_seat(self, seat: int) -> None:
+        self._free_seats.append(seat)
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks so many tokens fill."""
@@ -82,6 +96,8 @@ class BlockManager:
 
     def remember(self, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Makes the full blocks of a sequence findable. A prefix that is remembered already keeps the block it has."""
+        if not self.shares_prefixes:
+            return
         node = _ROOT
         for i in range(len(token_ids) // self.block_tokens):
             key = (node, tuple(token_ids[i * self.block_tokens : (i + 1) * self.block_tokens]))

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from nmoe.engine.native.cache import PagedCache
 from nmoe.engine.native.layer_cache import BLOCK_TOKENS
+from nmoe.model import recurrence
 from nmoe.model.attention import LatentAttentionBlock
 from nmoe.model.device import Record, kind_of, put
 from nmoe.model.moe import RouterTrace, grouped_mm_fits
 from nmoe.model.ops.attention import AttentionLayer, paged_attention
 from nmoe.model.ops.table import ops_for
+from nmoe.model.recurrence import RecurrentLayer, Spans
 from nmoe.model.transformer import Transformer
 
 # The narrowest block table that a graph is recorded for; each wider one doubles. One split of decode attention reads as much.
@@ -35,8 +37,8 @@ class PagedDecodeAttention:
     """An `Attend` of one query per sequence to its cached positions and itself, which reads the blocks in place. All its inputs are
     tensors on the device, so that it can be recorded."""
 
-    def __init__(self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor) -> None:
-        self.cache, self.table_BM = cache, table_BM
+    def __init__(self, cache: PagedCache, positions_B: Tensor, table_BM: Tensor, seats_B: Tensor, spans: Spans) -> None:
+        self.cache, self.table_BM, self.seats_B, self.spans = cache, table_BM, seats_B, spans
         self.lengths_B = (positions_B + 1).int()
         block_B1 = table_BM.gather(1, positions_B.div(BLOCK_TOKENS, rounding_mode="floor").unsqueeze(1)).long()
         heads_BJ = block_B1 * cache.attention.kv_heads + torch.arange(cache.attention.kv_heads, device=table_BM.device)
@@ -47,6 +49,15 @@ class PagedDecodeAttention:
         keys_NJPC, values_NJPU = self.cache.attention.of_layer(layer.index)
         rows = (self.table_BM, self.lengths_B)
         return ops_for(q_BHC).paged_attention(layer, q_BHC, keys_NJPC, values_NJPU, *rows)
+
+    def recur(self, layer: RecurrentLayer, x_BW: Tensor, decay_BH: Tensor, beta_BH: Tensor) -> Tensor:
+        """Takes every sequence one token further in a recurrent layer."""
+        states = self.cache.states
+        assert states is not None, "the model has a recurrent layer"
+        state = states.read(layer.index, self.seats_B)
+        out_BHU, state = recurrence.run(layer, self.spans, x_BW, decay_BH, beta_BH, state, exact=False)
+        states.write(layer.index, self.seats_B, state)
+        return out_BHU
 
     def attend_latents(
         self, layer: AttentionLayer, q_BHC: Tensor, latents_BL: Tensor, block: LatentAttentionBlock
@@ -66,23 +77,28 @@ class _Graph:
     tokens_B: Tensor
     positions_B: Tensor
     table_BM: Tensor
+    seats_B: Tensor
     states_BD: Tensor | None = None
     routes_BYK: Tensor | None = None
     replay: Callable[[], None] = lambda: None
 
 
 class DecodeGraphs:
-    """The model's decode step over a cache. No sequence holds the block `scratch`, which padding writes to.
+    """The model's decode step over a cache. No sequence holds the block and the seat `scratch`, which padding writes to.
 
     The head is left out: it is two launches, and its logits over the whole vocabulary would be held once per recording.
     """
 
-    def __init__(self, model: Transformer, cache: PagedCache, scratch: int, record: Record) -> None:
+    def __init__(self, model: Transformer, cache: PagedCache, scratch: tuple[int, int], record: Record) -> None:
         self.model, self.cache, self.scratch, self.record = model, cache, scratch, record
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def run(
-        self, tokens_B: Tensor, positions_B: NDArray[np.int64], table_BM: NDArray[np.int64]
+        self,
+        tokens_B: Tensor,
+        positions_B: NDArray[np.int64],
+        table_BM: NDArray[np.int64],
+        seats_B: NDArray[np.int64],
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a decode step. Returns final hidden states `[B, D]` and router picks `[B, Y, K]` (None in a dense model) of tokens
         at their positions; the next call overwrites both. Keys and values go to the cache."""
@@ -91,25 +107,34 @@ class DecodeGraphs:
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._graphs[size] = self._recorded(*size)
-        positions, table = np.zeros(size[0], dtype=np.int64), np.full(size, self.scratch, dtype=np.int32)
+        block, seat = self.scratch
+        positions, table = np.zeros(size[0], dtype=np.int64), np.full(size, block, dtype=np.int32)
         positions[:rows], table[:rows, :blocks] = positions_B, table_BM
+        seats = np.full(size[0], seat, dtype=np.int64)
+        seats[:rows] = seats_B
         graph.tokens_B[:rows].copy_(tokens_B)
         graph.positions_B.copy_(put(positions, self.cache.device))
         graph.table_BM.copy_(put(table, self.cache.device))
+        graph.seats_B.copy_(put(seats, self.cache.device))
         graph.replay()
         assert graph.states_BD is not None, "recording ran it"
         return graph.states_BD[:rows], None if graph.routes_BYK is None else graph.routes_BYK[:rows]
 
     def _recorded(self, rows: int, blocks: int) -> _Graph:
-        device = self.cache.device
+        device, (block, seat) = self.cache.device, self.scratch
+        spans = Spans([1] * rows, device)
+        if self.model.config.delta is not None:
+            spans.taps(self.model.config.delta.conv_tokens)  # outside of the recording, which cannot copy from the host
         graph = _Graph(
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.full((rows, blocks), self.scratch, dtype=torch.int32, device=device),
+            torch.full((rows, blocks), block, dtype=torch.int32, device=device),
+            torch.full((rows,), seat, dtype=torch.int64, device=device),
         )
 
         def step() -> None:
-            attend, trace = PagedDecodeAttention(self.cache, graph.positions_B, graph.table_BM), RouterTrace()
+            inputs, trace = (graph.positions_B, graph.table_BM, graph.seats_B), RouterTrace()
+            attend = PagedDecodeAttention(self.cache, *inputs, spans)
             graph.states_BD = self.model(graph.tokens_B, graph.positions_B, attend, trace)
             graph.routes_BYK = trace.routes() if trace.chosen_TK else None
 
@@ -117,7 +142,7 @@ class DecodeGraphs:
         return graph
 
 
-def decode_graphs(model: Transformer, cache: PagedCache, scratch: int) -> DecodeGraphs:
+def decode_graphs(model: Transformer, cache: PagedCache, scratch: tuple[int, int]) -> DecodeGraphs:
     """The decode step of a model on an accelerator. A model that cannot be recorded runs unrecorded."""
     return DecodeGraphs(model, cache, scratch, kind_of(cache.device).recorder() if recordable(model) else run_plainly)
 

@@ -14,7 +14,7 @@ import torch
 
 from nmoe.engine.api import Delta, EngineStats, Request
 from nmoe.engine.native.block_manager import BlockManager
-from nmoe.engine.native.cache import PagedCache, cache_blocks
+from nmoe.engine.native.cache import PagedCache, cache_size
 from nmoe.engine.native.graphs import decode_graphs
 from nmoe.engine.native.layer_cache import BLOCK_TOKENS
 from nmoe.engine.native.runner import Runner, Sampled
@@ -47,18 +47,22 @@ class LLMEngine:
     ) -> None:
         weight = model.embedding.weight
         self.model = model
-        blocks = cache_blocks(model.config, weight.dtype, max_sequences, cache_bytes, _most_bytes(model))
+        size = cache_size(model.config, weight.dtype, max_sequences, cache_bytes, _most_bytes(model))
         # The decode kernels of an accelerator depend on the batch, and exact numerics run without them.
         recorded = not (kind_of(weight.device).on_host or model.exact)
-        # With recordings one block more, which the block manager knows nothing of, for padding to write to.
-        self.cache = PagedCache(model.config, blocks + recorded, weight.device, weight.dtype)
+        # With recordings one block and one seat more, which the block manager knows nothing of, for padding to write to.
+        room = size.blocks + recorded, size.seats + recorded
+        self.cache = PagedCache(model.config, *room, weight.device, weight.dtype)
         context_blocks = -(-model.config.context_tokens // BLOCK_TOKENS)
         self.running = RunningBatch(max_sequences, context_blocks, self.cache)
-        self.scheduler = Scheduler(BlockManager(blocks, BLOCK_TOKENS), self.running, prefill_tokens)
-        graphs = decode_graphs(model, self.cache, scratch=blocks) if recorded else None
+        self.scheduler = Scheduler(self._manager(size.blocks, size.seats), self.running, prefill_tokens)
+        graphs = decode_graphs(model, self.cache, scratch=(size.blocks, size.seats)) if recorded else None
         self.runner = Runner(model, self.cache, self.running, graphs)
         self._generated_tokens = self._prefilled_tokens = 0
         self._busy_s = 0.0
+
+    def _manager(self, blocks: int, seats: int) -> BlockManager:
+        return BlockManager(blocks, BLOCK_TOKENS, seats, self.cache.shares_prefixes)
 
     def add(
         self,
@@ -197,7 +201,7 @@ class LLMEngine:
             group.aborted, group.prompt = True, None
         blocks = self.scheduler.blocks
         self.cache.clear(blocks.touched)
-        self.scheduler.clear(BlockManager(blocks.blocks, BLOCK_TOKENS))
+        self.scheduler.clear(self._manager(blocks.blocks, blocks.seats))
 
     def commit(self, version: int) -> None:
         """Takes note that the weights have changed: what is sampled from now on carries `version`. Prompts whose sequences have not

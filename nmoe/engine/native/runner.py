@@ -112,7 +112,7 @@ class Runner:
         are those. Raises DivergenceError if a state is not finite: a prompt that ends before its logits are computed would
         leave NaN in the cache."""
         device = self.running.device
-        pieces = [Piece(chunk.sequence.block_table, chunk.start, chunk.stop) for chunk in chunks]
+        pieces = [Piece(chunk.sequence.block_table, chunk.sequence.seat, chunk.start, chunk.stop) for chunk in chunks]
         token_ids = [token for chunk in chunks for token in chunk.sequence.prefill_ids[chunk.start : chunk.stop]]
         attend = PrefillAttention(self.cache, pieces, self.model.exact)
         trace = RouterTrace(replay=None if replay_TYK is None else put(replay_TYK, device))
@@ -141,8 +141,7 @@ class Runner:
 
     def start(self, start: Start) -> Sampled:
         """Samples the first token of sequences that start, from the logits of their prompts."""
-        if start.copies:
-            self.cache.copy([source for source, _ in start.copies], [target for _, target in start.copies])
+        self.cache.copy(start.blocks, start.seats)
         logits_BV = torch.cat([prompt.logits_1V.expand(count, -1) for prompt, count in start.prompts])
         return self._sample(logits_BV, start.slots)
 
@@ -151,10 +150,11 @@ class Runner:
         running = self.running
         positions = running.position[slots].copy()
         table = running.table[slots, : int(running.held[slots].max())]
+        seats = running.seat[slots].copy()
         if self.graphs is not None:
-            x_BD, routes_BYK = self.graphs.run(running["last_token"][slots], positions, table)
+            x_BD, routes_BYK = self.graphs.run(running["last_token"][slots], positions, table, seats)
         else:
-            attend, trace = DecodeAttention(self.cache, positions, table, self.model.exact), RouterTrace()
+            attend, trace = DecodeAttention(self.cache, positions, table, seats, self.model.exact), RouterTrace()
             positions_B = put(positions, running.device)
             x_BD = self.model(running["last_token"][slots], positions_B, attend, trace)
             routes_BYK = trace.routes() if trace.chosen_TK else None

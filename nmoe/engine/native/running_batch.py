@@ -24,15 +24,15 @@ class RunningBatch:
     """Up to S running sequences; `sequences[slot]` is the one in that slot, and the first `len(batch)` slots are in use.
 
     On the host: the `position` that the last token will take, the number of tokens `generated` and their `limit`, the `table` of
-    cache blocks, of which a sequence holds `held`, and whether it is `plain` (temperature 1), `cuts` its support (top-k, top-p)
-    or `streams` its tokens. On the device: `last_token`, the sampling settings, the `uniforms` drawn for every token to come, and
-    what was sampled: `tokens`, `logprobs`, `versions`.
+    cache blocks, of which a sequence holds `held`, its `seat` there, and whether it is `plain` (temperature 1), `cuts` its support
+    (top-k, top-p) or `streams` its tokens. On the device: `last_token`, the sampling settings, the `uniforms` drawn for every token
+    to come, and what was sampled: `tokens`, `logprobs`, `versions`.
     """
 
     def __init__(self, slots: int, blocks: int, cache: PagedCache) -> None:
         self.slots, self.cache, self.device = slots, cache, cache.device
         self.sequences: list[Sequence] = []
-        self.position, self.generated, self.limit, self.held = np.zeros((4, slots), dtype=np.int64)
+        self.position, self.generated, self.limit, self.held, self.seat = np.zeros((5, slots), dtype=np.int64)
         self.plain, self.cuts, self.streams = np.zeros((3, slots), dtype=np.bool_)
         self.table = np.zeros((slots, blocks), dtype=np.int64)
 
@@ -89,7 +89,7 @@ class RunningBatch:
         count, blocks = len(sequence.token_ids), sequence.block_table
         sequence.status, sequence.slot = Status.RUNNING, slot
         self.table[slot, : len(blocks)] = blocks
-        self.held[slot] = len(blocks)
+        self.held[slot], self.seat[slot] = len(blocks), sequence.seat
         self.generated[slot] = count
         # The last token is sampled and not yet fed.
         self.position[slot] = len(sequence.group.request.prompt_ids) + max(0, count - 1)
@@ -176,7 +176,8 @@ class RunningBatch:
         column[slots, : len(stop_ids)] = put(stop_ids, self.device)
 
     def _move(self, targets: Collection[int], sources: Collection[int]) -> None:
-        hosts = (self.position, self.generated, self.limit, self.held, self.plain, self.cuts, self.streams, self.table)
+        counts = (self.position, self.generated, self.limit, self.held, self.seat)
+        hosts = (*counts, self.plain, self.cuts, self.streams, self.table)
         for host in hosts:
             host[list(targets)] = host[list(sources)]
         to, of = (put(list(slots), self.device) for slots in (targets, sources))

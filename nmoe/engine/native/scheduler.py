@@ -41,12 +41,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Start:
-    """Sequences that start in this step: their slots, how many of them come from each prompt, and which blocks to copy first
-    (source, target), since each sequence appends to its own copy of its prompt's last block."""
+    """Sequences that start in this step: their slots, how many of them come from each prompt, and which blocks and seats to copy
+    first (source, target), since each sequence goes on in its own copy of its prompt's last block and seat."""
 
     slots: slice
     prompts: list[tuple[Prompt, int]]
-    copies: list[tuple[int, int]]
+    blocks: list[tuple[int, int]]
+    seats: list[tuple[int, int]]
 
 
 class Scheduler:
@@ -110,18 +111,23 @@ class Scheduler:
         scored = []
         for sequence in [sequence for sequence in self.prefilling if sequence.prefilled]:
             self.prefilling.remove(sequence)
-            group, blocks = sequence.group, sequence.end_prefill(Status.WAITING)
+            group, blocks, seat = sequence.group, sequence.end_prefill(Status.WAITING), sequence.seat
             if sequence.started:
                 sequence.block_table, sequence.routes_LYK = blocks, None
                 self.running.add([sequence])
             elif group.scoring:
                 group.scores = sequence.logprobs
-                self.blocks.release(blocks)
+                self._release(blocks, seat)
                 self.waiting.remove(group)
                 scored.append(group)
             else:
-                group.prompt = Prompt(blocks, logits[sequence])
+                group.prompt = Prompt(blocks, seat, logits[sequence])
         return scored
+
+    def _release(self, blocks: list[int], seat: int) -> None:
+        """Gives back what a sequence or a prompt held."""
+        self.blocks.release(blocks)
+        self.blocks.release_seat(seat)
 
     def _worth_admitting(self) -> bool:
         """Whether to admit new requests now. Beside many running sequences, a prompt that comes alone costs a forward pass of its
@@ -158,14 +164,15 @@ class Scheduler:
         # One block in reserve for every running sequence, or they would soon take these back.
         busy = bool(len(self.running) or self.prefilling)
         fits = missing + len(self.running) <= self.blocks.available or not busy
-        if not (fits and self._free_blocks(missing, sequence.order)):
+        if not (fits and self._make_room(missing, 1, sequence.order)):
             self.blocks.release(cached)
             return False
         computed = len(cached) * BLOCK_TOKENS
         self.prefix_hit_tokens += computed
         if resumed:
             self.preempted.remove(sequence)
-        sequence.start_prefill(token_ids, cached + self.blocks.take(missing), computed)
+        (seat,) = self.blocks.take_seats(1)
+        sequence.start_prefill(token_ids, cached + self.blocks.take(missing), seat, computed)
         insort(self.prefilling, sequence, key=lambda other: other.order)
         return True
 
@@ -173,7 +180,7 @@ class Scheduler:
         """Gives back the blocks of an unfinished prefill; it starts again from the queue."""
         self.prefilling.remove(sequence)
         resumed = sequence.started
-        self.blocks.release(sequence.end_prefill(Status.WAITING))
+        self._release(sequence.end_prefill(Status.WAITING), sequence.seat)
         if resumed:
             self._queue_preempted(sequence)
         else:
@@ -182,7 +189,7 @@ class Scheduler:
     def drop_prompt(self, group: SequenceGroup) -> None:
         """Gives back the blocks of a computed prompt; it is prefilled again if the group has sequences to start."""
         if group.prompt is not None:
-            self.blocks.release(group.prompt.block_table)
+            self._release(group.prompt.block_table, group.prompt.seat)
             group.prompt = None
 
     def drop(self, group: SequenceGroup) -> None:
@@ -210,38 +217,48 @@ class Scheduler:
         """Gives sequences whose prompt is ready a slot each, in order of arrival; None if there is none."""
         first = len(self.running)
         prompts: list[tuple[Prompt, int]] = []
-        copies: list[tuple[int, int]] = []
+        blocks: list[tuple[int, int]] = []
+        seats: list[tuple[int, int]] = []
         while self.waiting and self.waiting[0].prompt is not None and self.running.free:
             group, prompt = self.waiting[0], self.waiting[0].prompt
-            if count := self._start(group, prompt, copies):
+            if count := self._start(group, prompt, blocks, seats):
                 prompts.append((prompt, count))
             if group.unstarted:
                 break
             group.prompt = None
             self.waiting.popleft()
-        return Start(slice(first, len(self.running)), prompts, copies) if prompts else None
+        return Start(slice(first, len(self.running)), prompts, blocks, seats) if prompts else None
 
-    def _start(self, group: SequenceGroup, prompt: Prompt, copies: list[tuple[int, int]]) -> int:
-        """Starts as many of the group's sequences as there are slots and blocks for; returns how many."""
+    def _start(
+        self,
+        group: SequenceGroup,
+        prompt: Prompt,
+        block_copies: list[tuple[int, int]],
+        seat_copies: list[tuple[int, int]],
+    ) -> int:
+        """Starts as many of the group's sequences as there are slots, blocks and seats for; returns how many."""
         count = min(self.running.free, group.unstarted)
         whole, partial = divmod(len(group.request.prompt_ids), BLOCK_TOKENS)
-        # The last sequence takes the prompt's own last block; the others copy it.
-        missing = count - (count == group.unstarted) if partial else 0
-        if missing > self.blocks.available and not len(self.running):
-            self._free_blocks(missing, group.next_sequence.order)
-        if missing > self.blocks.available:
-            count = missing = self.blocks.available
+        # The last sequence takes the prompt's own last block and seat; the others copy them.
+        copies = count - (count == group.unstarted)
+        missing = copies if partial else 0
+        if not len(self.running):
+            self._make_room(missing, copies, group.next_sequence.order)
+        if missing > self.blocks.available or copies > self.blocks.available_seats:
+            count = copies = min(self.blocks.available if partial else count, self.blocks.available_seats)
+            missing = copies if partial else 0
         if count == 0:
             return 0
-        shared, own = prompt.block_table[:whole], self.blocks.take(missing)
-        copies += [(prompt.block_table[-1], block) for block in own]
+        shared, own, seats = prompt.block_table[:whole], self.blocks.take(missing), self.blocks.take_seats(copies)
+        block_copies += [(prompt.block_table[-1], block) for block in own]
+        seat_copies += [(prompt.seat, seat) for seat in seats]
         sequences = group.sequences[group.started : group.started + count]
         for place, sequence in enumerate(sequences):
             if sequence.index + 1 == group.request.n:
-                sequence.block_table = prompt.block_table
+                sequence.block_table, sequence.seat = prompt.block_table, prompt.seat
             else:
                 self.blocks.hold(shared)
-                sequence.block_table = shared + own[place : place + 1]
+                sequence.block_table, sequence.seat = shared + own[place : place + 1], seats[place]
         self.running.add(sequences)
         group.started += count
         return count
@@ -254,16 +271,16 @@ class Scheduler:
         for sequence in sorted(self.running.full(), key=lambda sequence: sequence.order):
             if sequence.status is not Status.RUNNING:
                 continue  # gave way to an older one
-            if self._free_blocks(1, sequence.order):
+            if self._make_room(1, 0, sequence.order):
                 self.running.add_block(sequence, self.blocks.take(1)[0])
             else:
                 self._preempt(sequence)
         return slice(0, len(self.running)) if len(self.running) else None
 
-    def _free_blocks(self, count: int, order: tuple[int, int]) -> bool:
-        """Has sequences younger than `order` give way, youngest first, until `count` blocks are available; False if they are too
-        few."""
-        while self.blocks.available < count:
+    def _make_room(self, blocks: int, seats: int, order: tuple[int, int]) -> bool:
+        """Has sequences younger than `order` give way, youngest first, until so many blocks and seats are available; False if they
+        are too few."""
+        while self.blocks.available < blocks or self.blocks.available_seats < seats:
             prompts = (group.next_sequence for group in self.waiting if group.prompt is not None)
             holders = [*self.running.sequences, *self.prefilling, *prompts]
             youngest = max(holders, key=lambda sequence: sequence.order, default=None)
@@ -278,10 +295,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's slot and blocks; it keeps what it has sampled."""
+        """Takes a running sequence's slot, blocks and seat; it keeps what it has sampled."""
         self.running.save(sequence)
         self.running.remove([sequence])
-        self.blocks.release(sequence.block_table)
+        self._release(sequence.block_table, sequence.seat)
         sequence.block_table = []
         self._queue_preempted(sequence)
         self.preemptions += 1
@@ -298,5 +315,5 @@ class Scheduler:
             if sequence.versions[0] == version:
                 prompt_ids = sequence.group.request.prompt_ids
                 self.blocks.remember([*prompt_ids, *sequence.token_ids[:-1]], sequence.block_table)
-            self.blocks.release(sequence.block_table)
+            self._release(sequence.block_table, sequence.seat)
         self.running.remove(sequences)

@@ -33,7 +33,7 @@ class Status(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample of a request: what it has sampled and which cache blocks it holds.
+    """One sample of a request: what it has sampled, and which blocks and which seat of the cache it holds.
 
     Example: the second of n samples after three tokens is `Sequence(group, index=1, status=Status.PREEMPTED, token_ids=[5, 9, 2],
     logprobs=[-0.1, -2.3, -0.7], versions=[4, 4, 4])`. While a sequence runs, these three columns lie in the running batch, and
@@ -50,6 +50,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     kept_ids: list[list[int]] | None = None
     block_table: list[int] = field(default_factory=list)
+    seat: int = -1  # of the cache; while it is prefilled or runs
     slot: int = -1  # in the running batch
     # Set while it is prefilled: the tokens whose keys are wanted, and how many of them are in the cache.
     prefill_ids: list[int] = field(default_factory=list)
@@ -72,9 +73,9 @@ class Sequence:
     def prefilled(self) -> bool:
         return self.computed == len(self.prefill_ids)
 
-    def start_prefill(self, token_ids: list[int], block_table: list[int], cached: int) -> None:
-        """Takes the blocks for these tokens, of which the first `cached` are computed already."""
-        self.status = Status.PREFILLING
+    def start_prefill(self, token_ids: list[int], block_table: list[int], seat: int, cached: int) -> None:
+        """Takes the blocks for these tokens, of which the first `cached` are computed already, and a seat."""
+        self.status, self.seat = Status.PREFILLING, seat
         self.prefill_ids, self.block_table, self.computed = token_ids, block_table, cached
 
     def end_prefill(self, status: Status) -> list[int]:
@@ -91,10 +92,10 @@ class Sequence:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt whose keys are in the cache, kept until all sequences of its group have started. `logits_1V` predict the first
-    token."""
+    """A prompt that is in the cache, kept until all sequences of its group have started. `logits_1V` predict the first token."""
 
     block_table: list[int]
+    seat: int
     logits_1V: Tensor
 
 
