@@ -115,7 +115,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
         "attention_gate": True,
         "norm_offset": True,
-        "norm_eps": 1e-3,
+        "tie_embeddings": True,
+        "norm_eps": 1e-2,  # norms of small reads scale up their rounding
         "intermediate_size": 0,
         "experts": 6,
         "experts_per_token": 2,

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a chunk, as in the release and in transformers.
-CHUNK = 64
+# Tokens of a chunk. 4 sequences of 512 tokens, 8 heads of 64, forward and backward on one core: 230 ms in chunks of 16, 142 of 32,
+# 154 of 64 (as in transformers), 1.1 s token by token. Smaller chunks round less: 64 differs from decoding by twice as much as 16.
+CHUNK = 32
 
 
 def scan(
