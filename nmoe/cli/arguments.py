@@ -45,6 +45,7 @@ Device = Annotated[
         help="What the model computes on: auto (a GPU where there is one), cpu, cuda or, of several, cuda:1.",
     ),
 ]
+ResearchLog = Annotated[Path, typer.Option(metavar="FILE", help="The research log, a file of the repository.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random draws.")]
 
 

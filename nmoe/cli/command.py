@@ -37,10 +37,13 @@ from nmoe.cli.replay import replay
 from nmoe.cli.report import report
 from nmoe.cli.reward import reward
 from nmoe.cli.rl_train import train
+from nmoe.cli.runs_attempt import attempt
 from nmoe.cli.runs_compare import compare
 from nmoe.cli.runs_diff import diff
 from nmoe.cli.runs_list import list_ as list_runs
+from nmoe.cli.runs_log import log_ as log_attempt
 from nmoe.cli.runs_show import show as show_run
+from nmoe.cli.runs_table import table
 from nmoe.cli.selfplay import selfplay
 from nmoe.cli.sft import sft
 from nmoe.cli.speedrun import speedrun
@@ -156,7 +159,7 @@ def configurations() -> None:
 
 @runs.callback()
 def ledger() -> None:
-    """List, show and compare runs.
+    """List, show and compare runs, and keep a log of attempts.
 
     \b
     Example:
@@ -205,6 +208,9 @@ runs.command("list", cls=Verb)(list_runs)
 runs.command("show", cls=Verb)(show_run)
 runs.command(cls=Verb)(compare)
 runs.command(cls=Verb)(diff)
+runs.command(cls=Verb)(table)
+runs.command(cls=Verb)(attempt)
+runs.command("log", cls=Verb)(log_attempt)
 
 
 def run(command: typer.Typer, program: str) -> None:

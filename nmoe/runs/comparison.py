@@ -103,7 +103,7 @@ def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tup
 
 
 def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:
-    left, right = [_last_results(run) for run in a], [_last_results(run) for run in b]
+    left, right = [last_results(run) for run in a], [last_results(run) for run in b]
     kinds = dict.fromkeys(kind for results in left for kind in results)
     for kind in kinds:
         of_a, of_b = _present(x.get(kind) for x in left), _present(x.get(kind) for x in right)
@@ -140,7 +140,8 @@ def _over_runs(
     return (paired.interval if paired.standard_error else None), "paired by seed"
 
 
-def _last_results(run: RunRecord) -> dict[tuple[str, str], Any]:
+def last_results(run: RunRecord) -> dict[tuple[str, str], Any]:
+    """The results of a run's last evaluation, by mode and dataset."""
     evaluated = [record for record in run.evaluations if record["results"]]
     return {(result["mode"], result["dataset"]): result for result in evaluated[-1]["results"]} if evaluated else {}
 

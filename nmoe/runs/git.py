@@ -42,6 +42,14 @@ def run_git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
 
+def git(directory: Path, *arguments: str) -> str:
+    """What git prints. Raises UserError with what it says where it fails."""
+    done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"git {arguments[0]}: {done.stderr.strip() or done.stdout.strip() or 'failed'}")
+    return done.stdout.strip()
+
+
 def package_checkout() -> Checkout | None:
     """The checkout that holds this package, which has to be tracked there: it is not if it is installed in an environment inside
     another repository."""

@@ -1,0 +1,168 @@
+"""Attempts: a branch, a tag and an entry of the research log for each experiment, so that one can return to any and none is untold.
+
+The discipline is that of the training guidelines: branch `attempt-07-lower-lr`, tag `attempt-07-start` on the commit that is
+trained from, one thing changed since the attempt before, and the results in the log afterwards.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from nmoe.config.commands import COMMANDS, command_for
+from nmoe.errors import UserError
+from nmoe.runs.directory import flat_keys
+from nmoe.runs.git import changed_files, git, run_git
+from nmoe.runs.storage import write_atomically
+from nmoe.runs.table import results_table
+
+_NUMBER = re.compile(r"attempt-(\d+)-")
+_ENTRY = re.compile(r"^## (attempt-\d+-\S+)$", re.MULTILINE)
+_CONFIG = re.compile(r"^- configuration: `(.*)`$", re.MULTILINE)
+_OPEN = "- results: none yet\n"
+# What an attempt is called, and where it writes, is no change.
+_NO_CHANGE = ("run.name", "run.directory", "run.resume")
+
+
+def start_attempt(description: str, config: Path, hypothesis: str, log: Path) -> Iterator[str]:
+    """Creates the branch with a commit of the log's new entry, and the tag on it. Yields what was done.
+
+    Raises UserError, with nothing changed, outside a git repository, in one with changes that no commit holds, for a `config` that
+    is not one of its files, and for a description that can not stand in a branch's name.
+    """
+    top, log, config = _top(log), log.resolve(), config.resolve()
+    if (
+        not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", description)
+        or ".." in description
+        or description.endswith((".", ".lock"))
+    ):
+        raise UserError(
+            f"{description!r}: an attempt's name is of lower-case letters, digits, - and ., such as higher-lr"
+        )
+    if not config.is_file() or not config.is_relative_to(top):
+        raise UserError(f"{config}: no file of the repository {top}, which keeps the configuration of each attempt")
+    if run_git(top, "check-ignore", "--quiet", str(config)) is not None:
+        raise UserError(f"{config}: is ignored by git, so that no commit would keep it; change .gitignore")
+    tables = _tables(config.read_text(), str(config))
+    outputs = Path(tables.get("run", {}).get("directory", "runs"))
+    if files := changed_files(top, outputs):
+        raise UserError(f"{top} has changes that no commit holds: {', '.join(files[:5])}; commit or stash them first")
+    known = _NUMBER.findall(f"{git(top, 'branch', '--all')}\n{git(top, 'tag')}")
+    number = 1 + max(map(int, known), default=0)
+    branch, tag = f"attempt-{number:02d}-{description}", f"attempt-{number:02d}-start"
+    before = log.read_text() if log.exists() else "# Research log\n"
+    changes = list(_changes(top, number - 1, log, config, tables))
+    entry = [
+        f"## {branch}\n",
+        f"- hypothesis: {' '.join(hypothesis.split())}",
+        f"- configuration: `{config.relative_to(top)}`",
+    ]
+    entry += [f"- changed: {change}" for change in changes]
+    home = run_git(top, "symbolic-ref", "--short", "HEAD") or git(top, "rev-parse", "HEAD")
+    git(top, "switch", "--quiet", "--create", branch)
+    try:
+        lines = "\n".join([before.rstrip() + "\n", *entry, _OPEN])
+        write_atomically(log, lines.encode())
+        _commit(top, log, f"Start attempt {number:02d} to test: {hypothesis}", changes)
+        git(top, "tag", tag)
+    except UserError:
+        git(top, "reset", "--quiet", "--", str(log))
+        if run_git(top, "ls-files", "--error-unmatch", str(log)) is None:
+            log.unlink(missing_ok=True)
+        else:
+            git(top, "checkout", "--quiet", "--", str(log))
+        git(top, "checkout", "--quiet", home)
+        git(top, "branch", "--quiet", "-D", branch)
+        raise
+    yield f"branch {branch}, tag {tag}, entry in {log.relative_to(top)}"
+    yield from (f"changed: {change}" for change in changes)
+    if len(changes) > 1:
+        yield f"warning: {len(changes)} things have changed since the attempt before, so that no difference will have one cause"
+    yield "next: train with --run.require_clean=true, then nmoe runs log RUN... --lesson TEXT"
+
+
+def finish_attempt(runs: Sequence[str], lesson: str, log: Path) -> Iterator[str]:
+    """Writes the results of the runs into the entry of the branch's attempt, and commits the log alone. Raises UserError on another
+    branch, and where the log has no such entry."""
+    top, log = _top(log), log.resolve()
+    branch = git(top, "symbolic-ref", "--short", "HEAD")
+    text = log.read_text() if log.exists() else ""
+    before, found, entry = text.partition(f"## {branch}\n")
+    if not found:
+        raise UserError(f"{log}: has no entry for the branch {branch}; nmoe runs attempt begins one")
+    entry, following, rest = _split_entry(entry)
+    table = f"- lesson: {' '.join(lesson.split())}\n- results:\n\n{results_table(runs)}"
+    kept = entry.replace(_OPEN, "").rstrip()
+    write_atomically(log, f"{before}{found}{kept}\n{table}{following}{rest}".encode())
+    _commit(top, log, f"Record what {branch} showed", [lesson])
+    yield f"results of {branch} in {log.relative_to(top)}"
+
+
+def _split_entry(text: str) -> tuple[str, str, str]:
+    following = _ENTRY.search(text)
+    return (text, "", "") if following is None else (text[: following.start()], "\n", text[following.start() :])
+
+
+def _changes(top: Path, last: int, log: Path, config: Path, tables: dict[str, Any]) -> Iterator[str]:
+    """What differs from the configuration of the attempt before, the `last`, as it was at that attempt's start."""
+    if not last:
+        yield "nothing, this is the first attempt"
+        return
+    tag = f"attempt-{last:02d}-start"
+    names = _CONFIG.findall(run_git(top, "show", f"{tag}:{log.relative_to(top)}") or "")
+    old = run_git(top, "show", f"{tag}:{names[-1]}") if names else None
+    if old is None:
+        raise UserError(
+            f"{tag}: no such tag with an entry in {log.relative_to(top)}, so what has changed since is not known"
+        )
+    before, now = (_keys(each, config) for each in (_tables(old, f"{tag}: {names[-1]}"), tables))
+    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key) and key not in _NO_CHANGE]
+    for key in keys:
+        yield f"`{key}` from {before.get(key, 'absent')!r} to {now.get(key, 'absent')!r}"
+    if not keys:
+        yield "no key of the configuration"
+
+
+def _keys(tables: dict[str, Any], config: Path) -> dict[str, Any]:
+    """The dotted keys with their defaults; as they are written where the command has changed since."""
+    try:
+        return flat_keys(
+            COMMANDS[command_for(config)].model_validate(tables).model_dump(mode="json", exclude_none=True)
+        )
+    except ValidationError:
+        return flat_keys(tables)
+
+
+def _tables(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where}: not readable as TOML ({error})") from error
+
+
+def _top(log: Path) -> Path:
+    """The repository of the working directory, which has to hold the log."""
+    if (top := run_git(Path.cwd(), "rev-parse", "--show-toplevel")) is None:
+        raise UserError(f"{Path.cwd()}: is in no git repository, so no attempt can be begun; run git init and commit")
+    if not log.resolve().is_relative_to(top):
+        raise UserError(f"{log}: lies outside of the repository {top}; --log names a file in it")
+    return Path(top)
+
+
+def _commit(top: Path, log: Path, subject: str, points: Sequence[str]) -> None:
+    git(top, "add", "--", str(log))
+    git(
+        top,
+        "commit",
+        "--quiet",
+        "-m",
+        subject,
+        "-m",
+        "\n".join(f"- {point}" for point in points),
+        "--only",
+        "--",
+        str(log),
+    )

@@ -1,0 +1,77 @@
+"""A table of results to publish: one row an experiment, whose runs differ in the seed alone."""
+
+import json
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from nmoe.errors import UserError
+from nmoe.runs.comparison import NOT_COMPARED, last_results, read_group
+from nmoe.runs.record import RunRecord
+from nmoe.runs.report import markdown_table
+from nmoe.statistics import clustered_mean
+
+_HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [95%]", "machine", "commit")
+
+
+def results_table(names: Sequence[str]) -> str:
+    """Markdown of the runs' last evaluations: median and worst over the seeds, and the mean with its t interval over the seeds, or
+    of a single run with the evaluation's own. A commit with `+` had changes that no commit holds.
+
+    Raises UserError for what is no run (`read_group`), or has not been evaluated.
+    """
+    experiments: dict[str, list[RunRecord]] = {}
+    for run in [run for name in names for run in read_group(name)]:
+        compared = {key: value for key, value in run.config.items() if key not in NOT_COMPARED}
+        key = json.dumps([run.command, compared, run.last_step], sort_keys=True, default=str)
+        experiments.setdefault(key, []).append(run)
+    return markdown_table(_HEADER, [row for group in experiments.values() for row in _rows(group)])
+
+
+def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
+    results = [last_results(run) for run in group]
+    for run, of_run in zip(group, results, strict=True):
+        if not of_run:
+            raise UserError(f"{run.path}: has no evaluation; set eval.every_steps, or leave it out of the table")
+    name, seeds = group[0].path.name, len({run.config.get("run.seed", 0) for run in group})
+    if len(group) > 1:
+        name += f" and {len(group) - 1} more"
+    for mode, dataset in results[0]:
+        found = [of_run[mode, dataset] for of_run in results if (mode, dataset) in of_run]
+        values = [float(result["value"]) for result in found]
+        worst = max(values) if found[0].get("lower_is_better") else min(values)
+        middle = f"{median(values):.4g}"
+        row = [f"{mode} on {dataset}", middle, f"{worst:.4g}", _mean(values, found[0])]
+        yield [name, str(seeds), str(group[0].last_step), *row, _machine(group), _commit(group)]
+
+
+def _mean(values: Sequence[float], result: dict[str, Any]) -> str:
+    mean, low, high = values[0], float(result["low"]), float(result["high"])
+    if len(values) > 1:
+        estimate = clustered_mean(values, range(len(values)))
+        mean, low, high = estimate.value, estimate.interval.low, estimate.interval.high
+    return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
+
+
+def _machine(group: Sequence[RunRecord]) -> str:
+    return "; ".join(dict.fromkeys(_machine_of(run) for run in group))
+
+
+def _machine_of(run: RunRecord) -> str:
+    device, cpu = run.provenance.get("device", "cpu"), run.provenance.get("cpu", "?")
+    return f"{cpu}, {run.provenance.get('threads', '?')} threads" if device == "cpu" else str(device)
+
+
+def _commit(group: Sequence[RunRecord]) -> str:
+    return ", ".join(dict.fromkeys(map(_commit_of, group)))
+
+
+def _commit_of(run: RunRecord) -> str:
+    """nmoe's commit, or of an installed nmoe the version, and that of the repository the run was started in."""
+    kept = run.provenance
+    parts = [
+        f"{kept[f'{kind}_commit'][:10]}{'+' * bool(kept.get(f'{kind}_dirty'))}"
+        for kind in ("git", "directory")
+        if kept.get(f"{kind}_commit")
+    ]
+    return " / ".join(parts if kept.get("git_commit") else [f"nmoe {kept.get('nmoe', '?')}", *parts])
