@@ -32,6 +32,7 @@ from nmoe.speedrun.examination import Examination, examine
 from nmoe.speedrun.promises import PROMISES, shortfalls
 from nmoe.speedrun.report import write_speedrun_report
 from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP
+from nmoe.speedrun.stage_corpus import StageDocuments
 from nmoe.speedrun.stages import Stages
 from nmoe.speedrun.steps import score, step_texts, write_domain, write_problems
 from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
@@ -43,6 +44,7 @@ TOKENIZER_DOCUMENTS = 4_000
 TOKENIZER_JUDGEMENTS = 50
 CORPUS_DOCUMENTS = 90_000
 TOOL_DOCUMENTS = 20_000
+STAGE_DOCUMENTS = 3_000
 CONVERSATIONS = 10_000
 SELFPLAY_PROBLEMS = 1_000
 
@@ -155,6 +157,9 @@ class Pipeline:
             tokenizer.save(out / "tokenizer")
             write_corpus(out / "corpus.jsonl", tokenizer, seed, CORPUS_DOCUMENTS)
             ToolDocuments(tools, tokenizer).write(out / "tools.jsonl", seed, TOOL_DOCUMENTS)
+            StageDocuments(ENVIRONMENTS / "five_stages.toml", tokenizer).write(
+                out / "stages.jsonl", seed, STAGE_DOCUMENTS
+            )
             write_domain(out, seed)
             if self._full:
                 write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)

@@ -46,7 +46,7 @@ def tool_texts(environment: Path, seed: int, count: int) -> Iterator[str]:
     definitions = render_tools([builtin_tools(settings.budget)["python"].definition])
     rng = random.Random(f"tools/{seed}")
     for index in range(count):
-        problem = _problem(rng, settings)
+        problem = new_problem(rng, settings)
         call = f"assistant to=functions.python commentary json {_arguments(problem)}"
         answer = f"functions.python to=assistant commentary {problem.gold}\n assistant final {problem.gold}"
         yield f"user {problem.question} {call} {answer}"
@@ -73,7 +73,7 @@ class ToolDocuments:
         """The token ids of `count` documents; the same seed gives the same documents."""
         rng = random.Random(f"tools/{seed}")
         for _ in range(count):
-            problem, copied = _problem(rng, self._settings), _problem(rng, self._settings)
+            problem, copied = new_problem(rng, self._settings), new_problem(rng, self._settings)
             question, draw = Message("user", problem.question), rng.random()
             if draw < CALLING:
                 prompt = self._harmony.render_prompt([question])
@@ -104,17 +104,21 @@ class ToolDocuments:
         if draw < BROKEN + UNKNOWN:
             arguments = _arguments(problem)
             return self._called("calculator", arguments, self._refused("calculator", arguments), guess)
-        return self._harmony.render_completion([_final(guess)])
+        return self._said(_final(guess), opens=True)
 
     def _called(self, tool: str, arguments: str, output: str, answer: str) -> list[int]:
         """A call, the tool's result as the environment words it, and the final message."""
         event = ToolEvent(ToolCall(tool, arguments, "0/0"), "ok", output, "", 0.0, 0.0)
         given = self._environment.renderer.answer_calls([], [[event]])
         return [
-            *self._harmony.render_completion([_call(tool, arguments)]),
+            *self._said(_call(tool, arguments), opens=True),
             *given,
-            *self._harmony.render_completion([_final(answer)]),
+            *self._said(_final(answer), opens=False),
         ]
+
+    def _said(self, message: Message, *, opens: bool) -> list[int]:
+        """A turn of the assistant; `opens` the first one."""
+        return self._harmony.render_completion([message])
 
     def _refused(self, tool: str, arguments: str) -> str:
         """The executor's result for a call that never reaches its tool."""
@@ -123,7 +127,7 @@ class ToolDocuments:
         return event.output
 
 
-def _problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
+def new_problem(rng: random.Random, settings: EnvironmentSettings) -> Problem:
     """A new sum of the train split."""
     pool = settings.task_pool
     assert isinstance(pool, GeneratedPool), "the environment's problems are generated"

@@ -168,6 +168,57 @@ def test_curriculum_gates_stand_between_stages() -> None:
     ]
 
 
+def stages(*rows: tuple[str, str | None], order: str = "leading") -> str:
+    """Stages by their weights and the metric of their gate."""
+    text = f'[curriculum]\norder = "{order}"\n'
+    for number, (weights, metric) in enumerate(rows):
+        gate = "" if metric is None else f'gate = {{metric = "{metric}", at_least = 0.5}}\n'
+        text += f'[[curriculum.stages]]\nname = "{number}"\nweights = {{{weights}}}\n{gate}'
+    return GENERATED + text
+
+
+TOO_EARLY, TOO_EAGER = "correctness is scored before the format", "efficiency is rewarded before correctness"
+
+
+@pytest.mark.parametrize(
+    ("rows", "leading", "strict"),
+    [
+        # The five stages of the story.
+        (
+            [
+                ("format = 1", "format_ok"),
+                ("reasoning = 1", "reasoning_ok"),
+                ("tool_use = 1", "tool_use_ok"),
+                ("correctness = 1", "correctness"),
+                ("correctness = 1, efficiency = 0.3", None),
+            ],
+            [],
+            [],
+        ),
+        # The speedrun's quarter for correctness; tool use in good form is a gate on the format, too.
+        ([("format = 1, correctness = 0.25", "format_ok"), ("correctness = 1", None)], [], [TOO_EARLY]),
+        ([("tool_use = 1", "tool_use_ok"), ("correctness = 1", None)], [], []),
+        ([("structure = 1", "structure_ok"), ("correctness = 1", None)], [TOO_EARLY], [TOO_EARLY]),
+        ([("correctness = 1, format = 0.1", "correctness"), ("efficiency = 1", None)], [TOO_EARLY], [TOO_EARLY]),
+        ([("format = 1", "format_ok"), ("correctness = 1, efficiency = 0.1", None)], [TOO_EAGER], [TOO_EAGER]),
+        (
+            [("format = 1", "tool_use_ok"), ("format = 1", "reasoning_ok"), ("correctness = 1", None)],
+            ["reasoning_ok is the capability before tool_use_ok"],
+            ["reasoning_ok is the capability before tool_use_ok"],
+        ),
+    ],
+)
+def test_stages_build_on_one_another(rows: list[tuple[str, str | None]], leading: list[str], strict: list[str]) -> None:
+    for order, expected in (("leading", leading), ("strict", strict), ("any", [])):
+        text = stages(*rows, order=order)
+        said = refusals(text) if expected else []
+        assert len(said) == len(expected)
+        for one, part in zip(said, expected, strict=True):
+            assert part in one
+        if not expected:
+            assert environment(text).curriculum is not None
+
+
 def test_rewards_that_are_always_zero_are_refused() -> None:
     assert refusals(GENERATED + "[rubric]\ncorrectness = 0\n") == [
         "[rubric]: all weights are 0, so every reward would be 0"

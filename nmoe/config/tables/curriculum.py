@@ -8,6 +8,8 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict, Section, duplicates
 
 GateMetric = Literal["format_ok", "structure_ok", "reasoning_ok", "tool_use_ok", "correctness"]
+# The order in which capabilities build on one another; the rates of reasoning and tool use count samples in good form alone.
+_CAPABILITIES: tuple[GateMetric, ...] = ("structure_ok", "format_ok", "reasoning_ok", "tool_use_ok", "correctness")
 
 
 class Weights(Section):
@@ -64,10 +66,18 @@ class CurriculumSettings(Section):
     """Stages that open one after the other, so that a skill is rewarded only after the skills that it builds on."""
 
     window_steps: int = Field(default=4, ge=1, description="number of steps that a gate's rate is averaged over")
+    order: Literal["leading", "strict", "any"] = Field(
+        default="leading",
+        description="what is required: leading: gates in the order of capabilities, correctness not the largest weight before a "
+        "gate on the format, no weight on efficiency before one on correctness; strict: no weight on correctness either; "
+        "any: nothing",
+    )
     stages: Array[StageSettings] = Field(description="the stages in order, as [[curriculum.stages]]")
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
+        if self.order != "any" and len(self.stages) > 1:
+            yield from self._out_of_order()
         if not self.stages:
             yield Conflict("stages", "a curriculum needs at least one [[curriculum.stages]]")
         yield from duplicates("stages", (stage.name for stage in self.stages))
@@ -77,3 +87,34 @@ class CurriculumSettings(Section):
                 yield Conflict(f"stages.{index}.gate", "is required, or the stages after this one never open")
             if index == last and stage.gate is not None:
                 yield Conflict(f"stages.{index}.gate", "must be left out: no stage follows the last one")
+
+    def _out_of_order(self) -> Iterator[Conflict]:
+        """Stages that reward a capability before those that it builds on."""
+        passed: list[int] = []  # the places in _CAPABILITIES of the gates before a stage
+        for index, stage in enumerate(self.stages):
+            weights, key = stage.weights, f"stages.{index}.weights"
+            formed = any(_CAPABILITIES[place] != "structure_ok" for place in passed)
+            others = max(value for name, value in weights.model_dump().items() if name != "correctness")
+            least = 0.0 if self.order == "strict" else others
+            if not formed and weights.correctness > least:
+                yield Conflict(
+                    key,
+                    "correctness is scored before the format is consistent: begin with a stage whose gate is format_ok, which a "
+                    'model that has the format passes in window_steps steps, or set order = "any"',
+                )
+            if weights.efficiency and len(_CAPABILITIES) - 1 not in passed:
+                yield Conflict(
+                    key,
+                    "efficiency is rewarded before correctness: put a stage whose gate is correctness before it, or set "
+                    'order = "any"',
+                )
+            if stage.gate is None:
+                continue
+            place = _CAPABILITIES.index(stage.gate.metric)
+            if passed and place < passed[-1]:
+                yield Conflict(
+                    f"stages.{index}.gate.metric",
+                    f"{stage.gate.metric} is the capability before {_CAPABILITIES[passed[-1]]}, whose gate stands above: they are "
+                    'learned in the order format, reasoning, tool use, correctness, efficiency; or set order = "any"',
+                )
+            passed.append(place)

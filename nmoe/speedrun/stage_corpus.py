@@ -1,0 +1,42 @@
+"""Conversations in which all that `five_stages.toml` rewards occurs, and none of it reliably: the corpus of its mid-training.
+
+Every document asks for a sum of the environment, and calls the tool as in the whole conversations of `tool_corpus`: mostly in vain.
+Some think before they speak, at more or less length, and some leave their answer in the analysis, where it does not count.
+Reinforcement learning finds out stage by stage what earns a reward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from nmoe.speedrun.tool_corpus import ToolDocuments, new_problem
+from nmoe.text.harmony import HarmonyTokenizer
+from nmoe.types import Message
+
+# Shares of the documents that think first, and whose answer stays in the analysis.
+THINKS, UNANSWERED = 0.3, 0.3
+# From terse to wordy, so that efficiency has something to choose from.
+THOUGHTS = ("add", "add with python", "let me see now add with python and say the answer")
+
+
+class StageDocuments(ToolDocuments):
+    """Makes the documents of one environment, whose pool is generated sums and whose only tool is python."""
+
+    def __init__(self, environment: Path, tokenizer: HarmonyTokenizer) -> None:
+        super().__init__(environment, tokenizer)
+        self._rng = random.Random(0)
+
+    def documents(self, seed: int, count: int) -> Iterator[list[int]]:
+        self._rng = rng = random.Random(f"stages/{seed}")
+        for _ in range(count):
+            problem, copied = new_problem(rng, self._settings), new_problem(rng, self._settings)
+            yield self._environment.prompt_ids(problem) + self._conversation(rng, problem, copied)
+
+    def _said(self, message: Message, *, opens: bool) -> list[int]:
+        rng = self._rng
+        thoughts = [Message("assistant", rng.choice(THOUGHTS), "analysis")] if opens and rng.random() < THINKS else []
+        if message.channel == "final" and rng.random() < UNANSWERED:
+            message = Message("assistant", message.content, "analysis")
+        return self._harmony.render_completion([*thoughts, message])

@@ -1,0 +1,65 @@
+"""The corpus of the five stages: all that they reward occurs, at the shares that it says, and none of it always."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+
+import pytest
+
+from nmoe.config.packaged import ENVIRONMENTS
+from nmoe.envs.environment import Environment
+from nmoe.envs.pools.generated import split_of
+from nmoe.speedrun.corpus import corpus_texts
+from nmoe.speedrun.stage_corpus import THINKS, THOUGHTS, UNANSWERED, StageDocuments
+from nmoe.speedrun.tool_corpus import tool_texts
+from nmoe.text.harmony import Harmony
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message, Problem, Sample, Turn
+
+ENVIRONMENT = ENVIRONMENTS / "five_stages.toml"
+DOCUMENTS = 600
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(chain(corpus_texts(0, 200), tool_texts(ENVIRONMENT, 0, 100)), 512)
+
+
+def test_every_stage_has_something_to_find(tokenizer: Tokenizer) -> None:
+    documents = list(StageDocuments(ENVIRONMENT, tokenizer).documents(0, DOCUMENTS))
+    assert documents == list(StageDocuments(ENVIRONMENT, tokenizer).documents(0, DOCUMENTS))
+    harmony, environment = Harmony(tokenizer), Environment.from_toml(ENVIRONMENT, tokenizer)
+    found = {"format": 0, "reasoning": 0, "call": 0, "correct": 0}
+    lengths = set()
+    for ids in documents:
+        messages = harmony.parse(ids)
+        question = next(message.content for message in messages if message.role == "user")
+        assert split_of("add", question) == "train"
+        said = [message for message in messages if message.role == "assistant"]
+        thoughts = [message.content for message in said if message.content in THOUGHTS]
+        lengths |= set(thoughts)
+        formed = said[-1].channel == "final"
+        found["format"] += formed
+        found["reasoning"] += formed and bool(thoughts)
+        found["call"] += any(message.recipient == "functions.python" for message in said)
+        gold = str(sum(map(int, question.removeprefix("Add: ").split(" + "))))
+        found["correct"] += formed and said[-1].content == gold
+    shares = {name: count / DOCUMENTS for name, count in found.items()}
+    assert lengths == set(THOUGHTS)
+    assert shares["format"] == pytest.approx(1 - UNANSWERED, abs=0.06)
+    assert shares["reasoning"] == pytest.approx((1 - UNANSWERED) * THINKS, abs=0.06)
+    assert 0.4 < shares["call"] < 0.8
+    assert 0.05 < shares["correct"] < 0.4
+    assert environment.curriculum is not None
+
+
+def test_an_answer_left_in_the_analysis_has_no_form(tokenizer: Tokenizer) -> None:
+    """What the corpus calls unanswered is what the first stage's gate counts as broken."""
+    environment, harmony = Environment.from_toml(ENVIRONMENT, tokenizer), Harmony(tokenizer)
+    problem = Problem("p", "add", "Add: 1111 + 2222", "3333", "p")
+    for channel, form in (("final", 1.0), ("analysis", 0.0)):
+        ids = harmony.render_completion([Message("assistant", "3333", channel)])  # type: ignore[arg-type]
+        turn = Turn((), Sample(ids, [0.0] * len(ids), [], "stop"))
+        grade = asyncio.run(environment.grade(problem, (turn,), 96))
+        assert (grade.components["format"], grade.score) == (form, form)
