@@ -1,45 +1,86 @@
 """Shows the rules of [monitor] recorded runs, and prints what they would have said: false alarms, where the runs were healthy.
 
     python benchmarks/alarms.py runs/speedrun/rl runs/other
+    python benchmarks/alarms.py --record runs/seeds/*/rl
 
-A run is its directory, with config.toml, metrics.jsonl and eval/.
+A run is its directory, with config.toml, metrics.jsonl and eval/. `--record` writes the counts by rule to
+benchmarks/results/alarms.json and, beside the delays that `faults.py` measures, into the table of docs/playbook.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.monitor.rules import monitor_of
 from nmoe.runs.ledger import Ledger, read_metrics
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "alarms.json"
+PLAYBOOK = ROOT / "docs" / "playbook.md"
+_BEGIN, _END = "<!-- alarms: benchmarks/faults.py, benchmarks/alarms.py -->\n", "<!-- /alarms -->\n"
 
-def said(run: Path) -> tuple[int, float, list[str]]:
-    """The number of steps, CPU seconds of the rules, and their alerts, of a run of `nmoe rl train`."""
+
+def said(run: Path) -> tuple[int, float, list[tuple[int, str, str]]]:
+    """The number of steps, CPU seconds of the rules, and their alerts (step, rule, message), of a run of `nmoe rl train`."""
     rows, probes = read_metrics(run), Ledger(run).probes()
     loads = next((value for name, value in rows[0].items() if name.startswith("expert_load/")), [])
     monitor = monitor_of(load_run(run / "config.toml", RLConfig), len(loads), run)
     began, alerts = time.process_time(), []
     for row in rows:
-        alerts += [
-            f"step {row['step']}: {alert}" for alert in monitor.observe(row, probes.get(row["step"])) if alert.remedies
-        ]
+        seen = monitor.observe(row, probes.get(row["step"]))
+        alerts += [(row["step"], alert.rule, str(alert)) for alert in seen if alert.remedies]
     return len(rows), time.process_time() - began, alerts
+
+
+def record(part: str, found: Any) -> None:
+    """Puts a part of the results into the file, and both into the playbook's table."""
+    from machine import machine  # measures for a second
+
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"benchmark": "alarms"}
+    results |= {part: found, f"{part}_date": time.strftime("%Y-%m-%d"), f"{part}_machine": machine()}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    page = PLAYBOOK.read_text()
+    before, rest = page.split(_BEGIN)
+    PLAYBOOK.write_text(before + _BEGIN + table(results) + _END + rest.split(_END)[1])
+
+
+def table(results: dict[str, Any]) -> str:
+    """The delay of each rule on its fault, and its false alarms on healthy runs."""
+    healthy = results.get("healthy", {"runs": {}, "alarms": {}})
+    runs, alarms = healthy["runs"], healthy["alarms"]
+    lines = ["| rule | fault | begins at step | fires after | promised | false alarms |", "|---|---|---|---|---|---|"]
+    for one in results.get("faults", []):
+        after = f"{one['delay']} {one['unit']}"
+        shown = alarms.get(one["rule"], 0)
+        lines.append(f"| `{one['rule']}` | {one['what']} | {one['begins']} | {after} | {one['window']} | {shown} |")
+    steps = sum(runs.values())
+    closing = f"False alarms are alerts on {len(runs)} healthy runs of the speedrun's RL, {steps:,} steps in all."
+    return "\n".join([*lines, "", closing, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
-    total = 0
-    for run in parser.parse_args().runs:
+    parser.add_argument("--record", action="store_true", help="write the counts to the results and the playbook")
+    arguments = parser.parse_args()
+    counts: Counter[str] = Counter()
+    lengths: dict[str, int] = {}
+    for run in arguments.runs:
         steps, seconds, alerts = said(run)
-        total += len(alerts)
+        counts.update(rule for _, rule, _ in alerts)
+        lengths["/".join(run.parts[-2:])] = steps
         print(f"{run}: {steps} steps, {len(alerts)} alerts, {1000 * seconds / steps:.2f} ms of CPU a step")
-        print(*(f"  {alert}" for alert in alerts), sep="\n", end="\n" if alerts else "")
-    print(f"{total} alerts")
+        print(*(f"  step {step}: {alert}" for step, _, alert in alerts), sep="\n", end="\n" if alerts else "")
+    print(f"{counts.total()} alerts")
+    if arguments.record:
+        record("healthy", {"runs": lengths, "alarms": dict(counts)})
 
 
 if __name__ == "__main__":

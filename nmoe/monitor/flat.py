@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 
 from nmoe.config.tables.monitor import FlatSection
 from nmoe.monitor.rule import Metrics, Rule
 
-# Steps whose mean reward is compared. A rise is more than twice its standard error above the best mean before.
+# Steps whose mean reward is compared. A rise is more than three standard errors above the best mean before. The error of a step
+# comes from the differences of steps in a row, which a trend hardly widens (von Neumann et al. 1941).
 _WINDOW = 10
-_ERRORS = 2.0
+_ERRORS = 3.0
+_DIFFERENCES = 50
 
 
 class FlatRule(Rule[FlatSection]):
@@ -29,7 +32,7 @@ class FlatRule(Rule[FlatSection]):
         self._begin()
 
     def _begin(self) -> None:
-        self._last: list[float] = []
+        self._rewards: list[float] = []
         self._best: float | None = None
         self._since = 0
 
@@ -40,15 +43,19 @@ class FlatRule(Rule[FlatSection]):
         if (stage := metrics.get("curriculum_stage", 0.0)) != self._stage:
             self._stage = stage
             self._begin()
-        self._last = [*self._last[1 - _WINDOW :], metrics["reward_mean"]]
+        self._rewards = [*self._rewards[-_DIFFERENCES:], metrics["reward_mean"]]
         self._since += 1
-        if len(self._last) < _WINDOW:
+        if len(self._rewards) < _WINDOW:
             return None
-        mean = fmean(self._last)
-        if self._best is None or mean > self._best + _ERRORS * stdev(self._last) / sqrt(_WINDOW):
+        mean = fmean(self._rewards[-_WINDOW:])
+        if self._best is None or mean > self._best + _ERRORS * self._error() / sqrt(_WINDOW):
             # Nothing before the first mean can have risen; the steps of a later one are those since the last rise.
             self._since = self._since if self._best is None else 0
             self._best = mean
         if self._since < self.settings.steps or metrics.get("correctness", 0.0) >= self.settings.solved:
             return None
         return f"the reward has not risen for {self._since} steps: {mean:.3g} in the last {_WINDOW}, {self._best:.3g} at best"
+
+    def _error(self) -> float:
+        """The standard deviation of one step's mean reward."""
+        return sqrt(fmean((after - before) ** 2 for before, after in pairwise(self._rewards)) / 2)

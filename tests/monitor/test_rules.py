@@ -118,18 +118,18 @@ def test_a_high_reward_for_wrong_answers_is_what_an_early_stage_asks_for() -> No
 
 
 def noisy(step: int) -> float:
-    """A deviation that repeats every two steps, of 0.1, so that the mean of ten has an error of 0.033."""
+    """A deviation that repeats every two steps, of 0.1: the mean of ten has an error of 0.045."""
     return 0.1 if step % 2 else -0.1
 
 
 def test_a_reward_that_does_not_rise_beyond_its_noise() -> None:
     flat = [{**HEALTHY, "reward_mean": 0.5 + noisy(step)} for step in range(200)]
     assert fired(flat) == [(50, "flat")], "told once"
-    rising = [{**HEALTHY, "reward_mean": 0.5 + 0.002 * step + noisy(step)} for step in range(200)]
-    assert fired(rising) == [], "the noise hides 0.002 a step for 34 steps, less than 50"
+    rising = [{**HEALTHY, "reward_mean": 0.5 + 0.004 * step + noisy(step)} for step in range(200)]
+    assert fired(rising) == [], "the noise hides 0.004 a step for 34 steps, less than 50"
     slow = [{**HEALTHY, "reward_mean": 0.5 + 0.001 * step + noisy(step)} for step in range(200)]
-    assert fired(slow)[0] == (50, "flat"), "0.001 a step is hidden for 67 steps"
-    late = [*rising[:100], *({**HEALTHY, "reward_mean": 0.7 + noisy(step)} for step in range(100))]
+    assert fired(slow)[0] == (50, "flat"), "0.001 a step is hidden for 134 steps"
+    late = [*rising[:100], *({**HEALTHY, "reward_mean": 0.9 + noisy(step)} for step in range(100))]
     ((step, rule),) = fired(late)
     assert rule == "flat"
     assert 120 <= step <= 150, "at most 50 steps after the last rise, which is at most 34 before step 100"

@@ -1,0 +1,367 @@
+"""Runs that really have a fault, one for each rule of [monitor], and how many steps pass until the rule fires.
+
+    python benchmarks/faults.py runs/speedrun/base      # all, about three minutes on a core
+    python benchmarks/faults.py runs/speedrun/base --one kl
+
+Tiny models of bytes, seconds each; the probe needs a base that knows something, the speedrun's. The rules are the defaults, unless
+a fault says otherwise. Writes benchmarks/results/alarms.json and the table in docs/playbook.md (`alarms.py`).
+
+A fault that is there from the first step begins there. One that has to grow, such as an entropy that collapses, begins at the first
+step that shows the symptom. `window` is what docs/playbook.md promises: steps from there to the alert, or for the
+probe evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from alarms import record
+
+import nmoe
+from nmoe.config.commands import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.engine.api import Engine, Request
+from nmoe.learner.learner import Learner
+from nmoe.monitor.rules import monitor_of
+from nmoe.rl import train as rl_train
+from nmoe.runs.ledger import Ledger, read_metrics
+from nmoe.types import Sample
+
+TINY: dict[str, Any] = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64}
+PROMPTS = [{"prompt": text} for text in ("Sing.", "Hum.", "Call.", "Sigh.")]
+SORT: dict[str, Any] = {
+    "env_id": "sort",
+    "format": "boxed",
+    "task_pool": {"type": "generated", "task_type": "sort"},
+}
+UPDATES = {"prompts_per_step": 4, "group_size": 8, "updates_per_step": 2, "passes_per_step": 2}
+
+Fault = Callable[[Path], Path]
+FAULTS: dict[str, tuple[str, str, int, int | None, Fault]] = {}
+"""By name: the rule, what is wrong, the window, the step at which it begins (None: the first with the symptom), and the run."""
+
+
+def fault(
+    rule: str, what: str, window: int, begins: int | None = 1, name: str | None = None
+) -> Callable[[Fault], Fault]:
+    def add(run: Fault) -> Fault:
+        FAULTS[name or rule] = rule, what, window, begins, run
+        return run
+
+    return add
+
+
+def trained(rewards: Sequence[Any], steps: int, env: Any = PROMPTS, model: Any = TINY, **settings: Any) -> Path:
+    """A run of the tiny model, by default without anything wrong."""
+    generate_fn = settings.pop("generate_fn", None)
+    config = {
+        "run": {"steps": steps, "threads": 1, "name": "faulty"},
+        "sampling.max_new_tokens": 16,
+        "batch": {"prompts_per_step": 4, "group_size": 8},
+        "optimizer": {"learning_rate": 0.003, "warmup_steps": 0},
+        **settings,
+    }
+    return nmoe.train_rl(model, env, rewards, config=config, generate_fn=generate_fn).path
+
+
+def vowels(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+
+def with_learner(change: Callable[[Learner], None]) -> None:
+    """Has the learner of the next run changed before it starts."""
+    build = rl_train.policy_learner
+
+    def changed(*arguments: Any) -> Learner:
+        learner = build(*arguments)
+        change(learner)
+        return learner
+
+    rl_train.policy_learner = changed
+
+
+@fault("reward_stuck", "a reward that is the same for every sample", 10)
+def constant_reward(_: Path) -> Path:
+    def constant(completions: list[str], **columns: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    return trained([constant], 12)
+
+
+@fault("flat", "rewards shuffled among the samples", 50)
+def shuffled_reward(_: Path) -> Path:
+    import random
+
+    draw = random.Random(0)
+
+    def shuffled(completions: list[str], **columns: Any) -> list[float]:
+        return draw.sample(values := vowels(completions), len(values))
+
+    return trained([shuffled], 60, **{"optimizer.learning_rate": 1e-4})
+
+
+@fault("solve_rate", "problems far too hard for the model", 10)
+def too_hard(_: Path) -> Path:
+    return trained([], 12, SORT)
+
+
+@fault("truncation", "a token limit that is too short", 5)
+def short_limit(_: Path) -> Path:
+    return trained([vowels], 7, **{"sampling.max_new_tokens": 4})
+
+
+@fault("format", "a model that does not know the format it is graded on", 5)
+def no_format(_: Path) -> Path:
+    return trained([], 7, SORT | {"rubric": {"correctness": 1.0, "format": 0.25}})
+
+
+@fault("grad_norm", "frozen weights: every gradient is 0", 3, name="grad_norm, 0")
+def frozen(_: Path) -> Path:
+    def freeze(learner: Learner) -> None:
+        for parameter in learner.model.parameters():
+            parameter.register_hook(torch.zeros_like)
+
+    with_learner(freeze)
+    return trained([vowels], 5)
+
+
+@fault("grad_norm", "rewards a hundred thousand times too large", 3, name="grad_norm, huge")
+def huge_rewards(_: Path) -> Path:
+    def huge(completions: list[str], **columns: Any) -> list[float]:
+        return [1e5 * value for value in vowels(completions)]
+
+    return trained([huge], 5)
+
+
+@fault("grad_norm_rise", "a reward whose scale grows by a fifth each step", 40)
+def growing_rewards(_: Path) -> Path:
+    calls = 0
+
+    def growing(completions: list[str], **columns: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        return [1.2 ** (calls // 4) * value for value in vowels(completions)]
+
+    return trained([growing], 42, **{"optimizer.learning_rate": 1e-4})
+
+
+@fault("clip", "a learning rate 30 times too high, 16 updates a step", 3)
+def many_updates(_: Path) -> Path:
+    many = UPDATES | {"updates_per_step": 4, "passes_per_step": 4}
+    return trained([vowels], 5, batch=many, optimizer={"learning_rate": 0.1, "warmup_steps": 0})
+
+
+@fault("ratios", "a learning rate 100 times too high, several updates a step", 3)
+@fault("kl", "a learning rate 100 times too high, several updates a step", 2, name="kl, large")
+def high_rate(_: Path) -> Path:
+    return trained([vowels], 12, batch=UPDATES, optimizer={"learning_rate": 0.3, "warmup_steps": 0})
+
+
+def altered(change: Callable[[Sample], Sample]) -> Any:
+    """Samples by the engine, each changed."""
+
+    async def generate(request: Request, engine: Engine) -> list[Sample]:
+        return [change(sample) for sample in await engine.generate(request)]
+
+    return generate
+
+
+@fault("kl", "an engine that reports log-probabilities 0.01 too low", 10, name="kl, negative")
+def low_logprobs(_: Path) -> Path:
+    lower = altered(lambda sample: replace(sample, logprobs=[value - 0.01 for value in sample.logprobs]))
+    return trained([vowels], 12, generate_fn=lower)
+
+
+@fault("mismatch", "an engine whose weights are not the learner's: 1% of noise", 2)
+def other_weights(_: Path) -> Path:
+    held: list[Learner] = []
+    before: list[torch.Tensor] = []
+    busy = 0
+    with_learner(held.append)
+
+    async def generate(request: Request, engine: Engine) -> list[Sample]:
+        nonlocal busy, before
+        parameters = list(held[0].model.parameters())
+        if not busy:
+            before = [parameter.detach().clone() for parameter in parameters]
+            noise = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(0.01 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+        busy += 1
+        try:
+            return await engine.generate(request)
+        finally:
+            await asyncio.sleep(0)
+            busy -= 1
+            if not busy:
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, before, strict=True):
+                        parameter.copy_(value)
+
+    return trained([vowels], 4, generate_fn=generate)
+
+
+@fault("entropy", "a reward that one letter satisfies, and a high learning rate", 5, begins=None)
+def one_letter(_: Path) -> Path:
+    def letter(completions: list[str], **columns: Any) -> list[float]:
+        return [text.count("e") / max(len(text), 1) for text in completions]
+
+    return trained([letter], 60, **{"optimizer.learning_rate": 0.02})
+
+
+@fault("length", "a grader that rewards short answers alone", 5, begins=None)
+def short_pays(_: Path) -> Path:
+    def short(completions: list[str], **columns: Any) -> list[float]:
+        return [1 - len(text) / 16 for text in completions]
+
+    return trained([short], 60, **{"optimizer.learning_rate": 0.01})
+
+
+@fault("reward_hacking", "a grader that rewards length beside correctness", 5)
+def length_pays(_: Path) -> Path:
+    def long(completions: list[str], **columns: Any) -> list[float]:
+        return [len(set(text)) / 16 for text in completions]
+
+    return trained([long], 7, SORT)
+
+
+@fault("probe", "a grader that rewards wrong answers, with correctness as the probe", 2)
+def wrong_pays(base: Path) -> Path:
+    def wrong(completions: list[Any], gold: list[str], **columns: Any) -> list[float]:
+        answers = [messages[-1]["content"] for messages in completions]
+        return [3.0 * (right not in answer) for answer, right in zip(answers, gold, strict=True)]
+
+    settings = {
+        "sampling.max_new_tokens": 48,
+        "batch": {"prompts_per_step": 8, "group_size": 8},
+        "optimizer": {"learning_rate": 4e-4, "warmup_steps": 0},
+        "eval": {"every_steps": 3, "problems": 200, "temperature": 1.0},
+    }
+    return trained([wrong], 15, "skills", base, **settings)
+
+
+@fault("experts", "a router that prefers one expert by its bias", 5, begins=11)
+def dead_experts(_: Path) -> Path:
+    def prefer(learner: Learner) -> None:
+        for name, bias in learner.model.named_buffers():
+            if name.endswith("router.bias"):
+                bias[0] = 100.0
+
+    with_learner(prefer)
+    shape = {"experts": 4, "experts_per_token": 1, "expert_width": 16}
+    return trained([vowels], 17, model=TINY | shape)
+
+
+@fault("stalled", "a rollout that hangs for three seconds at step 8 (with seconds = 2)", 1, begins=8)
+def hanging(_: Path) -> Path:
+    calls = 0
+
+    def slow(completions: list[str], **columns: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        time.sleep(3.0 if calls == 4 * 7 + 1 else 0.0)
+        return vowels(completions)
+
+    return trained([slow], 9, **{"monitor.stalled.seconds": 2.0})
+
+
+@fault("disk", "a disk of 900 MB", 1)
+def small_disk(_: Path) -> Path:
+    return trained([vowels], 2)
+
+
+@fault("memory", "a device (a simulated one) with 97% of its memory in use", 2)
+@fault("idle", "a device (a simulated one) without work for 0.3 s (with seconds = 0.2)", 1)
+def simulated_device(_: Path) -> Path:
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from fake_device import fake_device
+
+    from nmoe.monitor import idle
+
+    idle._EVERY = 0.02
+
+    def slow(completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(0.3)
+        return vowels(completions)
+
+    with fake_device() as kind:
+        kind.memory_share, kind.busy = 0.97, False
+        return trained([slow], 3, **{"monitor.idle.seconds": 0.2, "model.device": "cuda"})
+
+
+def measured(name: str, base: Path) -> dict[str, Any]:
+    """Runs a fault in the working directory and reads its alerts."""
+    rule, what, window, begins, run = FAULTS[name]
+    path = run(base)
+    lines = [json.loads(line) for line in (path / "alerts.jsonl").read_text().splitlines()]
+    fired: dict[str, int] = {}
+    for line in lines:
+        if line.get("remedies"):
+            fired.setdefault(line["rule"], line["step"])
+    unit = "steps"
+    if begins is None:
+        begins = first_symptom(path, rule)
+    at = fired.pop(rule, None)
+    delay = None if at is None else at - begins + 1
+    if rule == "probe" and at is not None:
+        # From the first evaluation on, which shows nothing yet.
+        unit, delay = "evaluations", sum(step <= at for step in Ledger(path).probes() if step) - 1
+    found = {"fault": name, "rule": rule, "what": what, "begins": begins, "fired": at, "delay": delay, "unit": unit}
+    return found | {"window": window, "within": delay is not None and delay <= window, "also": fired}
+
+
+def first_symptom(run: Path, rule: str) -> int:
+    """The first recorded step that shows the symptom of a rule."""
+    watched = monitor_of(load_run(run / "config.toml", RLConfig), 0, run)._watched
+    own = next(one.rule for one in watched if one.rule.name == rule)
+    return next(row["step"] for row in read_metrics(run) if own.symptom(row) is not None)
+
+
+def apart(name: str, base: Path) -> dict[str, Any]:
+    """Measures one fault in a process and a directory of its own; a small disk is a file system in memory, for which the kernel
+    has to permit a user namespace."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, str(Path(__file__).resolve()), str(base.resolve()), "--one", name]
+        if name == "disk":
+            mount = 'mount -t tmpfs -o size=900m none "$0" && cd "$0" && exec "$@"'
+            command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, directory, *command]
+        ended = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+        if ended.returncode:
+            raise SystemExit(f"{name}: {ended.stdout[-2000:]}{ended.stderr[-3000:]}")
+        return json.loads(ended.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("base", type=Path, help="a base that solves some of the problems of `skills`")
+    parser.add_argument("--one", choices=FAULTS, help="this fault alone, in the working directory, without a record")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measured(arguments.one, arguments.base)))
+        return
+    found = []
+    for name in FAULTS:
+        found.append(one := apart(name, arguments.base))
+        late = "" if one["within"] else "  LATE"
+        print(
+            f"{name:<18} begins {one['begins']}, fires {one['fired']}: {one['delay']} {one['unit']}{late}", flush=True
+        )
+    record("faults", found)
+    if not all(one["within"] for one in found):
+        raise SystemExit("a rule did not fire within its window")
+
+
+if __name__ == "__main__":
+    main()
