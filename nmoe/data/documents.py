@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nmoe.data.mixture import Mixture
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
@@ -100,61 +100,19 @@ class DocumentSource:
         return sum(document.positions for document in self.documents)
 
 
-class DocumentMixture:
-    """Documents of several sources, each in an order that is a pure function of (seed, epoch), handed out by a token budget.
-
-    The next document is always of the source that is furthest behind: the one with the fewest positions for its weight,
-    the first such where several are level. So nothing is drawn, and after any number of documents a source of share w is
-    never ahead of w of all tokens by more than the longest document's, and never behind by more than that for each other source.
-
-    position: how many documents of each source were taken; set it to continue from there.
-    fingerprint: a digest of all documents, source by source, and of the weights.
-    """
+class DocumentMixture(Mixture):
+    """Documents of several sources by weight. `fingerprint` is a digest of all documents, source by source, and of the weights."""
 
     def __init__(self, sources: Sequence[DocumentSource], seed: int) -> None:
         self._sources = sources
-        self._seed = seed
-        self._orders = [(-1, [0])] * len(sources)
-        self._documents_handed_out = [0] * len(sources)
-        self._tokens_handed_out = [0] * len(sources)
         digest = hashlib.sha256()
         for source in sources:
             digest.update(f"{source.weight!r}/{len(source.documents)}/".encode())
             digest.update(b"".join(document.ids.tobytes() for document in source.documents))
             digest.update(np.array([document.prompt for document in source.documents], dtype=np.int64).tobytes())
-        self.fingerprint = digest.hexdigest()
-
-    @property
-    def position(self) -> list[int]:
-        return list(self._documents_handed_out)
-
-    @position.setter
-    def position(self, position: Sequence[int]) -> None:
-        self._documents_handed_out = list(position)
-        for index, (source, handed_out) in enumerate(zip(self._sources, position, strict=True)):
-            epoch, place = divmod(handed_out, len(source.documents))
-            begun = sum(source.documents[i].positions for i in self._order(index, epoch)[:place])
-            self._tokens_handed_out[index] = epoch * source.tokens + begun
+        lengths = [[document.positions for document in source.documents] for source in sources]
+        super().__init__(lengths, [source.weight for source in sources], seed, digest.hexdigest())
 
     def take(self, tokens: int) -> list[tuple[int, Document]]:
         """The next documents, each with the index of its source: as many as stay within `tokens` positions, at least one."""
-        taken: list[tuple[int, Document]] = []
-        budget = tokens
-        while True:
-            index = min(range(len(self._sources)), key=lambda i: self._tokens_handed_out[i] / self._sources[i].weight)
-            source = self._sources[index]
-            epoch, place = divmod(self._documents_handed_out[index], len(source.documents))
-            document = source.documents[self._order(index, epoch)[place]]
-            if taken and document.positions > budget:
-                return taken
-            taken.append((index, document))
-            budget -= document.positions
-            self._documents_handed_out[index] += 1
-            self._tokens_handed_out[index] += document.positions
-
-    def _order(self, index: int, epoch: int) -> list[int]:
-        if self._orders[index][0] != epoch:
-            order = list(range(len(self._sources[index].documents)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._orders[index] = (epoch, order)
-        return self._orders[index][1]
+        return [(source, self._sources[source].documents[index]) for source, index in self.places(tokens)]

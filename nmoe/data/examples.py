@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nmoe.config.tables.records import DatasetSettings, Kind
 from nmoe.data.held_out import held_out, prompt_of, refuse_empty
+from nmoe.data.mixture import Mixture
 from nmoe.data.records import Conversation, PromptCompletion, Record, Text, read_records
 from nmoe.errors import UserError
 from nmoe.text.renderers import IGNORED, Rendered, Renderer
@@ -58,6 +59,10 @@ class Examples:
         part = slice(self._ends[index], self._ends[index + 1])
         return Example(np.frombuffer(self._ids, np.int32)[part], np.frombuffer(self._labels, np.int32)[part])
 
+    def listed(self) -> list[Example]:
+        """All examples, in order."""
+        return [self[index] for index in range(len(self))]
+
     @property
     def lengths(self) -> list[int]:
         """The positions that the model runs for each example: the last token is never an input."""
@@ -93,9 +98,10 @@ class Examples:
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
         """The examples of most records, and those of about a `share` of them, one at least, drawn by the seed, all of a prompt or
         none. Raises UserError where one of the two would be empty."""
-        records = list(self._prompts)
-        drawn = {records[place] for place in held_out(list(self._prompts.values()), share, seed)}
-        refuse_empty("records", len(records), len(drawn), share)
+        return split_together([self], share, seed)[0]
+
+    def _parted(self, drawn: set[int]) -> tuple[Examples, Examples]:
+        """The examples of the records that were not drawn, and of those that were."""
         parts = Examples(), Examples()
         for index, record in enumerate(self._records):
             part, run = parts[record in drawn], slice(self._ends[index], self._ends[index + 1])
@@ -107,6 +113,33 @@ class Examples:
         for part in parts:
             part.records = len(part._prompts)
         return parts
+
+
+def split_together(sources: Sequence[Examples], share: float, seed: int) -> list[tuple[Examples, Examples]]:
+    """Each source as `Examples.split` does it, where a prompt that several sources have is held out of all or none."""
+    records = [(index, record) for index, source in enumerate(sources) for record in source._prompts]
+    prompts = [prompt for source in sources for prompt in source._prompts.values()]
+    drawn = {records[place] for place in held_out(prompts, share, seed)}
+    refuse_empty("records", len(records), len(drawn), share)
+    return [
+        source._parted({record for of_source, record in drawn if of_source == index})
+        for index, source in enumerate(sources)
+    ]
+
+
+class ExampleMixture(Mixture):
+    """Examples of several sources by weight. `fingerprint` is a digest of all examples, source by source, and of the weights."""
+
+    def __init__(self, sources: Sequence[Examples], weights: Sequence[float], seed: int) -> None:
+        self._sources = sources
+        digest = hashlib.sha256()
+        for source, weight in zip(sources, weights, strict=True):
+            digest.update(f"{weight!r}/{len(source)}/{source.fingerprint}".encode())
+        super().__init__([source.lengths for source in sources], weights, seed, digest.hexdigest())
+
+    def take(self, tokens: int) -> list[tuple[int, Example]]:
+        """The next examples, each with the index of its source: as many as stay within `tokens` positions, at least one."""
+        return [(source, self._sources[source][index]) for source, index in self.places(tokens)]
 
 
 def read_examples(

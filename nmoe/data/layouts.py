@@ -2,6 +2,7 @@
 
 {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}    ShareGPT: messages
 {"instruction": "...", "input": "...", "output": "..."}                         Alpaca: prompt, completion
+{"question": "...", "choices": ["4", "5"], "answer": 1}                        MMLU: prompt with lettered choices, completion
 {"chosen": "\\n\\nHuman: ...\\n\\nAssistant: ...", "rejected": "..."}             hh-rlhf: message lists with a common start
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
 from typing import Any
 
 from nmoe.data.messages import listed
@@ -31,6 +33,11 @@ def plain_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
         columns.pop("text", None)  # Alpaca's own: the three again, in one text
         columns["prompt"] = "\n\n".join(one for one in asked if one.strip())
         made |= {"prompt": "instruction and input", "completion": "output"}
+    if {"question", "choices", "answer"} <= columns.keys() and not {"prompt", "completion"} & columns.keys():
+        columns["prompt"], columns["completion"] = _multiple_choice(
+            *(columns.pop(name) for name in ("question", "choices", "answer"))
+        )
+        made |= {"prompt": "question and choices", "completion": "answer"}
     for side in ("chosen", "rejected"):
         if isinstance(said := columns.get(side), str) and said.startswith("\n\nHuman:"):
             columns[side] = _dialogue(said, side)
@@ -44,6 +51,18 @@ def _with_system(conversations: object, system: object) -> Sequence[Any]:
     if system is None or not _text(system, "system").strip():
         return messages
     return [{"role": "system", "content": system}, *messages]
+
+
+def _multiple_choice(question: object, choices: object, answer: object) -> tuple[str, str]:
+    """The question with its lettered choices below, as the task `multiple_choice` poses it, and the letter of the answer, which is
+    a letter or an index counted from 0."""
+    texts = [_text(choice, "choices") for choice in listed(choices, "choices")]
+    letters = ascii_uppercase[: len(texts)]
+    letter = letters[answer] if isinstance(answer, int) and 0 <= answer < len(letters) else answer
+    if not isinstance(letter, str) or len(letter) != 1 or letter not in letters:
+        raise UserError(f"'answer' is {answer!r}, which is none of {len(texts)} choices: an index from 0, or a letter")
+    lines = [f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)]
+    return "\n".join([_text(question, "question"), "", *lines]), letter
 
 
 def _text(value: object, column: str) -> str:

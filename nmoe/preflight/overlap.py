@@ -34,7 +34,8 @@ def overlap(config: RecordsConfig | RLConfig) -> Check:
         return _shared(training, held_out, "problems", "eval.environment")
     if not isinstance(config, RLConfig) and (settings := config.records.held_out_dataset) is not None:
         training, held_out = (
-            {_hash(prompt_of(record)) for record in read_records(one)} for one in (config.records, settings)
+            {_hash(prompt_of(record)) for one in datasets for record in read_records(one)}
+            for datasets in (config.records.datasets, (settings,))
         )
         return _shared(training, held_out, "prompts", "records.held_out_path")
     return Check(_NAME, "ok", "disjoint from those trained on: split by a hash of what is asked")

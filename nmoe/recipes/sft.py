@@ -1,6 +1,7 @@
 """Supervised fine-tuning: cross-entropy on the assistant's messages in conversations. `nmoe sft CONFIG`
 
-Whole sequences are packed into the token budget of a step (best-fit decreasing); none attends to another.
+Whole sequences are packed into the token budget of a step (best-fit decreasing); none attends to another. Several sources are mixed
+by weight.
 """
 
 # Shapes: T predicting positions, N scored positions.
@@ -8,21 +9,23 @@ Whole sequences are packed into the token budget of a step (best-fit decreasing)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from nmoe.config.commands.supervised import SFTConfig
-from nmoe.data.examples import Example, Examples, read_examples
+from nmoe.data.examples import Example, ExampleMixture, Examples, read_examples, split_together
 from nmoe.data.packing import PackedStream
+from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
-from nmoe.recipes.supervised import Supervised, held_out_source, supervise
+from nmoe.recipes.supervised import Supervised, held_out_source, records_source, supervise
 from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
@@ -45,10 +48,10 @@ def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) 
     )
 
 
-def held_out_loss(learner: Learner, examples: Examples, source: str) -> HeldOut:
+def held_out_loss(learner: Learner, examples: Sequence[Example], source: str) -> HeldOut:
     """The mean loss over all learned tokens, with its 95% interval over sequences. It is a ratio of means, whose error is that of
     each sequence's loss in excess of the mean (Cochran, Sampling Techniques, 1977, section 6.4)."""
-    batch = example_batch([examples[index] for index in range(len(examples))])
+    batch = example_batch(examples)
     logprobs_N = learner.logprobs(batch).result().double().cpu()
     loss = float(-logprobs_N.mean())
     beyond_T = torch.zeros(batch.tokens, dtype=torch.float64)
@@ -72,20 +75,19 @@ def sft(config: SFTConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     model = build_model(config.model, tokenizer, config.run.seed)
     lora = add_adapter(config, model)
-    examples, held_out, notes = _read(config, tokenizer, model.config.context_tokens)
-    stream = PackedStream(examples.lengths, config.records.tokens_per_step, config.run.seed, examples.fingerprint)
-    config = with_steps(config, stream.steps_per_epoch)
+    sources, held_out, notes = _read(config, tokenizer, model.config.context_tokens)
+    if config.records.sources:
+        stream: _Mixed | _Packed = _Mixed(config, sources)
+    else:
+        stream = _Packed(config, sources[0])
+        config = with_steps(config, stream.steps_per_epoch)
     learner = Learner(
         model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
     )
-    notes.append(
-        f"packing: {len(examples):,} sequences in {stream.steps_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full; "
-        f"{config.run.steps:,} steps = {config.run.steps / stream.steps_per_epoch:.2f} epochs"
-    )
+    notes += stream.notes(config.run.steps)
 
     def next_batch() -> Batch:
-        chosen = [examples[index] for index in stream.take()]
-        return example_batch(chosen, share_prefixes=config.records.share_prefixes)
+        return example_batch(stream.next_examples(), share_prefixes=config.records.share_prefixes)
 
     recipe = Supervised(
         config,
@@ -93,7 +95,7 @@ def sft(config: SFTConfig) -> Path:
         tokenizer,
         cross_entropy,
         stream,
-        config.records.path,
+        records_source(config.records),
         next_batch=next_batch,
         data_notes=notes,
         held_out=None
@@ -102,21 +104,76 @@ def sft(config: SFTConfig) -> Path:
         metrics=lambda batch, result: {
             "learned_tokens": float(batch.scored_T.sum()),
             "packing_utilisation": batch.tokens / config.records.tokens_per_step,
+            **stream.tokens_of_sources,
         },
     )
     return supervise(recipe, threads)
 
 
-def _read(config: SFTConfig, tokenizer: Tokenizer, context_tokens: int) -> tuple[Examples, Examples | None, list[str]]:
-    """Training examples, held-out examples, and notes to print about both."""
+class _Packed(PackedStream):
+    """The steps of one dataset."""
+
+    tokens_of_sources: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, config: SFTConfig, examples: Examples) -> None:
+        super().__init__(examples.lengths, config.records.tokens_per_step, config.run.seed, examples.fingerprint)
+        self._examples = examples
+
+    def next_examples(self) -> list[Example]:
+        return [self._examples[index] for index in self.take()]
+
+    def notes(self, steps: int) -> list[str]:
+        return [
+            f"packing: {len(self._examples):,} sequences in {self.steps_per_epoch:,} steps an epoch, {self.utilisation:.1%} full; "
+            f"{steps:,} steps = {steps / self.steps_per_epoch:.2f} epochs"
+        ]
+
+
+class _Mixed(ExampleMixture):
+    """The steps of several datasets by weight. `tokens_of_sources` are the metrics of the last one."""
+
+    def __init__(self, config: SFTConfig, sources: Sequence[Examples]) -> None:
+        self._names = [source.label for source in config.records.sources]
+        weights = [source.weight for source in config.records.sources]
+        super().__init__(sources, weights, config.run.seed)
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._budget = config.records.tokens_per_step
+        self.tokens_of_sources: dict[str, float] = {}
+
+    def next_examples(self) -> list[Example]:
+        taken = self.take(self._budget)
+        self.tokens_of_sources = {f"source_tokens/{name}": 0.0 for name in self._names}
+        for source, example in taken:
+            self.tokens_of_sources[f"source_tokens/{self._names[source]}"] += len(example.ids) - 1
+        return [example for _, example in taken]
+
+    def notes(self, steps: int) -> list[str]:
+        described = zip(self._names, self._shares, self.sequences_and_tokens, strict=True)
+        return [
+            f"{name}, {share:.1%} of the tokens: {sequences:,} sequences of {tokens:,} tokens: "
+            f"{share * steps * self._budget / tokens:.2f} epochs"
+            for name, share, (sequences, tokens) in described
+        ]
+
+
+def _read(
+    config: SFTConfig, tokenizer: Tokenizer, context_tokens: int
+) -> tuple[list[Examples], list[Example] | None, list[str]]:
+    """The training examples of each source, held-out examples, and notes to print about both."""
     records = config.records
     renderer = make_renderer(tokenizer, records.format)
-    examples = read_examples(records, renderer, tokenizer, context_tokens)
-    notes = examples.notes()
+    sources = [read_examples(dataset, renderer, tokenizer, context_tokens) for dataset in records.datasets]
+    notes = [note for examples in sources for note in examples.notes()]
     if (settings := records.held_out_dataset) is not None:
-        held_out = read_examples(settings, renderer, tokenizer, context_tokens)
-        return examples, held_out, [*notes, *(f"held out: {note}" for note in held_out.notes())]
+        others = read_examples(settings, renderer, tokenizer, context_tokens)
+        return sources, others.listed(), [*notes, *(f"held out: {note}" for note in others.notes())]
     if records.held_out > 0:
-        examples, held_out = examples.split(records.held_out, config.run.seed)
-        return examples, held_out, [*notes, f"held out: {held_out.records:,} records = {len(held_out):,} sequences"]
-    return examples, None, notes
+        parts = split_together(sources, records.held_out, config.run.seed)
+        for dataset, (training, _) in zip(records.datasets, parts, strict=True):
+            if not len(training):
+                raise UserError(f"{dataset.path}: records.held_out = {records.held_out:g} leaves none to train on")
+        held_out = [example for _, held in parts for example in held.listed()]
+        count = sum(held.records for _, held in parts)
+        note = f"held out: {count:,} records = {len(held_out):,} sequences"
+        return [training for training, _ in parts], held_out, [*notes, note]
+    return sources, None, notes

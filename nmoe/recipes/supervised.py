@@ -123,8 +123,13 @@ def supervise(recipe: Supervised, threads: int) -> Path:
     return run.directory.path
 
 
+def records_source(records: RecordsSection) -> str:
+    """What the records that are trained on are called in results and messages."""
+    return " and ".join(dataset.path for dataset in records.datasets)
+
+
 def held_out_source(records: RecordsSection) -> str:
     """What the held-out records are called in results."""
     if (other := records.held_out_dataset) is None:
-        return f"{records.path}, {records.held_out:g} of it"
+        return f"{records_source(records)}, {records.held_out:g} of it"
     return other.path if records.held_out_split is None else f"{other.path}, {other.split}"

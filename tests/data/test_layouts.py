@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nmoe.config.tables.records import DatasetSettings
+from nmoe.data.layouts import plain_columns
 from nmoe.data.records import Conversation, Preference, PromptCompletion, Record, read_records
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage, FunctionCall
@@ -25,6 +26,21 @@ def one(path: Path, row: Any) -> tuple[Record, str]:
     records = read_records(DatasetSettings(path=write(path, row)))
     (record,) = records
     return record, records.described
+
+
+@pytest.mark.parametrize(("answer", "letter"), [(0, "A"), (2, "C"), ("B", "B")])
+def test_multiple_choice_as_mmlu_has_it(answer: object, letter: str) -> None:
+    row = {"question": "2 + 2?", "choices": ["3", "5", "4"], "answer": answer, "subject": "sums"}
+    columns, made = plain_columns(row)
+    assert columns == {"prompt": "2 + 2?\n\nA. 3\nB. 5\nC. 4", "completion": letter, "subject": "sums"}
+    assert made == {"prompt": "question and choices", "completion": "answer"}
+
+
+@pytest.mark.parametrize("answer", [3, -1, "D", "AB", "", 1.0])
+def test_an_answer_that_is_no_choice(answer: object) -> None:
+    row = {"question": "2 + 2?", "choices": ["3", "5", "4"], "answer": answer}
+    with pytest.raises(UserError, match="which is none of 3 choices"):
+        plain_columns(row)
 
 
 def test_sharegpt(tmp_path: Path) -> None:

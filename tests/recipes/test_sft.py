@@ -291,6 +291,73 @@ def test_a_run_that_was_interrupted_goes_on_number_for_number(configure: Configu
         sft(configure(*options, "--run.name=part", "--run.resume=true", "--run.steps=12"))
 
 
+@pytest.fixture
+def mixed(configure: Configure, tmp_path: Path) -> Configure:
+    """Conversations, MMLU's rows and GSM8K's as one mixture."""
+    choice = {"question": "Which is even?", "choices": ["3", "4", "5"], "answer": 1, "subject": "arithmetic"}
+    (tmp_path / "mmlu.jsonl").write_text(
+        "".join(json.dumps(choice | {"question": f"{n}: which is even?"}) + "\n" for n in range(7))
+    )
+    (tmp_path / "gsm8k.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(9))
+    )
+    text = (tmp_path / "sft.toml").read_text().replace(f'path = "{tmp_path}/train.jsonl"\n', "")
+    text += f"""
+[[records.sources]]
+path = "{tmp_path}/train.jsonl"
+weight = 2
+[[records.sources]]
+path = "{tmp_path}/mmlu.jsonl"
+[[records.sources]]
+path = "{tmp_path}/gsm8k.jsonl"
+name = "sums"
+columns = {{prompt = "question", completion = "answer"}}
+"""
+    (tmp_path / "mixed.toml").write_text(text)
+    return lambda *overrides: load_run(tmp_path / "mixed.toml", SFTConfig, overrides)
+
+
+def test_a_mixture_has_its_shares_and_resumes_number_for_number(mixed: Configure, tmp_path: Path) -> None:
+    options = ("--records.held_out=0.1", "--eval.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
+    run = sft(mixed(*options, "--run.name=whole"))
+    whole = read_metrics(run)
+    names = ("train", "mmlu", "sums")
+    tokens = {name: sum(row.get(f"source_tokens/{name}", 0) for row in whole) for name in names}
+    total = sum(tokens.values())
+    assert total == sum(row.get("tokens_in_batch", 0) for row in whole)
+    for name, share in zip(names, (0.5, 0.25, 0.25), strict=True):
+        assert tokens[name] / total == pytest.approx(share, abs=128 / total)
+    log = (run / "log.txt").read_text()
+    assert "prompt from question and choices, completion from answer; not read: 'subject'" in log
+    assert "mmlu, 25.0% of the tokens: " in log
+
+    with interrupted_at(5):
+        sft(mixed(*options, "--run.name=part"))
+    part = sft(mixed(*options, "--run.name=part", "--run.resume=true"))
+    assert figures(read_metrics(part)) == figures(whole)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--records.path=x.jsonl", r"records.path.*there are \[\[records.sources\]\] too: make it one of them"),
+        ("--records.epochs=2", r"records.epochs.*the sources of a mixture end at different times; give run.steps"),
+        ("--records.held_out_split=test", r"records.held_out_split.*of which source\?"),
+        ("--records.subset=main", r"records.subset.*is of one dataset; give it to each"),
+    ],
+)
+def test_what_a_mixture_is_not(mixed: Configure, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixed(override)
+
+
+def test_neither_a_dataset_nor_a_mixture(configure: Configure, tmp_path: Path) -> None:
+    file = tmp_path / "sft.toml"
+    file.write_text(file.read_text().replace(f'path = "{tmp_path}/train.jsonl"\n', ""))
+    with pytest.raises(ConfigError, match=r"path: missing: give it \(one dataset\) or \[\[records.sources\]\]"):
+        configure()
+
+
 def test_targets_are_the_labels_and_the_rest_is_read() -> None:
     import numpy as np
 

@@ -5,7 +5,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from nmoe.config.base import Array, Conflict, DataPath, Section
+from nmoe.config.base import Array, Conflict, DataPath, Section, duplicates
+from nmoe.config.tables.mixture import MixtureSource
 
 Kind = Literal["text", "messages", "prompt", "prompt_completion", "preference", "stepwise"]
 """The formats of a record (docs/guides/data.md)."""
@@ -75,6 +76,11 @@ class RecordsSection(DatasetSettings):
                 yield Conflict(key, "excludes held_out; evaluate on one of the two")
 
     @property
+    def datasets(self) -> "tuple[DatasetSettings, ...]":
+        """The datasets that are trained on."""
+        return (self,)
+
+    @property
     def holds_out(self) -> bool:
         return self.held_out > 0 or self.held_out_dataset is not None
 
@@ -87,11 +93,44 @@ class RecordsSection(DatasetSettings):
         return self.model_copy(update=where | {"split": self.held_out_split or "train"})
 
 
+class RecordSourceSection(DatasetSettings, MixtureSource):
+    """[[records.sources]]: one source of a mixture of records."""
+
+
 class SFTRecordsSection(RecordsSection):
     """[records]: the examples that SFT, DPO and reward models learn from."""
 
+    path: Annotated[str, DataPath(may_be_name=True)] = Field(
+        default="",
+        description="file (JSONL, JSON, Parquet, CSV), directory or Hugging Face name; `@[a:b]` selects some of its rows",
+    )
+    sources: Array[RecordSourceSection] = Field(
+        default=(), description="several datasets, mixed by weight, as [[records.sources]], in place of `path`"
+    )
     share_prefixes: bool = Field(
         default=False,
         description="compute a prefix that sequences of a step share, such as a long instruction, once for all of them; a "
         "router's load then counts it once",
     )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if not self.path and not self.sources:
+            yield Conflict("path", "missing: give it (one dataset) or [[records.sources]] (a mixture)")
+        yield from duplicates("sources", (source.label for source in self.sources))
+        if not self.sources:
+            return
+        if self.path:
+            yield Conflict("path", "there are [[records.sources]] too: make it one of them")
+        if self.epochs is not None:
+            yield Conflict("epochs", "the sources of a mixture end at different times; give run.steps")
+        if self.held_out_path is None:
+            if self.held_out_split is not None:
+                yield Conflict("held_out_split", "of which source? name the data in held_out_path")
+            of_path = self.model_fields_set & (DatasetSettings.model_fields.keys() - {"path"})
+            for key in sorted(of_path):
+                yield Conflict(key, "is of one dataset; give it to each of [[records.sources]]")
+
+    @property
+    def datasets(self) -> tuple[DatasetSettings, ...]:
+        return self.sources or (self,)

@@ -1,0 +1,101 @@
+"""Mixtures by weight: shares of tokens, every sequence once an epoch, exact continuation, and prompts held out of all sources."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nmoe.data.examples import ExampleMixture, Examples, split_together
+from nmoe.data.mixture import Mixture
+from nmoe.errors import UserError
+from nmoe.text.renderers import Rendered
+
+LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def examples_of(*records: tuple[str, list[int]]) -> Examples:
+    """A record for each prompt, whose tokens are all learned."""
+    examples = Examples()
+    for prompt, ids in records:
+        examples.records += 1
+        sequence = Rendered()
+        sequence.learn(ids)
+        examples.add(sequence, prompt)
+    return examples
+
+
+@given(LENGTHS, st.data(), st.integers(0, 9), st.integers(1, 20))
+def test_shares_epochs_and_continuation(lengths: list[list[int]], data: st.DataObject, seed: int, budget: int) -> None:
+    weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 7.0]), min_size=len(lengths), max_size=len(lengths)))
+    mixture = Mixture(lengths, weights, seed, "")
+    positions, steps = [mixture.position], []
+    for _ in range(12):
+        steps.append(mixture.places(budget))
+        positions.append(mixture.position)
+    for step in steps:
+        assert len(step) == 1 or sum(lengths[source][index] for source, index in step) <= budget
+    for source, own in enumerate(lengths):
+        taken = [index for step in steps for which, index in step if which == source]
+        for begin in range(0, len(taken) - len(own) + 1, len(own)):
+            assert sorted(taken[begin : begin + len(own)]) == list(range(len(own)))
+    tokens = [sum(lengths[s][i] for step in steps for s, i in step if s == source) for source in range(len(lengths))]
+    longest = max(map(max, lengths))
+    for source, weight in enumerate(weights):
+        ahead = tokens[source] - weight / sum(weights) * sum(tokens)
+        assert -longest * (len(lengths) - 1) <= ahead <= longest
+    for at, ((before, after), step) in enumerate(zip(pairwise(positions), steps, strict=True)):
+        again = Mixture(lengths, weights, seed, "")
+        again.position = before
+        assert again.places(budget) == step, at
+        assert again.position == after
+
+
+def test_examples_with_their_source() -> None:
+    sources = [examples_of(("a", [1, 2, 3]), ("b", [4, 5, 6])), examples_of(("c", [7, 8, 9]))]
+    mixture = ExampleMixture(sources, [1.0, 1.0], seed=0)
+    taken = [(source, example.ids.tolist()) for source, example in mixture.take(8)]
+    assert [source for source, _ in taken] == [0, 1, 0, 1]
+    assert sorted(taken) == [(0, [1, 2, 3]), (0, [4, 5, 6]), (1, [7, 8, 9]), (1, [7, 8, 9])]
+    assert mixture.sequences_and_tokens == [(2, 4), (1, 2)]
+
+
+def test_the_fingerprint_sees_examples_weights_and_their_order() -> None:
+    one, other = examples_of(("a", [1, 2])), examples_of(("a", [1, 3]))
+    prints = [
+        ExampleMixture(sources, weights, 0).fingerprint
+        for sources, weights in (([one, other], [1.0, 2.0]), ([other, one], [1.0, 2.0]), ([one, other], [1.0, 3.0]))
+    ]
+    assert len(set(prints)) == 3
+    assert ExampleMixture([one, other], [1.0, 2.0], 5).fingerprint == prints[0]
+
+
+def test_a_prompt_of_two_sources_is_held_out_of_both() -> None:
+    names = [f"p{number}" for number in range(40)]
+    sources = [
+        examples_of(*((name, [1, number]) for number, name in enumerate(names))),
+        examples_of(*((name, [2, number]) for number, name in enumerate(names[::2]))),
+    ]
+    (train, held), (train_2, held_2) = split_together(sources, 0.25, seed=3)
+
+    def numbers(part: Examples) -> set[int]:
+        return {int(example.ids[1]) for example in part.listed()}
+
+    assert numbers(train) | numbers(held) == set(range(40))
+    assert len(held) + len(held_2) == 15
+    assert {number * 2 for number in numbers(held_2)} == {number for number in numbers(held) if number % 2 == 0}
+    assert not {number * 2 for number in numbers(train_2)} & numbers(held)
+
+
+def test_one_source_is_split_as_before() -> None:
+    source = examples_of(*((f"p{number}", [number, 1]) for number in range(20)))
+    alone, together = source.split(0.2, 1), split_together([source], 0.2, 1)[0]
+    for one, other in zip(alone, together, strict=True):
+        assert one.fingerprint == other.fingerprint
+    assert len(alone[1]) == 4
+    with pytest.raises(UserError, match="leaves none to train on"):
+        examples_of(("a", [1, 2]), ("b", [1, 2])).split(0.99, 0)
+    assert np.array_equal(alone[0][0].ids, source[0].ids) or np.array_equal(alone[1][0].ids, source[0].ids)
