@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,7 +23,6 @@ from nmoe.learner.learner import Learner
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
-from nmoe.runs.checkpoint import mark_best
 from nmoe.runs.directory import RunDirectory, flat_keys, read_provenance, recorded_device
 from nmoe.runs.ledger import probe_of, read_lines
 from nmoe.runs.output import logged
@@ -129,11 +129,13 @@ class Run:
         for line in recipe.notes():
             self.note(line)
         checkpoint = self._config.checkpoint
+        elsewhere = checkpoint.export_directory
+        exports = None if elsewhere is None else Path(elsewhere) / self._config.run.name
         with (
             Interruptible() as interrupt,
-            Saver(self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous) as saver,
+            Saver(self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous, exports) as saver,
         ):
-            first = self._begin(recipe)
+            first = self._begin(recipe, saver)
             monitor = self._monitor(recipe, first)
             for step in range(first + 1, self._steps + 1):
                 saver.check()
@@ -173,7 +175,7 @@ class Run:
         for trouble in self._sinks.close():
             self.alert(self._last_step, trouble)
 
-    def _begin(self, recipe: Recipe) -> int:
+    def _begin(self, recipe: Recipe, saver: Saver) -> int:
         """Brings the recipe to where the run starts. Returns the last step that is done, which is the run's last where the run
         has ended already."""
         checkpoint, first = self.directory.resumed_from, self.directory.start_step
@@ -189,9 +191,7 @@ class Run:
             self.note(line)
         if self._moved is not None:
             self.note(self._moved)
-        # The run may have been killed between the checkpoint and its mark.
-        if self.ledger.is_best(first):
-            mark_best(checkpoint)
+        saver.resume(checkpoint, self.ledger.is_best(first))
         # Only where the step was evaluated: the run went on after any other, whatever its last evaluation or the baseline said.
         evaluated = bool(recipe.evaluate_every) and first % recipe.evaluate_every == 0
         if evaluated and (reason := recipe.reason_to_end()) is not None:

@@ -40,7 +40,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         if reason is None:
             raise
         raise StorageError(
-            f"{path}: cannot be written: {reason} ({_bytes_free(path):,} bytes free on its disk). "
+            f"{path}: cannot be written: {reason} ({bytes_free(path):,} bytes free on its disk). "
             "Make room or permit writing there; a run goes on from its last checkpoint with --run.resume=true."
         ) from error
 
@@ -49,7 +49,11 @@ def make_directory(path: Path, remedy: str) -> None:
     """Makes a directory that may exist, with those above it. Raises UserError, with the remedy, where none can be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (FileNotFoundError, NotADirectoryError):  # a file system such as /proc takes none, and a file holds none
+    except (
+        FileNotFoundError,
+        FileExistsError,
+        NotADirectoryError,
+    ):  # a file system such as /proc takes none, and a file holds none
         raise UserError(f"{path}: no directory can be made there; {remedy}") from None
 
 
@@ -105,7 +109,7 @@ def _storage_reason(error: BaseException) -> str | None:
     return None
 
 
-def _bytes_free(path: Path) -> int:
+def bytes_free(path: Path) -> int:
     """The free bytes at `path`, which need not exist."""
     while not os.path.exists(path):  # False, not an error, if a parent may not be searched
         path = path.parent

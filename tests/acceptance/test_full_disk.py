@@ -52,7 +52,7 @@ cp -r '{disk}/base' '{kept}/resumed'
     assert done.returncode == 0, done
     assert [line for line in done.stdout.splitlines() if line.startswith("code")] == ["code 2", "code 0"]
     assert done.stderr.startswith(f"error: {disk}/base/checkpoints/step_000002: not written, since a checkpoint takes ")
-    assert "are free on its disk. The run ends here; of its checkpoints step_000001 is whole." in done.stderr
+    assert "are free on its disk. The run ends here; its newest checkpoint, step_000001, is whole." in done.stderr
     assert "--run.resume=true" in done.stderr
     assert done.stderr.count("\n") == 1
     left = kept / "base" / "checkpoints"

@@ -146,7 +146,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     with Saver(tmp_path, keep=1) as saver:
         with pytest.raises(
             UserError,
-            match=r"step_000001: not written, since a checkpoint takes 1,000 bytes and 999 are free .* there is none yet",
+            match=r"step_000001: not written, since a checkpoint takes 1,000 bytes and 999 are free .* has no checkpoint yet",
         ) as caught:
             saver.save(1, parts)
         assert caught.value.exit_code == 2
@@ -156,5 +156,38 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         saver.wait()
     # The small files beside the tensors count as well, once a checkpoint tells how many bytes they have.
     (tmp_path / "step_000001" / "tokenizer.json").write_text("x" * 2000)
-    with pytest.raises(UserError, match=r"takes 2,\d\d\d bytes and 1,000 are free .* step_000001 is whole"):
+    with pytest.raises(UserError, match=r"takes 2,\d\d\d bytes and 1,000 are free .* step_000001, is whole"):
         refuse_without_room(tmp_path, 2, 1000)
+
+
+def test_weights_go_elsewhere_too_without_what_only_a_resumption_needs(tmp_path: Path) -> None:
+    own, exports = tmp_path / "run", tmp_path / "other disk" / "exports"
+
+    def write(directory: Path) -> None:
+        for name in ("model.safetensors", "tokenizer.json", "optimizer.safetensors", "optimizer.json"):
+            (directory / name).write_text(name)
+        (directory / "critic").mkdir()
+        (directory / "critic" / "optimizer.json").write_text("{}")
+
+    class Model(Counter):
+        def snapshot(self, copied: bool) -> Snapshot:
+            return Snapshot(write, 8, {"version": 3})
+
+    with Saver(own, keep=1, exports=exports) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"learner": Model()}, best=step == 1)
+    assert sorted(os.listdir(exports)) == ["best", "latest", "step_000001", "step_000003"]
+    assert sorted(os.listdir(exports / "latest")) == ["critic", "manifest.json", "model.safetensors", "tokenizer.json"]
+    assert os.listdir(exports / "latest" / "critic") == []
+    verify_checkpoint(exports / "latest")
+    assert (own / "latest" / "optimizer.json").exists()
+    # A kill between the checkpoint, its mark and its export: the next start makes up for it, once.
+    shutil.rmtree(exports / "step_000003")
+    saver = Saver(own, keep=1, exports=exports)
+    saver.resume(own / "step_000003", best=True)
+    assert os.readlink(own / "best") == os.readlink(exports / "best") == "step_000003"
+    made = (exports / "step_000003").stat().st_ino
+    saver.resume(own / "step_000003", best=True)
+    assert (exports / "step_000003").stat().st_ino == made
+    with pytest.raises(UserError, match=r"choose another checkpoint\.export_directory"):
+        Saver(own, keep=1, exports=own / "latest" / "optimizer.json")

@@ -80,3 +80,9 @@ class CheckpointSection(Section):
         default=True,
         description="write checkpoints while training goes on, from a copy of the state in host memory; false: wait for each",
     )
+    export_directory: str | None = Field(
+        default=None,
+        min_length=1,
+        description="weights and tokenizer of each checkpoint, without what only a resumption needs, are also written here, "
+        "below the run's name",
+    )
