@@ -43,6 +43,7 @@ from nmoe.cli.runs_diff import diff
 from nmoe.cli.runs_list import list_ as list_runs
 from nmoe.cli.runs_log import log_ as log_attempt
 from nmoe.cli.runs_show import show as show_run
+from nmoe.cli.runs_sync import sync
 from nmoe.cli.runs_table import table
 from nmoe.cli.selfplay import selfplay
 from nmoe.cli.sft import sft
@@ -210,6 +211,7 @@ runs.command(cls=Verb)(compare)
 runs.command(cls=Verb)(diff)
 runs.command(cls=Verb)(table)
 runs.command(cls=Verb)(attempt)
+runs.command(cls=Verb)(sync)
 runs.command("log", cls=Verb)(log_attempt)
 
 

@@ -139,6 +139,8 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
         results_table(["runs/wide"])
 
 
+# documented: nmoe runs attempt higher-lr --config grpo.toml --hypothesis "1e-5 learns faster"
+# documented: nmoe runs log runs/higher-lr --lesson "faster, but the entropy collapses"
 # documented: nmoe runs attempt
 # documented: nmoe runs log
 # documented: nmoe runs table

@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 import nmoe
+from nmoe.config.commands.base import RunConfig
 from nmoe.errors import UserError
+from nmoe.recipes.setup import settle
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.git import MAX_DIFF_BYTES, refuse_dirty
 from nmoe.runs.provenance import provenance
@@ -129,6 +132,16 @@ def test_a_dirty_tree_is_refused_with_the_files_named(code: Path, tmp_path: Path
         UserError, match=r"holds: mine.py, new0.py, new1.py, new2.py, new3.py and 2 more; commit or stash"
     ):
         refuse_dirty(Path("runs"))
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_run_that_requires_it_does_not_start_from_a_dirty_tree(code: Path, required: bool) -> None:
+    run = {"name": "one", "steps": 1, "threads": torch.get_num_threads(), "require_clean": required}
+    config = RunConfig.model_validate({"run": run, "model": {"path": "base", "device": "cpu"}})
+    settle(config)
+    (code / "mine.py").write_text("x = 2\n")
+    with pytest.raises(UserError, match=r"run.require_clean: .*/code has changes") if required else nullcontext():
+        settle(config)
 
 
 def test_where_there_is_no_repository_none_can_be_clean(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,139 @@
+"""A copy of code, runs, adapters and data on a second machine, which is checked there.
+
+Code goes as a git bundle, since a commit says what runs; everything else by rsync. What has arrived is held against SHA-256 sums
+that were taken here, and the code against its commit.
+"""
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nmoe.errors import InfrastructureError, UserError
+from nmoe.runs.git import changed_files, checkout_at, git
+from nmoe.runs.record import is_running
+
+BUNDLE = "code.bundle"
+
+
+class _Target:
+    """`HOST:DIR`, or a directory of this machine, such as a mounted one. ssh, or what RSYNC_RSH says, leads to the host."""
+
+    def __init__(self, text: str) -> None:
+        host, colon, directory = text.partition(":")
+        self.host, self.directory = (host, directory) if colon and "/" not in host else ("", text)
+        if not self.directory or text.startswith("-"):
+            raise UserError(f"{text!r}: no HOST:DIR, such as spare:work")
+        if not self.host:
+            self.directory = str(Path(self.directory).absolute())
+        self.rsync = f"{self.host}:{self.directory}/" if self.host else f"{self.directory}/"
+
+    def run(self, script: str, given: str = "") -> str:
+        """Runs a script of the shell in the directory there. Raises UserError with what it says where it fails."""
+        script = f"mkdir -p {shlex.quote(self.directory)} && cd {shlex.quote(self.directory)} && {script}"
+        shell = (
+            [*shlex.split(os.environ.get("RSYNC_RSH", "ssh")), self.host, script] if self.host else ["sh", "-c", script]
+        )
+        return _run(shell, self.host or self.directory, given)
+
+
+def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
+    """Copies the code of the working directory's repository and the paths, which lie below the working directory, to the target,
+    and checks them there. Yields what was done; with `dry_run` what would be, and nothing is written.
+
+    Raises UserError for a path that is not there or lies elsewhere, for a run that is being written, and where rsync or git is
+    missing or fails; InfrastructureError where what arrived is not what was sent.
+    """
+    to = _Target(target)
+    if shutil.which("rsync") is None:
+        raise UserError(
+            "rsync is not installed, here or in the PATH; run: apt-get install rsync (the other machine needs it, too)"
+        )
+    names = [_below(path) for path in paths]
+    yield from _sync_code(to, dry_run)
+    if dry_run:
+        changes = _rsync(to, names, "--dry-run", "--mkpath").splitlines()
+        yield from (f"would copy {line}" for line in changes if not line.endswith("/"))
+        return
+    to.run("true")
+    _rsync(to, names)
+    sums = {file: _sum(file) for name in names for file in _files(name)}
+    try:
+        to.run("sha256sum --check --quiet --strict -", "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
+    except UserError as error:
+        raise InfrastructureError(f"what arrived is not what was sent: {error}; sync again") from error
+    size = sum(os.stat(file).st_size for file in sums)
+    yield f"{len(sums):,} files ({size:,} bytes) in {to.rsync}, their SHA-256 sums the same there"
+
+
+def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
+    checkout = checkout_at(Path.cwd())
+    if checkout is None or checkout.commit is None:
+        yield "no code: the working directory is in no git repository with a commit"
+        return
+    if changed_files(checkout.top):
+        yield "warning: changes that no commit holds stay here; commit them to send them"
+    if dry_run:
+        yield f"would send commit {checkout.commit} to {to.rsync}code"
+        return
+    to.run("true")
+    with tempfile.TemporaryDirectory() as directory:
+        bundle = Path(directory) / BUNDLE
+        git(checkout.top, "bundle", "create", "--quiet", str(bundle), "HEAD")
+        _run(["rsync", "--checksum", "--protect-args", str(bundle), to.rsync], "rsync")
+    arrived = to.run(
+        f"if [ -d code ]; then git -C code fetch --quiet ../{BUNDLE} HEAD; else git clone --quiet --no-checkout {BUNDLE} code; fi "
+        f"&& git -C code checkout --quiet --detach {checkout.commit} && git -C code rev-parse HEAD"
+    ).strip()
+    if arrived != checkout.commit:
+        raise InfrastructureError(f"{to.rsync}code is at {arrived}, not at {checkout.commit}; sync again")
+    yield f"commit {arrived} in {to.rsync}code"
+
+
+def _below(path: Path) -> str:
+    """The path from the working directory, which is its path at the target. A run that is being written is refused."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    full = path.absolute()
+    if not full.is_relative_to(Path.cwd()) or ".." in full.parts or full == Path.cwd():
+        raise UserError(f"{path}: lies not below {Path.cwd()}, so it has no place at the target")
+    for lock in (full / ".lock", *full.glob("*/.lock"), *full.glob("*/*/.lock")):
+        if is_running(lock.parent):
+            raise UserError(f"{lock.parent}: this run is being written; sync it when it has ended")
+    return str(full.relative_to(Path.cwd()))
+
+
+def _rsync(to: _Target, names: Sequence[str], *options: str) -> str:
+    # Links to other disks (`nmoe.runs.places`) become what they lead to; those within a run, such as checkpoints/best, stay links.
+    standing = ("--archive", "--checksum", "--relative", "--copy-unsafe-links", "--protect-args", "--exclude=.lock")
+    return _run(["rsync", *standing, "--out-format=%n", *options, "--", *names, to.rsync], "rsync")
+
+
+def _files(name: str) -> Iterator[str]:
+    """All files below a path, but for locks; what links within it lead to is there already."""
+    if Path(name).is_file():
+        yield name
+    for directory, _, files in os.walk(name):
+        yield from (os.path.join(directory, file) for file in files if file != ".lock")
+        for link in (entry for entry in os.scandir(directory) if entry.is_symlink() and entry.is_dir()):
+            if not Path(link.path).resolve().is_relative_to(Path(name).resolve()):
+                yield from _files(link.path)
+
+
+def _sum(file: str) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _run(command: Sequence[str], what: str, given: str = "") -> str:
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise UserError(f"{command[0]} is not installed; it is needed to reach {what}") from error
+    if done.returncode:
+        raise UserError(f"{what}: {'; '.join(f'{done.stdout}{done.stderr}'.splitlines())}")
+    return done.stdout
