@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_device import DEVICE, fake_device
 
-from nmoe.config.commands import load_run
+from nmoe.config.commands import load_run, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.monitor import (
     DiskSection,
@@ -24,6 +24,7 @@ from nmoe.config.tables.monitor import (
     StalledSection,
     TruncationSection,
 )
+from nmoe.errors import UserError
 from nmoe.monitor import idle
 from nmoe.monitor.disk import DiskRule
 from nmoe.monitor.experts import ExpertsRule
@@ -275,6 +276,21 @@ def test_a_stall_is_told_by_the_median_of_the_steps_before() -> None:
         None
     ] * 6
     assert StalledRule(StalledSection(seconds=1.0)).symptom({"time_step_s": 100.0}) is None, "nothing to compare with"
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"truncation": {"abov": 0.8}}, r"\[monitor.truncation\] abov = 0.8: unknown key"),
+        ({"truncaton": {"above": 0.8}}, r"\[monitor.truncaton\].*unknown"),
+        ({"kl": {"level": "halt"}}, r'\[monitor.kl\] level = "halt"'),
+        ({"flat": {"steps": 5}}, r"\[monitor.flat\] steps = 5"),
+    ],
+)
+def test_a_table_with_a_mistake_is_one_message(table: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        load_run_with(Path("speedrun"), RLConfig, {"monitor": table}, "mine.toml", "rl")
+    assert "\n" not in str(error.value)
 
 
 def test_every_rule_has_its_table_its_source_and_its_remedies() -> None:
