@@ -1,5 +1,6 @@
 """Measures `nmoe data prepare` on generated problems in the schema and size of NuminaMath-1.5:
 
+    python benchmarks/prepare.py                                             # with generated evaluation sets
     python benchmarks/prepare.py --gsm8k gsm8k.jsonl --math math.jsonl --out benchmarks/results/prepare.json
 
 scripts/numina_like.py writes 896,215 rows. They are prepared twice, each time in a process of its own, with the packaged
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from machine import machine, versions
 
 MOST_CPU_S, MOST_MB = 180, 500
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.append(str(SCRIPTS))
+import numina_like  # noqa: E402
 
 
 def prepare(directory: Path, source: Path, gsm8k: Path, math: Path) -> dict[str, float]:
@@ -52,6 +55,13 @@ def prepare(directory: Path, source: Path, gsm8k: Path, math: Path) -> dict[str,
     }
 
 
+def write_given(path: Path) -> Path:
+    """Writes problems to evaluate on: two thousand that the source has not, and the first five hundred that it has."""
+    rows = [*islice(numina_like.rows(2000, seed=99), 2000), *islice(numina_like.rows(500, seed=0), 500)]
+    path.write_text("".join(json.dumps({"problem": row["problem"], "answer": row["answer"]}) + "\n" for row in rows))
+    return path
+
+
 def shared_problems(directory: Path) -> dict[str, Any]:
     """How many problems each file has, and how many any two of them share."""
     hashes = {}
@@ -69,8 +79,8 @@ def shared_problems(directory: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K's test problems, JSONL")
-    parser.add_argument("--math", type=Path, required=True, help="MATH's test problems, JSONL")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K's test problems, JSONL")
+    parser.add_argument("--math", type=Path, help="MATH's test problems, JSONL")
     parser.add_argument("--rows", type=int, default=896_215)
     parser.add_argument("--source", type=Path, help="rows that numina_like.py has written already")
     parser.add_argument("--out", type=Path)
@@ -81,7 +91,9 @@ def main() -> None:
             script = [sys.executable, str(SCRIPTS / "numina_like.py"), str(source), "--rows", str(options.rows)]
             subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
         directories = [Path(temporary, name) for name in ("first", "second")]
-        runs = [prepare(directory, source, options.gsm8k, options.math) for directory in directories]
+        generated = write_given(Path(temporary, "given.jsonl"))
+        sets = options.gsm8k or generated, options.math or generated
+        runs = [prepare(directory, source, *sets) for directory in directories]
         contents = [{file.name: file.read_bytes() for file in directory.iterdir()} for directory in directories]
         manifest = json.loads(contents[0]["manifest.json"])
         result = {

@@ -246,6 +246,7 @@ def caches() -> Finding:
     import datasets.config
     from huggingface_hub import constants
 
+    from nmoe.data.hub import kept_datasets
     from nmoe.envs.golds import golds_directory
     from nmoe.model.ops.cpu import library
 
@@ -255,9 +256,8 @@ def caches() -> Finding:
         "workspaces": workspaces_root(),
         "models of the hub": Path(constants.HF_HUB_CACHE),
         "datasets of the hub": Path(datasets.config.HF_DATASETS_CACHE),
+        "your datasets": kept_datasets(),
     }
-    if kept := os.environ.get("NMOE_DATASETS"):
-        places["your datasets"] = Path(kept)
     width = max(map(len, places)) + 2
     lines, facts, advice = [], {}, []
     for name, path in places.items():

@@ -11,8 +11,10 @@ from urllib.parse import urlsplit
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.slices import split_path
 from nmoe.config.tables.pools import HubPool, MixturePool, ReasoningGymPool
 from nmoe.config.tables.rewards import ServiceKeys
+from nmoe.data.rows import local_copy
 from nmoe.errors import UserError
 from nmoe.grading.gym import check_installed
 from nmoe.preflight.check import Check
@@ -55,14 +57,16 @@ def services(config: RunConfig) -> Check:
 def hub(config: RunConfig) -> Check:
     """What is read from the Hugging Face hub, and whether it may be asked. Raises UserError where HF_HUB_OFFLINE forbids what the
     cache does not have."""
-    data = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool) and _on_hub(pool.dataset)]
+    named_data = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool)]
+    data = [name for name in named_data if _on_hub(name) and local_copy(split_path(name)[0]) is None]
     model = [config.model.path] if config.model.path is not None and _on_hub(config.model.path) else []
     named = list(dict.fromkeys([*model, *data]))
     if not named:
         return Check("hub", "ok", "nothing is read from it")
     if _is_offline() and (missing := [*_uncached(model, "model"), *_uncached(data, "dataset")]):
         raise UserError(
-            f"{', '.join(missing)}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or fetch first with `hf download`"
+            f"{', '.join(missing)}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or fetch first with `hf download` and "
+            "`nmoe data download`"
         )
     token = "with a token" if _has_token() else "without a token, which private and gated ones need"
     return Check("hub", "ok", f"{', '.join(named)}, {'from the cache alone' if _is_offline() else token}")

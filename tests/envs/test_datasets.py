@@ -123,11 +123,25 @@ def hf_saved_splits_pool(directory: Path) -> dict[str, Any]:
     return {"type": "hf", "dataset": str(directory / "saved_splits"), "split": "train+test", **GSM8K_KEYS}
 
 
+def parquet_files_pool(directory: Path) -> dict[str, Any]:
+    for number, rows in enumerate((GSM8K[:2], GSM8K[2:3], GSM8K[3:])):
+        pq.write_table(pa.Table.from_pylist(rows), directory / f"part-{number}.parquet")
+    return {"type": "parquet", "path": str(directory / "part-*.parquet"), **GSM8K_KEYS}
+
+
+def jsonl_files_pool(directory: Path) -> dict[str, Any]:
+    write_jsonl(directory / "part-0.jsonl", GSM8K[:4])
+    write_jsonl(directory / "part-1.jsonl", GSM8K[4:])
+    return {"type": "jsonl", "path": str(directory / "part-?.jsonl"), **GSM8K_KEYS}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         jsonl_pool,
+        jsonl_files_pool,
         parquet_pool,
+        parquet_files_pool,
         hf_file_pool,
         hf_json_pool,
         hf_csv_pool,

@@ -80,11 +80,12 @@ class DatasetKeys(Section):
 
 
 class JsonlPool(DatasetKeys):
-    """A local file with one JSON object per line."""
+    """A local file with one JSON object per line, or several."""
 
     type: Literal["jsonl"]
     path: Annotated[str, DataPath()] = Field(
-        min_length=1, description="the JSONL file; `@[a:b]` selects some of its records"
+        min_length=1,
+        description="the JSONL file, or a pattern such as `data/*.jsonl`; `@[a:b]` selects some of its records",
     )
 
 
@@ -98,11 +99,12 @@ class CsvPool(DatasetKeys):
 
 
 class ParquetPool(DatasetKeys):
-    """A local Parquet file."""
+    """A local Parquet file, or several."""
 
     type: Literal["parquet"]
     path: Annotated[str, DataPath()] = Field(
-        min_length=1, description="the Parquet file; `@[a:b]` selects some of its rows"
+        min_length=1,
+        description="the Parquet file, or a pattern such as `data/*.parquet`; `@[a:b]` selects some of its rows",
     )
 
 
