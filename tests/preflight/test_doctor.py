@@ -188,8 +188,9 @@ def test_kernels_that_cannot_be_compiled(named: str, monkeypatch: pytest.MonkeyP
     )
     assert found.facts["compiled"] is False
     assert found.text.startswith("the C++ kernels are off: [Errno 2] No such file or directory: ")
-    (advice,) = found.advice
-    assert advice.command == ("unset CXX, or name a C++ compiler in it" if named else "apt-get install g++")
+    remedy = "unset CXX, or name a C++ compiler in it" if named else "apt-get install g++"
+    # On a processor that is held to older instructions there is advice on those, too.
+    assert [advice.command for advice in found.advice].count(remedy) == 1
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def test_dpo_learns_what_was_preferred(configure: Configure, base: Path) -> None
         *(name for name in rows[0] if name.startswith("rewards/")),
     }
     assert all(f"| `{name}` |" in page.read_text() for name in names)
-    assert rows[-1]["loss"] < 0.3
+    # One batch's loss: 0.27 with AVX-512, 0.35 with AVX2.
+    assert rows[-1]["loss"] < 0.5
     assert rows[-1]["rewards/chosen"] > rows[-1]["rewards/rejected"]
     assert rows[-1]["rewards/margins"] == pytest.approx(rows[-1]["rewards/chosen"] - rows[-1]["rewards/rejected"])
     last = evaluations(run)[-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nmoe.model.ops.cpu import library
 from nmoe.model.ops.cpu.ops import KernelOps, by_onednn
-from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights, can_pack
+from nmoe.model.ops.cpu.packing import ONEDNN, PackedWeights, can_pack, can_pack_for_onednn
 from nmoe.model.ops.table import kernels_in_use, ops_for
 
 pytestmark = pytest.mark.skipif(not ONEDNN, reason="this torch has no oneDNN")
@@ -98,7 +98,8 @@ def test_packed_weights_give_the_same_bits_and_follow_changes(dtype: torch.dtype
         plain = both()
         with packs.active():
             assert all(map(torch.equal, both(), plain))
-            assert len(packs._packed) == 2
+            packable = can_pack_for_onednn(x, weight)  # bf16 only where there are instructions for it
+            assert len(packs._packed) == (2 if packable else 0)
     with torch.no_grad():
         for parameter in (weight, experts):
             parameter.mul_(2)
