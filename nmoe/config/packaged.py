@@ -31,7 +31,7 @@ ENVIRONMENTS = PACKAGED / "environments"
 CONFIGS = PACKAGED / "configs"
 PREPARATIONS = PACKAGED / "preparations"
 
-_NAME = re.compile(r"(?P<name>[A-Za-z0-9_-]+)(?P<suffix>\.toml)?")
+_NAME = re.compile(r"(?P<name>[A-Za-z0-9_-]+(?:\.\d[A-Za-z0-9_-]*)*)(?P<suffix>\.toml)?")
 _VALUE = re.compile(r"(?P<module>\w+(?:\.\w+)*)\s*(?::\s*(?P<resource>\w+(?:\.\w+)*))?")
 
 

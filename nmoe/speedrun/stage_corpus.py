@@ -16,7 +16,7 @@ from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.types import Message
 
 # Shares of the documents that think first, and whose answer stays in the analysis.
-THINKS, UNANSWERED = 0.3, 0.3
+THINKS, UNANSWERED = 0.4, 0.15
 # From terse to wordy, so that efficiency has something to choose from.
 THOUGHTS = ("add", "add with python", "let me see now add with python and say the answer")
 
