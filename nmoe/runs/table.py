@@ -11,6 +11,8 @@ from nmoe.runs.record import RunRecord
 from nmoe.runs.report import markdown_table
 from nmoe.statistics import clustered_mean
 
+# The first that a run has stands for it where its evaluations are but metrics, as in pretraining; of losses less is better.
+_METRICS = ("held_out_accuracy", "held_out_loss")
 _HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [95%]", "machine", "commit")
 
 
@@ -29,7 +31,7 @@ def results_table(names: Sequence[str]) -> str:
 
 
 def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
-    results = [last_results(run) for run in group]
+    results = [last_results(run) or _measured(run) for run in group]
     for run, of_run in zip(group, results, strict=True):
         if not of_run:
             raise UserError(f"{run.path}: has no evaluation; set eval.every_steps, or leave it out of the table")
@@ -45,12 +47,20 @@ def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
         yield [name, str(seeds), str(group[0].last_step), *row, _machine(group), _commit(group)]
 
 
+def _measured(run: RunRecord) -> dict[tuple[str, str], Any]:
+    """The run's first metric of held-out data, as a result without an interval."""
+    for name in _METRICS:
+        if (value := run.last(name)) is not None:
+            return {(name, "held-out data"): {"value": value, "lower_is_better": name.endswith("loss")}}
+    return {}
+
+
 def _mean(values: Sequence[float], result: dict[str, Any]) -> str:
-    mean, low, high = values[0], float(result["low"]), float(result["high"])
     if len(values) > 1:
         estimate = clustered_mean(values, range(len(values)))
-        mean, low, high = estimate.value, estimate.interval.low, estimate.interval.high
-    return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
+        return f"{estimate.value:.4g} [{estimate.interval.low:.4g}, {estimate.interval.high:.4g}]"
+    own = f" [{result['low']:.4g}, {result['high']:.4g}]" if "low" in result else ""
+    return f"{values[0]:.4g}{own}"
 
 
 def _machine(group: Sequence[RunRecord]) -> str:

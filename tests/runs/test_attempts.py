@@ -137,6 +137,9 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
     (Path("runs/wide/eval") / "step_000003.json").unlink()
     with pytest.raises(UserError, match="runs/wide: has no evaluation"):
         results_table(["runs/wide"])
+    with Path("runs/wide/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "held_out_loss": 2.5}\n{"step": 5, "held_out')  # torn by a kill
+    assert "| held_out_loss on held-out data | 2.5 | 2.5 | 2.5 |" in results_table(["runs/wide"])
 
 
 # documented: nmoe runs attempt higher-lr --config grpo.toml --hypothesis "1e-5 learns faster"

@@ -228,6 +228,15 @@ def test_one_unreadable_run_does_not_end_the_list(tmp_path: Path, name: str, con
     assert said in odd
 
 
+def test_a_torn_last_line_is_left_out_of_a_comparison(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, [3.0, 2.0]).close()
+        with (tmp_path / name / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "loss": 1.')
+    lines = list(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b"))
+    assert ["loss", "2", "2", "+0"] in words(lines)
+
+
 def test_what_is_no_number_is_no_metric(tmp_path: Path) -> None:
     make_run(tmp_path / "a", [3.0, 2.0]).close()
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
