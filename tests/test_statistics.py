@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nmoe.statistics import clustered_mean, newcombe, paired_difference, welch, wilson
+from nmoe.statistics import (
+    clustered_mean,
+    newcombe,
+    paired_difference,
+    paired_p_value,
+    share_interval,
+    welch,
+    wilson,
+)
 
 
 def wilson_by_hand(successes: int, total: int, z: float) -> tuple[float, float]:
@@ -110,3 +118,29 @@ def test_intervals_of_differences() -> None:
     unpaired = welch([1.0, 2.0], [3.0, 4.0])
     assert unpaired is not None
     assert unpaired.low == pytest.approx(2 - 4.302653 * math.sqrt(0.5), abs=1e-5)
+
+
+def test_the_interval_of_shares_is_near_wilsons_where_they_are_0_or_1() -> None:
+    # 83 of 200: the extra quarters make the variance (48.555 + 0.1287)/(199 * 200), and Student's quantile is 1.972.
+    interval, exact = share_interval([1.0] * 83 + [0.0] * 117), wilson(83, 200)
+    assert interval.low == pytest.approx(exact.low, abs=2e-3)
+    assert interval.high == pytest.approx(exact.high, abs=2e-3)
+    assert interval.low < exact.low < exact.high < interval.high
+
+
+def test_the_interval_of_shares_has_a_width_where_all_are_right_and_is_everything_of_one_problem() -> None:
+    # (n + t^2/2 -+ t^2/2)/(n + t^2) with t = 2.262157: 10/15.117
+    interval = share_interval([1.0] * 10)
+    assert (interval.low, interval.high) == (pytest.approx(10 / (10 + 2.262157163**2)), 1.0)
+    assert share_interval([0.5]) == share_interval([1.0])
+    assert (share_interval([0.5]).low, share_interval([0.5]).high) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        share_interval([0.5, 1.5])
+
+
+def test_the_paired_p_value() -> None:
+    # Differences 1, 1, 0, -1, 1: mean 0.4, s = 0.894427, t = 1 with 4 degrees of freedom: p = 0.373901.
+    assert paired_p_value([0, 0, 1, 1, 0], [1, 1, 1, 0, 1]) == pytest.approx(0.373901, abs=1e-6)
+    assert paired_p_value([0, 1], [0, 1]) == 1.0
+    # Six of six better by the same: as six heads in a row, either way.
+    assert paired_p_value([0] * 6, [1] * 6) == pytest.approx(2 / 64)

@@ -143,7 +143,7 @@ def evaluate(
         ('greedy_pass@1', 4)
 
     `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
-    gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and `majority@n` as well.
+    gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and, by majority, `sampling_pass@n`.
     `device` is that of `load_model`.
     Raises UserError for problems without a right answer, and for numbers that are not positive.
     """

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.scorer import Scorer
-from nmoe.eval.evaluate import Evaluation, is_correct, majorities, share_of, summarise
+from nmoe.eval.evaluate import Evaluation, share_of, summarise
+from nmoe.eval.outcomes import is_correct, majorities
 from nmoe.statistics import paired_difference
 from nmoe.trajectory import Group, Trajectory
 
@@ -63,5 +64,5 @@ def best_of_n(
         summarise(greedy, env_id, 0.0)[0],
         *(one for one in summarise(groups, env_id, temperature) if one.dataset == env_id),
         share_of(f"best_of@{samples}", env_id, chosen),
-        Evaluation(f"best_of@{samples} - majority@{samples}", env_id, len(rows), gain, low, high),
+        Evaluation(f"best_of@{samples} - sampling_pass@{samples}", env_id, len(rows), gain, low, high),
     ]

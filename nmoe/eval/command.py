@@ -10,7 +10,8 @@ from typing import Any
 from nmoe.envs.scorer import Scorer
 from nmoe.errors import UserError
 from nmoe.eval.best_of_n import best_of_n, score_groups
-from nmoe.eval.evaluate import Evaluation, is_correct, refuse_open_problems, summarise
+from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise
+from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.runs.storage import write_atomically
 from nmoe.trajectory import Group

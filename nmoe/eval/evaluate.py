@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nmoe.config.modes import mode_of
 from nmoe.config.tables.pools import task_types
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
-from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
+from nmoe.eval.outcomes import Outcome, identity_of, key_of, outcomes_of
 from nmoe.rollout.collector import Collector
-from nmoe.runs.waiting import wait_for
-from nmoe.statistics import clustered_mean, pass_at_k, wilson
-from nmoe.trajectory import Group, Trajectory
+from nmoe.statistics import pass_at_k, share_interval, wilson
+from nmoe.trajectory import Group
 from nmoe.types import Problem, Sampling
 
 
@@ -26,7 +25,8 @@ class Evaluation:
     """One result. `mode` says how the completions were sampled, `dataset` what the problems were; never compare across modes.
 
     Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. The interval is 95%.
-    `outcomes` is, where it is kept, 1 or 0 for each problem's key, so that two runs can be compared problem by problem.
+    `outcomes` is, where it is kept, the value of each problem by its key, so that two runs can be compared problem by problem.
+    `sampling` holds, where it is kept, the temperature, the samples of a problem, the token limit and the reasoning effort.
     """
 
     mode: str
@@ -35,7 +35,8 @@ class Evaluation:
     value: float
     low: float
     high: float
-    outcomes: Mapping[str, int] | None = field(default=None, compare=False, repr=False)
+    outcomes: Mapping[str, float] | None = field(default=None, compare=False, repr=False)
+    sampling: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def record(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -59,9 +60,9 @@ def evaluate(
     """Evaluates the environment's next `problems` distinct problems: over all of them first, then by source.
 
     One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with Wilson's interval. Several samples give
-    - `sampling_pass@1`, the mean over samples, with an interval clustered by problem;
+    - `sampling_pass@1`, the mean over samples, with an interval over problems;
     - `pass@k` for every k from 2 to the number of samples, the probability that at least one of k samples is right;
-    - `majority@n`, the share of problems where the most frequent answer is right.
+    - `sampling_pass@n`, the share of problems where the most frequent answer is right; of equally frequent ones the first given.
     """
     refuse_open_problems(environment)
     groups = sample_problems(
@@ -90,21 +91,30 @@ def sample_problems(
     seed: int,
     runtime: ToolRuntime | None = None,
     on_group: Callable[[Group], None] | None = None,
+    nondeterminism: bool = False,
+    done: Collection[str] = (),
 ) -> list[Group]:
     """Samples and grades groups for the environment's next problems. Calls `on_group` with each finished group.
 
-    Raises UserError for greedy sampling of more than one sample.
+    `nondeterminism` permits several greedy samples of a problem, as `nondet_proxy_pass@n` has them; else they raise UserError.
+    Problems whose keys are `done` are left out, and the others draw what they would have drawn beside them.
     """
-    if temperature == 0 and samples > 1:
-        raise UserError(
-            f"temperature 0 gives the same completion {samples} times: use 1 sample, or a temperature above 0"
-        )
+    if not nondeterminism:
+        try:
+            mode_of(None, samples, temperature)
+        except ValueError as error:
+            raise UserError(str(error)) from None
     sandboxes, workspaces = (None, None) if runtime is None else (runtime.sandboxes, runtime.workspaces)
     collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))
     sampling = Sampling(max_new_tokens, temperature)
-    asked = distinct_problems(environment, problems)
-    return collector.collect(asked, samples, sampling, key, on_group=on_group, state=None).groups
+    asked = [
+        (place, problem)
+        for place, problem in enumerate(distinct_problems(environment, problems))
+        if key_of(problem) not in done
+    ]
+    places, left = [place for place, _ in asked], [problem for _, problem in asked]
+    return collector.collect(left, samples, sampling, key, places, on_group, state=None).groups
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:
@@ -116,23 +126,10 @@ def distinct_problems(environment: Environment, count: int) -> list[Problem]:
     # A finite pool starts over after its size. An endless one may repeat itself, if it generates from a small space.
     for _ in range(environment.pool.size or 20 * count):
         (problem,) = environment.pool.take(1)
-        found.setdefault(_identity(problem), problem)
+        found.setdefault(identity_of(problem), problem)
         if len(found) == count:
             break
     return list(found.values())
-
-
-def _identity(problem: Problem) -> tuple[object, ...]:
-    """What makes two problems the same. Episodes may begin with the same words and go on from different states."""
-    return problem.task_type, problem.question, problem.metadata.get("state")
-
-
-def outcomes_of(groups: Sequence[Group]) -> dict[str, int]:
-    """Whether the first sample of each group is right, by a key of what is asked that is the same in every run:
-    `{"5f2c01d9a7b3e846": 1, ...}`."""
-    return {
-        f"{stable_hash(*_identity(group.problem)):016x}": int(is_correct(group.trajectories[0])) for group in groups
-    }
 
 
 def refuse_open_problems(environment: Environment) -> None:
@@ -145,95 +142,58 @@ def refuse_open_problems(environment: Environment) -> None:
 
 
 def summarise(groups: Sequence[Group], env_id: str, temperature: float) -> list[Evaluation]:
-    """Evaluations of graded groups: overall, by source if there are several, and by the level and subject that problems name.
+    """Evaluations of graded groups (`summarise_outcomes`)."""
+    return summarise_outcomes(outcomes_of(groups), env_id, temperature)
 
-    The dataset is then named "math", "math/level=Level 5" or "math/subject=Algebra".
+
+def summarise_outcomes(outcomes: Sequence[Outcome], env_id: str, temperature: float) -> list[Evaluation]:
+    """Evaluations of problems: overall, by source if there are several, and by the level and subject that problems name.
+
+    The dataset is then named "math", "math/level=Level 5" or "math/subject=Algebra". Those over all problems keep the value of
+    each one.
     """
-    voted = majorities(groups) if len(groups[0].trajectories) > 1 else [0] * len(groups)
-    rows = list(zip(groups, voted, strict=True))
-    sources = sorted({group.problem.source for group in groups})
-    parts = [(env_id, rows)]
+    sources = sorted({one.source for one in outcomes})
+    parts: list[tuple[str, Sequence[Outcome]]] = []
     if len(sources) > 1:
-        parts += [
-            (f"{env_id}/{source}", [row for row in rows if row[0].problem.source == source]) for source in sources
-        ]
-    named = sorted({name for group in groups for name in group.problem.groups})
-    parts += [(f"{env_id}/{name}", [row for row in rows if name in row[0].problem.groups]) for name in named]
-    return [evaluation for dataset, part in parts for evaluation in _evaluations(dataset, part, temperature)]
+        parts += [(f"{env_id}/{source}", [one for one in outcomes if one.source == source]) for source in sources]
+    named = sorted({name for one in outcomes for name in one.groups})
+    parts += [(f"{env_id}/{name}", [one for one in outcomes if name in one.groups]) for name in named]
+    whole = [
+        replace(evaluation, outcomes=dict(zip((one.key for one in outcomes), values, strict=True)))
+        for evaluation, values in _evaluations(env_id, outcomes, temperature)
+    ]
+    return whole + [one for dataset, part in parts for one, _ in _evaluations(dataset, part, temperature)]
 
 
-def _evaluations(dataset: str, rows: Sequence[tuple[Group, int]], temperature: float) -> list[Evaluation]:
-    """Evaluations of groups, each given with the index of its majority sample."""
-    groups = [group for group, _ in rows]
-    samples = len(groups[0].trajectories)
+def _evaluations(dataset: str, outcomes: Sequence[Outcome], temperature: float) -> list[tuple[Evaluation, list[float]]]:
+    """Evaluations of problems, each with its value on every problem."""
+    samples = len(outcomes[0].correct)
+    first = [float(one.correct[0]) for one in outcomes]
     if samples == 1:
-        mode = "greedy_pass@1" if temperature == 0 else "sampling_pass@1"
-        return [share_of(mode, dataset, [is_correct(group.trajectories[0]) for group in groups])]
-    outcomes = [[is_correct(t) for t in group.trajectories] for group in groups]
-    mean = sum(map(sum, outcomes)) / (samples * len(outcomes))
-    low, high = 0.0, 1.0  # a single problem does not show the spread between problems
-    if len(outcomes) > 1:
-        interval = clustered_mean(
-            [float(outcome) for row in outcomes for outcome in row],
-            [place for place, row in enumerate(outcomes) for _ in row],
-        ).interval
-        low, high = max(low, interval.low), min(high, interval.high)
+        return [_shown("greedy_pass@1" if temperature == 0 else "sampling_pass@1", dataset, first)]
+    rights = [sum(one.correct) for one in outcomes]
+    if temperature == 0:
+        return [_shown(f"nondet_proxy_pass@{samples}", dataset, [float(count > 0) for count in rights])]
+    voted = [float(one.correct[one.voted]) for one in outcomes]
     return [
-        Evaluation("sampling_pass@1", dataset, len(groups), mean, low, high),
-        *(_pass_at(k, dataset, [sum(row) for row in outcomes], samples) for k in range(2, samples)),
-        share_of(f"pass@{samples}", dataset, [any(row) for row in outcomes]),
-        share_of(f"majority@{samples}", dataset, [row[place] for row, (_, place) in zip(outcomes, rows, strict=True)]),
+        _shown("sampling_pass@1", dataset, [count / samples for count in rights], binary=False),
+        *(
+            _shown(f"pass@{k}", dataset, [pass_at_k(count, samples, k) for count in rights], binary=k == samples)
+            for k in range(2, samples + 1)
+        ),
+        _shown(f"sampling_pass@{samples}", dataset, voted),
     ]
 
 
-def _pass_at(k: int, dataset: str, correct: Sequence[int], samples: int) -> Evaluation:
-    """pass@k: its mean over problems, with the interval of a mean."""
-    rates = [pass_at_k(count, samples, k) for count in correct]
-    low, high = 0.0, 1.0
-    if len(rates) > 1:
-        interval = clustered_mean(rates, range(len(rates))).interval
-        low, high = max(low, interval.low), min(high, interval.high)
-    return Evaluation(f"pass@{k}", dataset, len(rates), sum(rates) / len(rates), low, high)
+def _shown(mode: str, dataset: str, values: list[float], binary: bool = True) -> tuple[Evaluation, list[float]]:
+    """The mean of a value per problem: with Wilson's interval where each is 0 or 1, else with `share_interval`."""
+    if binary:
+        return share_of(mode, dataset, [value == 1 for value in values]), values
+    interval = share_interval(values)
+    return Evaluation(mode, dataset, len(values), sum(values) / len(values), interval.low, interval.high), values
 
 
 def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
     """The share of true outcomes, one per problem, with Wilson's interval."""
     interval = wilson(sum(outcomes), len(outcomes))
     return Evaluation(mode, dataset, len(outcomes), sum(outcomes) / len(outcomes), interval.low, interval.high)
-
-
-def is_correct(trajectory: Trajectory) -> bool:
-    """Whether the grader judged the answer correct."""
-    return trajectory.grade.extras["correctness"] == 1
-
-
-def majorities(groups: Sequence[Group]) -> list[int]:
-    r"""Majority vote (self-consistency; Wang et al. 2022, arXiv:2203.11171, section 2).
-
-    For each group, the index of the first sample with the most frequent answer. Of equally frequent answers the one given
-    first wins; 0 if no sample answers. The problem's task decides which answers are the same: `0.5`, `1/2` and `\frac12` are
-    three votes for one.
-    """
-
-    async def everything() -> list[int]:
-        return list(await asyncio.gather(*map(_majority, groups)))
-
-    return wait_for(everything())
-
-
-async def _majority(group: Group) -> int:
-    task, problem = TASKS[group.problem.task_type], group.problem
-    votes: dict[int, int] = {}
-    answers = [trajectory.grade.answer for trajectory in group.trajectories]
-    for place, answer in enumerate(answers):
-        if answer is None:
-            continue
-        for first in votes:
-            known = answers[first]
-            assert known is not None, "only an answer has votes"
-            if await task.same(problem, known, answer):
-                votes[first] += 1
-                break
-        else:
-            votes[place] = 1
-    return max(votes, key=votes.__getitem__) if votes else 0

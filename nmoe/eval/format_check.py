@@ -18,7 +18,7 @@ from nmoe.config.environment import EnvironmentSettings
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
-from nmoe.eval.evaluate import is_correct
+from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on

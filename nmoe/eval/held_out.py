@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.evaluate import Evaluation, outcomes_of, refuse_open_problems, sample_problems, summarise
+from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems, summarise
 
 
 class HeldOutProblems:
@@ -42,5 +40,4 @@ class HeldOutProblems:
             seed=self._seed,
             runtime=self._tools,
         )
-        first, *parts = summarise(groups, self._environment.settings.env_id, self._temperature)
-        return [replace(first, outcomes=outcomes_of(groups)), *parts]
+        return summarise(groups, self._environment.settings.env_id, self._temperature)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
-from nmoe.eval.evaluate import is_correct
+from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.runs.storage import write_atomically
 from nmoe.trajectory import Group, Trajectory

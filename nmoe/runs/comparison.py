@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.listing import columns
+from nmoe.config.modes import why_not_comparable
 from nmoe.errors import UserError
 from nmoe.runs.record import RunRecord, read_run
 from nmoe.runs.report import SUMMARY
@@ -105,9 +106,13 @@ def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tup
 def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str]]:
     left, right = [last_results(run) for run in a], [last_results(run) for run in b]
     kinds = dict.fromkeys(kind for results in left for kind in results)
+    yield from _modes_apart(left, right)
     for kind in kinds:
         of_a, of_b = _present(x.get(kind) for x in left), _present(x.get(kind) for x in right)
         if not of_a or not of_b:
+            continue
+        if (why := why_not_comparable(of_a[0], of_b[0])) is not None:
+            yield f"{kind[0]} on {kind[1]}", "", "", f"not compared: {why}"
             continue
         means = [sum(result["value"] for result in group) / len(group) for group in (of_a, of_b)]
         if len(of_a) == len(of_b) == 1:
@@ -116,6 +121,17 @@ def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator
             interval = _over_runs(a, b, [result["value"] for result in of_a], [result["value"] for result in of_b])
         difference = _difference(means[1] - means[0], *interval)
         yield f"{kind[0]} on {kind[1]}", f"{means[0]:.4g}", f"{means[1]:.4g}", difference
+
+
+def _modes_apart(
+    left: Sequence[Mapping[tuple[str, str], Any]], right: Sequence[Mapping[tuple[str, str], Any]]
+) -> Iterator[tuple[str, str, str, str]]:
+    """A row for each dataset that both were evaluated on in no common mode."""
+    of_a, of_b = ([kind for results in side for kind in results] for side in (left, right))
+    for dataset in dict.fromkeys(dataset for _, dataset in of_a):
+        a, b = ([mode for mode, on in kinds if on == dataset] for kinds in (of_a, of_b))
+        if b and not set(a) & set(b):
+            yield dataset, "", "", f"not compared: {why_not_comparable({'mode': a[0]}, {'mode': b[0]})}"
 
 
 def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval, str]:

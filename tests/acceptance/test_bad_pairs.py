@@ -135,9 +135,9 @@ def test_pairs_from_samples(base: Path, workshop: Path, nmoe: Nmoe, config: Call
         "pass@2",
         "pass@3",
         "pass@4",
-        "majority@4",
+        "sampling_pass@4",
         "best_of@4",
-        "best_of@4 - majority@4",
+        "best_of@4 - sampling_pass@4",
     ]
 
     result = nmoe(

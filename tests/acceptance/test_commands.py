@@ -49,7 +49,7 @@ def test_eval(command: Nmoe, nmoe: Nmoe, trained: Path, workshop: Path) -> None:
 
     sampled = nmoe("eval", trained, workshop / "reverse.toml", "--problems=50", "--samples=4", "--temperature=1")
     rows = list(map(numbers, sampled.out.splitlines()[1:]))
-    assert [row[0] for row in rows] == ["sampling_pass@1", "pass@2", "pass@3", "pass@4", "majority@4"]
+    assert [row[0] for row in rows] == ["sampling_pass@1", "pass@2", "pass@3", "pass@4", "sampling_pass@4"]
     assert {row[4] for row in rows} == {50}
     first, *more = rows[:4]
     assert first[2] < first[1] < first[3]

@@ -48,11 +48,11 @@ def test_each_way_of_choosing() -> None:
     assert values(results) == {
         "greedy_pass@1": 0.2,
         "sampling_pass@1": pytest.approx(6 / 15),
-        "majority@3": 0.4,
+        "sampling_pass@3": 0.4,
         "best_of@3": 0.8,
         "pass@2": pytest.approx(11 / 15),
         "pass@3": 1.0,
-        "best_of@3 - majority@3": pytest.approx(0.4),
+        "best_of@3 - sampling_pass@3": pytest.approx(0.4),
     }
     assert all(result.problems == 5 and result.low <= result.value <= result.high for result in results)
     # Differences 1, 0, 1, 0, 0: their deviations squared come to 1.2, and Student's quantile with 4 degrees of freedom is 2.776.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nmoe.errors import InfrastructureError
-from nmoe.eval.evaluate import majorities
+from nmoe.eval.outcomes import majorities
 from nmoe.grading.math.policy import Policy
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import Grade, Problem, Sampling, Verdict, single_turn

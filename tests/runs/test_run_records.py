@@ -175,6 +175,22 @@ def test_evaluations_on_the_same_problems_are_paired_by_problem(tmp_path: Path, 
         assert float(line[7].strip("]")) == pytest.approx(0.5 + 3.182446 * 0.57735 / 2, abs=1e-3)
 
 
+def test_evaluations_in_different_modes_or_with_other_sampling_are_not_compared(tmp_path: Path) -> None:
+    bounds = {"dataset": "sort", "problems": 4, "value": 0.5, "low": 0.1, "high": 0.9}
+    results = {
+        "a": {"mode": "greedy_pass@1"},
+        "b": {"mode": "sampling_pass@8", "sampling": {"temperature": 0.6}},
+        "c": {"mode": "sampling_pass@8", "sampling": {"temperature": 1.0}},
+    }
+    for name, result in results.items():
+        with make_run(tmp_path / name, [1.0]) as run:
+            run.ledger.evaluation(1, {"results": [bounds | result]})
+    (line,) = [line for line in compare_runs(f"{tmp_path}/a", f"{tmp_path}/b") if line.startswith("  sort")]
+    assert "not compared: greedy_pass@1 and sampling_pass@8 are different modes" in line
+    (line,) = [line for line in compare_runs(f"{tmp_path}/b", f"{tmp_path}/c") if line.startswith("  sampling")]
+    assert "not compared: both are sampling_pass@8, but with temperature 0.6 and 1.0" in line
+
+
 def test_what_is_no_run_is_refused_in_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone: not the directory of a run \(no config.toml\)"):
         read_run(tmp_path / "gone")

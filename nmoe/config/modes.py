@@ -1,0 +1,87 @@
+"""The modes of evaluation: how completions are sampled and what of them counts. Results of different modes are not comparable.
+
+- `greedy_pass@1`: one completion at temperature 0;
+- `sampling_pass@n`: the majority answer of n completions at a temperature above 0 (self-consistency; Wang et al. 2022,
+  arXiv:2203.11171). n = 1 is one sample. The same completions give `pass@k` for every k up to n (Chen et al. 2021);
+- `nondet_proxy_pass@n`: whether any of n completions at temperature 0 is right. They differ only as far as the engine's
+  arithmetic does, so this is a diagnostic of it and no figure to quote.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SAMPLING_TEMPERATURE = 0.6
+"""The temperature of `sampling_pass@n` where none is given."""
+
+_NAME = re.compile(r"(greedy_pass|sampling_pass|nondet_proxy_pass)@([1-9]\d{0,5})")
+_EXAMPLES = ("greedy_pass@1", "sampling_pass@8", "nondet_proxy_pass@8")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode with its sampling: `Mode("sampling_pass@8", samples=8, temperature=0.6)`."""
+
+    name: str
+    samples: int
+    temperature: float
+
+
+def mode_of(name: str | None = None, samples: int | None = None, temperature: float | None = None) -> Mode:
+    """The mode of this name or, without one, of this many samples at this temperature, by default one at 0.
+
+    Raises ValueError for an unknown name, and for samples or a temperature that do not fit it.
+    """
+    if name is None:
+        return _mode_of_sampling(samples or 1, temperature or 0.0)
+    match = _NAME.fullmatch(name)
+    if match is None:
+        alike = difflib.get_close_matches(name, _EXAMPLES, n=1)
+        hint = f"; did you mean {alike[0]!r}?" if alike else ""
+        raise ValueError(
+            f"{name!r} is no mode: one of greedy_pass@1, sampling_pass@N and nondet_proxy_pass@N for N samples{hint}"
+        )
+    kind, counted = match[1], int(match[2])
+    if kind == "greedy_pass" and counted > 1:
+        raise ValueError(f"{name}: greedy decoding gives one completion; write greedy_pass@1 or nondet_proxy_pass@N")
+    if kind == "nondet_proxy_pass" and counted == 1:
+        raise ValueError(f"{name}: one greedy completion is greedy_pass@1; this mode compares several")
+    if samples not in (None, counted):
+        raise ValueError(f"{name} is of {counted} samples, and {samples} are asked for; drop one of the two")
+    if kind == "sampling_pass":
+        if temperature == 0:
+            raise ValueError(f"{name} samples, and at temperature 0 nothing is drawn; use greedy_pass@1")
+        return Mode(name, counted, SAMPLING_TEMPERATURE if temperature is None else temperature)
+    if temperature:
+        raise ValueError(f"{name} is at temperature 0, and {temperature:g} is asked for; use sampling_pass@{counted}")
+    return Mode(name, counted, 0.0)
+
+
+def _mode_of_sampling(samples: int, temperature: float) -> Mode:
+    if temperature > 0:
+        return Mode(f"sampling_pass@{samples}", samples, temperature)
+    if samples > 1:
+        raise ValueError(
+            f"temperature 0 gives the same completion {samples} times: use 1 sample, a temperature above 0, or the mode "
+            f"nondet_proxy_pass@{samples}, which shows how far the engine's arithmetic differs"
+        )
+    return Mode("greedy_pass@1", 1, 0.0)
+
+
+def why_not_comparable(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """Why the difference of two results, as records, says nothing: another mode, or the same with other sampling settings. None
+    where they may be compared. A result without settings was written before they were kept."""
+    if a["mode"] != b["mode"]:
+        return f"{a['mode']} and {b['mode']} are different modes, which are never compared: evaluate both in one"
+    left, right = a.get("sampling"), b.get("sampling")
+    if not left or not right:
+        return None
+    differing = [key for key in dict.fromkeys((*left, *right)) if left.get(key) != right.get(key)]
+    if not differing:
+        return None
+    named = ", ".join(f"{key} {left.get(key)} and {right.get(key)}" for key in differing)
+    return f"both are {a['mode']}, but with {named}: evaluate both with the same settings"

@@ -1,0 +1,90 @@
+"""The outcome of a problem: which of its completions are right, and which of them is the majority's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nmoe.envs.pools.order import stable_hash
+from nmoe.envs.tasks import TASKS
+from nmoe.runs.waiting import wait_for
+from nmoe.trajectory import Group, Trajectory
+from nmoe.types import Problem
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One problem's: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
+
+    key: what is asked, the same in every run and process. groups: such as "level=Level 5". voted: the index of the majority's
+    sample.
+    """
+
+    key: str
+    source: str
+    groups: tuple[str, ...]
+    correct: tuple[bool, ...]
+    voted: int
+
+
+def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:
+    """The outcomes of graded groups, in their order."""
+    voted = majorities(groups) if groups and len(groups[0].trajectories) > 1 else [0] * len(groups)
+    return [
+        Outcome(
+            key_of(group.problem),
+            group.problem.source,
+            tuple(group.problem.groups),
+            tuple(map(is_correct, group.trajectories)),
+            place,
+        )
+        for group, place in zip(groups, voted, strict=True)
+    ]
+
+
+def is_correct(trajectory: Trajectory) -> bool:
+    """Whether the grader judged the answer correct."""
+    return trajectory.grade.extras["correctness"] == 1
+
+
+def identity_of(problem: Problem) -> tuple[object, ...]:
+    """What makes two problems the same. Episodes may begin with the same words and go on from different states."""
+    return problem.task_type, problem.question, problem.metadata.get("state")
+
+
+def key_of(problem: Problem) -> str:
+    """The identity of a problem as 16 hexadecimal digits, the same in every process."""
+    return f"{stable_hash(*identity_of(problem)):016x}"
+
+
+def majorities(groups: Sequence[Group]) -> list[int]:
+    r"""Majority vote (self-consistency; Wang et al. 2022, arXiv:2203.11171, section 2).
+
+    For each group, the index of the first sample with the most frequent answer. Of equally frequent answers the one given
+    first wins; 0 if no sample answers. The problem's task decides which answers are the same: `0.5`, `1/2` and `\frac12` are
+    three votes for one.
+    """
+
+    async def everything() -> list[int]:
+        return list(await asyncio.gather(*map(_majority, groups)))
+
+    return wait_for(everything())
+
+
+async def _majority(group: Group) -> int:
+    task, problem = TASKS[group.problem.task_type], group.problem
+    votes: dict[int, int] = {}
+    answers = [trajectory.grade.answer for trajectory in group.trajectories]
+    for place, answer in enumerate(answers):
+        if answer is None:
+            continue
+        for first in votes:
+            known = answers[first]
+            assert known is not None, "only an answer has votes"
+            if await task.same(problem, known, answer):
+                votes[first] += 1
+                break
+        else:
+            votes[place] = 1
+    return max(votes, key=votes.__getitem__) if votes else 0
