@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.commands import load_run
-from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands import COMMANDS, command_for, load_run
 from nmoe.monitor.rules import monitor_of
 from nmoe.runs.ledger import Ledger, read_metrics
 
@@ -28,10 +28,11 @@ _BEGIN, _END = "<!-- alarms: benchmarks/faults.py, benchmarks/alarms.py -->\n", 
 
 
 def said(run: Path) -> tuple[int, float, list[tuple[int, str, str]]]:
-    """The number of steps, CPU seconds of the rules, and their alerts (step, rule, message), of a run of `nmoe rl train`."""
+    """The number of steps, CPU seconds of the rules, and their alerts (step, rule, message)."""
     rows, probes = read_metrics(run), Ledger(run).probes()
     loads = next((value for name, value in rows[0].items() if name.startswith("expert_load/")), [])
-    monitor = monitor_of(load_run(run / "config.toml", RLConfig), len(loads), run)
+    file = run / "config.toml"
+    monitor = monitor_of(load_run(file, COMMANDS[command_for(file)]), len(loads), run)
     began, alerts = time.process_time(), []
     for row in rows:
         seen = monitor.observe(row, probes.get(row["step"]))
@@ -61,8 +62,23 @@ def table(results: dict[str, Any]) -> str:
         shown = alarms.get(one["rule"], 0)
         lines.append(f"| `{one['rule']}` | {one['what']} | {one['begins']} | {after} | {one['window']} | {shown} |")
     steps = sum(runs.values())
-    closing = f"False alarms are alerts on {len(runs)} healthy runs of the speedrun's RL, {steps:,} steps in all."
+    closing = f"False alarms are alerts on {len(runs)} healthy recorded runs, {steps:,} steps in all: {listed(runs)}."
     return "\n".join([*lines, "", closing, ""])
+
+
+def named(run: Path) -> str:
+    """What a run is: the name in its configuration, without a seed, such as `rl` of the speedrun."""
+    with (run / "config.toml").open("rb") as file:
+        name: str = tomllib.load(file)["run"]["name"]
+    return name.partition("_seed")[0]
+
+
+def listed(runs: dict[str, int]) -> str:
+    """The runs by recipe: `5 of sort_grpo (500 steps)`."""
+    kinds: dict[str, list[int]] = {}
+    for name, steps in runs.items():
+        kinds.setdefault(name.partition(" ")[0], []).append(steps)
+    return ", ".join(f"{len(steps)} of {kind} ({sum(steps):,} steps)" for kind, steps in sorted(kinds.items()))
 
 
 def main() -> None:
@@ -75,7 +91,7 @@ def main() -> None:
     for run in arguments.runs:
         steps, seconds, alerts = said(run)
         counts.update(rule for _, rule, _ in alerts)
-        lengths["/".join(run.parts[-2:])] = steps
+        lengths[f"{named(run)} {run.name}"] = steps
         print(f"{run}: {steps} steps, {len(alerts)} alerts, {1000 * seconds / steps:.2f} ms of CPU a step")
         print(*(f"  step {step}: {alert}" for step, _, alert in alerts), sep="\n", end="\n" if alerts else "")
     print(f"{counts.total()} alerts")

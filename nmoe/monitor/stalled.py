@@ -1,11 +1,13 @@
-"""A step that takes far longer than the others."""
+"""A step that takes far longer than the others, the time in which the process was suspended left out."""
 
 from __future__ import annotations
 
+import time
 from statistics import median
 
 from nmoe.config.tables.monitor import StalledSection
 from nmoe.monitor.rule import Metrics, Rule
+from nmoe.monitor.suspension import watched
 
 
 class StalledRule(Rule[StalledSection]):
@@ -20,11 +22,13 @@ class StalledRule(Rule[StalledSection]):
     def __init__(self, settings: StalledSection) -> None:
         super().__init__(settings)
         self._seconds: list[float] = []
+        self._suspension = watched()
 
     def symptom(self, metrics: Metrics) -> str | None:
         seconds = metrics.get("time_step_s")
         if seconds is None:
             return None
+        seconds -= min(seconds, self._suspension.take(time.monotonic(), time.process_time()))
         usual = median(self._seconds) if len(self._seconds) >= 5 else None
         self._seconds = [*self._seconds[-49:], seconds]
         if usual is None or seconds < max(self.settings.seconds, self.settings.factor * usual):

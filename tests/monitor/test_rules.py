@@ -26,6 +26,7 @@ from nmoe.config.tables.monitor import (
 )
 from nmoe.errors import UserError
 from nmoe.monitor import idle
+from nmoe.monitor import suspension as suspension_module
 from nmoe.monitor.disk import DiskRule
 from nmoe.monitor.experts import ExpertsRule
 from nmoe.monitor.idle import IdleRule, Pauses
@@ -33,6 +34,7 @@ from nmoe.monitor.memory import MemoryRule
 from nmoe.monitor.monitor import CALM_STEPS, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.monitor.stalled import StalledRule
+from nmoe.monitor.suspension import Suspension
 from nmoe.monitor.truncation import TruncationRule
 
 HEALTHY = {
@@ -291,6 +293,39 @@ def test_a_table_with_a_mistake_is_one_message(table: dict[str, Any], said: str)
     with pytest.raises(UserError, match=said) as error:
         load_run_with(Path("speedrun"), RLConfig, {"monitor": table}, "mine.toml", "rl")
     assert "\n" not in str(error.value)
+
+
+def test_a_suspension_is_a_late_beat_of_a_process_that_did_not_compute() -> None:
+    suspension = Suspension(now=0.0, cpu=0.0)
+    for now in (2.0, 4.0, 20.0):  # the last is late, by less than counts
+        suspension.beat(now, cpu=now)
+    assert suspension.take(21.0, cpu=21.0) == 0.0
+    suspension.beat(383.0, cpu=21.5)
+    assert suspension.take(384.0, cpu=22.0) == 360.0, "362 s without a beat, of which 2 are between any two"
+    assert suspension.take(385.0, cpu=23.0) == 0.0
+    suspension.beat(745.0, cpu=350.0)
+    assert suspension.take(746.0, cpu=351.0) == 0.0, "it computed meanwhile: a call that let no other thread run"
+    assert suspension.take(846.0, cpu=351.0) == 98.0, "asked before the thread's own beat"
+
+
+def test_a_step_is_not_stalled_by_a_process_that_was_stopped() -> None:
+    rule = StalledRule(StalledSection(seconds=30.0))
+    for _ in range(5):
+        rule.symptom({"time_step_s": 1.0})
+    rule._suspension._beat -= 60.0  # as after SIGSTOP for a minute
+    assert rule.symptom({"time_step_s": 61.0}) is None
+    assert rule.symptom({"time_step_s": 61.0}) == "the step took 61 s, and 1.0 s is usual"
+
+
+def test_the_beats_end_with_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspension_module, "_EVERY", 0.01)
+    before = {one for one in threading.enumerate() if one.name == "suspension"}
+    rule = StalledRule(StalledSection())
+    (thread,) = {one for one in threading.enumerate() if one.name == "suspension"} - before
+    time.sleep(0.05)
+    del rule
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_every_rule_has_its_table_its_source_and_its_remedies() -> None:
