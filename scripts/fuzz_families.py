@@ -139,6 +139,31 @@ def _glm4_moe(draw: random.Random, raw: Raw) -> None:
         raw["partial_rotary_factor"] = draw.choice([0.25, 0.5, 0.75, 1.0])
 
 
+def _qwen3_next(draw: random.Random, raw: Raw) -> None:
+    layers, key_heads = range(raw["num_hidden_layers"]), draw.choice([1, 2])
+    raw |= {
+        "num_experts": draw.choice([4, 6]),
+        "num_experts_per_tok": draw.randint(1, 4),
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": draw.choice([16, 32]),
+        "norm_topk_prob": draw.random() < 0.7,
+        "mlp_only_layers": draw.sample(layers, draw.randint(0, len(layers))),
+        "decoder_sparse_step": draw.randint(1, 2),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.randint(1, 3),
+        "linear_key_head_dim": draw.choice([8, 12]),
+        "linear_value_head_dim": draw.choice([8, 10]),
+        "linear_conv_kernel_dim": draw.randint(1, 4),
+    }
+    if draw.random() < 0.7:
+        raw["partial_rotary_factor"] = draw.choice([0.25, 0.5, 0.75, 1.0])
+    kinds = draw.random()
+    if kinds < 0.5:
+        raw["layer_types"] = draw.choices(["full_attention", "linear_attention"], k=len(layers))
+    elif kinds < 0.8:
+        raw["full_attention_interval"] = draw.randint(1, 3)
+
+
 def _gemma3_text(draw: random.Random, raw: Raw) -> None:
     raw |= {"sliding_window": draw.choice([5, 11]), "query_pre_attn_scalar": draw.choice([8, 16, 24])}
     raw["hidden_activation"] = "gelu_pytorch_tanh"
@@ -176,13 +201,15 @@ FEATURES: dict[str, Callable[[random.Random, Raw], None]] = {
     "mixtral": _mixtral,
     "glm4_moe": _glm4_moe,
     "gemma3_text": _gemma3_text,
+    "qwen3_next": _qwen3_next,
 }
 
 
 def turned_pairs(raw: Raw) -> int:
     """How many pairs of a head are turned."""
     width = raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    share = raw.get("partial_rotary_factor", 0.5) if raw["model_type"] == "glm4_moe" else 1.0
+    default = {"glm4_moe": 0.5, "qwen3_next": 0.25}.get(raw["model_type"])
+    share = 1.0 if default is None else raw.get("partial_rotary_factor", default)
     return int(width * share) // 2
 
 

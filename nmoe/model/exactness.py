@@ -2,8 +2,8 @@
 alone.
 
 Products, attention and the sum over a token's experts are exact by construction (`nmoe.model.ops.exact`). Norms, softmax,
-exponentials and rotary turns are torch's, whose kernels differ between processors and versions. The whole test takes about 20
-ms.
+exponentials, rotary turns and the sums of recurrent layers are torch's, whose kernels differ between processors and versions.
+The whole test takes about 0.1 s.
 """
 
 # Shapes: N rows, D width, V vocabulary.
@@ -15,10 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nmoe.model.config import DeltaNet
 from nmoe.model.logprobs import head_logprobs
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
 from nmoe.model.packed import PackedAttention
+from nmoe.model.recurrence import RecurrentLayer, Spans, run
 
 _ROWS = 97
 _CPU = torch.device("cpu")
@@ -56,6 +58,9 @@ def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
         torch.randint(_ROWS, (_ROWS, 3), generator=generator).to(device),
     )
     layer, ops = AttentionLayer(0, 0.2), ops_for(x_ND, exact=True)
+    recurrent = RecurrentLayer(
+        0, DeltaNet(key_heads=2, value_heads=4, key_dim=20, value_dim=10, conv_tokens=4), draw(120, 4)
+    )
 
     def grouped(some: slice) -> Tensor:
         """One expert three times, each with some of the rows."""
@@ -70,12 +75,19 @@ def _parts(device: torch.device) -> dict[str, Callable[[slice], Tensor]]:
         packed = PackedAttention([len(rows)], x_ND.device, exact=True)
         return packed(layer, q, k, v)[some]
 
+    def recurrence(some: slice) -> Tensor:
+        """Tokens of one sequence, which is cut off after the last one."""
+        rows = heads_NHC[: some.stop].flatten(1)
+        spans = Spans([len(rows)], x_ND.device)
+        return run(recurrent, spans, rows, -rows[:, :4].exp(), ops.sigmoid(rows[:, 4:8]), None, exact=True)[0][some]
+
     return {
         "products": lambda some: ops.linear(x_ND[some], wide),
         "narrow products": lambda some: ops.linear(x_ND[some], narrow),
         "products of experts": grouped,
         "sums over experts": lambda some: ops.combine(x_ND, weights_NK[some], place_NK[some]),
         "attention": attention,
+        "recurrent layers": recurrence,
         "norms": lambda some: ops.rms_norm(x_ND[some], factors, 1e-6),
         "norms of heads": lambda some: ops.rms_norm(heads_NHC[some, :5], factors[:20], 1e-6),
         "rotary turns": lambda some: ops.rotate(heads_NHC[some, :5], angles[some].cos(), angles[some].sin()),

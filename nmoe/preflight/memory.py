@@ -12,6 +12,7 @@ from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.engine.native.cache import cache_size
 from nmoe.model.config import ModelConfig
 from nmoe.model.device import kind_of
+from nmoe.model.ops.delta import CHUNK
 from nmoe.preflight.check import Check, gib
 from nmoe.preflight.doctor import machine_memory
 from nmoe.preflight.size import Size, parameters_of
@@ -82,10 +83,26 @@ def activation_numbers(shape: ModelConfig, checkpointing: bool) -> int:
     attention = shape.heads * (3 * shape.head_dim + shape.value_dim) + 2 * shape.kv_heads * (
         shape.head_dim + shape.value_dim
     )
+    if shape.attention_gate:
+        attention += 3 * shape.heads * shape.head_dim
     hidden = shape.hidden_size
-    layers = [5 * hidden + attention + _feed_forward(shape, layer in shape.moe_layers) for layer in range(shape.layers)]
+    layers = [
+        5 * hidden
+        + (_recurrence(shape) if layer in shape.recurrent_layers else attention)
+        + _feed_forward(shape, layer in shape.moe_layers)
+        for layer in range(shape.layers)
+    ]
     blocks = max(layers) + shape.layers * hidden if checkpointing else sum(layers)
     return blocks + 2 * hidden + 2 * shape.vocab_size
+
+
+def _recurrence(shape: ModelConfig) -> int:
+    """Numbers of a token in a recurrent layer: the taps of the convolution, what heads read and write, the products among a chunk's
+    tokens, and the memory once a chunk."""
+    assert shape.delta is not None, "the caller looks"
+    delta, keys = shape.delta, shape.delta.value_heads * shape.delta.key_dim
+    of_chunk = 5 * delta.value_heads * CHUNK + keys * delta.value_dim // CHUNK
+    return (delta.conv_tokens + 1) * delta.channels + 9 * keys + 12 * delta.values + of_chunk
 
 
 def _feed_forward(shape: ModelConfig, routed: bool) -> int:

@@ -94,3 +94,22 @@ def test_a_found_block_holds_the_tokens_asked_for(actions: list[tuple[int, list[
     for blocks in held:
         pool.release(blocks)
     assert pool.available == 8
+
+
+def test_seats_are_of_one_holder_each() -> None:
+    pool = BlockManager(1, 4, 3)
+    taken = pool.take_seats(3)
+    assert sorted(taken) == [0, 1, 2]
+    assert pool.available_seats == 0
+    pool.release_seat(taken[1])
+    assert pool.available_seats == 1
+    assert pool.take_seats(1) == [taken[1]]
+
+
+def test_where_blocks_are_not_all_that_a_prefix_needs_none_is_found() -> None:
+    for shares, found in ((True, [0]), (False, [])):
+        pool = BlockManager(2, 2, 1, shares)
+        blocks = pool.take(1)
+        pool.remember([5, 6], blocks)
+        pool.release(blocks)
+        assert pool.find([5, 6, 7], 3) == found

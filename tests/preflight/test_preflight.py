@@ -166,7 +166,7 @@ def batch_of(sequences: list[list[int]]) -> Batch:
     return Batch(lengths, ids, ids, scored, token_weights("token", scored, lengths))
 
 
-@pytest.mark.parametrize("shape", [DENSE, MOE, FAMILIES["deepseek_v3"], FAMILIES["qwen3"]])
+@pytest.mark.parametrize("shape", [DENSE, MOE, FAMILIES["deepseek_v3"], FAMILIES["qwen3"], FAMILIES["qwen3_next"]])
 def test_activations_are_what_autograd_keeps(shape: dict[str, Any]) -> None:
     """The estimate is rough: within 30% of the storage that the backward pass of real tokens is given."""
     config = ModelConfig(**shape)
