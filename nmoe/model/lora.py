@@ -130,6 +130,8 @@ def sites(model: Transformer) -> list[Site]:
                 mlp, ffn = f"{theirs}.mlp.{name}", f"{ours}.ffn.shared"
                 add(mlp, f"{ffn}.gate_up_proj", ("gate_proj", inner), ("up_proj", inner))
                 add(mlp, f"{ffn}.down_proj", ("down_proj", width))
+            if config.shared_gate:
+                add(f"{theirs}.mlp", f"{ours}.ffn.shared_gate", ("shared_expert_gate", 1))
         else:
             inner = config.intermediate_size
             add(f"{theirs}.mlp", f"{ours}.ffn.gate_up_proj", ("gate_proj", inner), ("up_proj", inner))

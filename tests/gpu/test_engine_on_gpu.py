@@ -24,7 +24,7 @@ ENGINE_MODELS = {
     "moe": MOE | {"head_dim": 16},
     "windows": DENSE | {"head_dim": 16, "windows": (0, 8)},
     "gpt_oss": FAMILIES["gpt_oss"],
-    **{name: FAMILIES[name] for name in ("deepseek_v3", "glm4_moe", "gemma3_text")},
+    **{name: FAMILIES[name] for name in ("deepseek_v3", "glm4_moe", "gemma3_text", "qwen3_next")},
 }
 
 

@@ -142,6 +142,7 @@ class LoraSection(Section):
             "gate_proj",
             "up_proj",
             "down_proj",
+            "shared_expert_gate",
             "experts.gate_up_proj",
             "experts.down_proj",
         ]
