@@ -27,7 +27,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
 
 from nmoe.errors import UserError
@@ -82,20 +81,6 @@ FAMILIES["glm4_moe"] = Glm4MoeConfig(
     attention_bias=True,
     use_qk_norm=True,
 )
-# A head's queries beside its gates; a key head's queries, keys, values and gates beside each other.
-FAMILIES["qwen3_next"] = Qwen3NextConfig(
-    **SHAPE,
-    moe_intermediate_size=24,
-    shared_expert_intermediate_size=24,
-    num_experts=6,
-    num_experts_per_tok=2,
-    rms_norm_eps=1e-3,  # as in family_cases
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=12,
-    linear_value_head_dim=10,
-    layer_types=["linear_attention", "full_attention"],
-)
 FAMILIES["gemma3_text"] = Gemma3TextConfig(**SHAPE, sliding_window=8)
 FAMILIES["qwen2"] = Qwen2Config(**SHAPE)
 FAMILIES["mixtral"] = MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2)
@@ -103,7 +88,6 @@ DENSE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
 ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 EXPERTS = ATTENTION | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 LATENT = {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
-RECURRENT = {
     "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate", *ATTENTION["target_modules"]]
 }
 CASES = [
@@ -116,7 +100,6 @@ CASES = [
     ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}),
     ("gpt_oss", EXPERTS),
     ("deepseek_v3", EXPERTS | LATENT),
-    ("qwen3_next", RECURRENT),
     ("glm4_moe", EXPERTS),
     ("qwen2", DENSE),
     ("gemma3_text", DENSE),
