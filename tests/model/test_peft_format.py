@@ -88,8 +88,6 @@ DENSE = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
 ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 EXPERTS = ATTENTION | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 LATENT = {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
-    "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate", *ATTENTION["target_modules"]]
-}
 CASES = [
     ("llama", DENSE),
     ("llama", {"target_modules": ["v_proj", "down_proj"], "use_rslora": True}),
