@@ -49,11 +49,8 @@ def make_directory(path: Path, remedy: str) -> None:
     """Makes a directory that may exist, with those above it. Raises UserError, with the remedy, where none can be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (
-        FileNotFoundError,
-        FileExistsError,
-        NotADirectoryError,
-    ):  # a file system such as /proc takes none, and a file holds none
+    # A file system such as /proc takes none, and a file holds none.
+    except (FileNotFoundError, FileExistsError, NotADirectoryError):
         raise UserError(f"{path}: no directory can be made there; {remedy}") from None
 
 
