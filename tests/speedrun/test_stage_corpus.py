@@ -29,37 +29,35 @@ def tokenizer() -> Tokenizer:
 def test_every_stage_has_something_to_find(tokenizer: Tokenizer) -> None:
     documents = list(StageDocuments(ENVIRONMENT, tokenizer).documents(0, DOCUMENTS))
     assert documents == list(StageDocuments(ENVIRONMENT, tokenizer).documents(0, DOCUMENTS))
-    harmony, environment = Harmony(tokenizer), Environment.from_toml(ENVIRONMENT, tokenizer)
     found = {"format": 0, "reasoning": 0, "call": 0, "correct": 0}
     lengths = set()
     for ids in documents:
-        messages = harmony.parse(ids)
-        question = next(message.content for message in messages if message.role == "user")
-        assert split_of("add", question) == "train"
-        said = [message for message in messages if message.role == "assistant"]
-        thoughts = [message.content for message in said if message.content in THOUGHTS]
+        text = tokenizer.decode(ids)
+        question = text.partition("Add: ")[2].partition("<|end|>")[0]
+        assert split_of("add", f"Add: {question}") == "train"
+        said = text.partition("Add: ")[2]
+        thoughts = [thought for thought in THOUGHTS if f"analysis<|message|>{thought}<|end|>" in said]
         lengths |= set(thoughts)
-        formed = said[-1].channel == "final"
-        found["format"] += formed
-        found["reasoning"] += formed and bool(thoughts)
-        found["call"] += any(message.recipient == "functions.python" for message in said)
-        gold = str(sum(map(int, question.removeprefix("Add: ").split(" + "))))
-        found["correct"] += formed and said[-1].content == gold
+        _, formed, answer = said.partition("<|channel|>final<|message|>")
+        found["format"] += bool(formed)
+        found["reasoning"] += bool(formed and thoughts)
+        found["call"] += "to=functions.python" in said
+        found["correct"] += answer == f"{sum(map(int, question.split(' + ')))}<|return|>"
     shares = {name: count / DOCUMENTS for name, count in found.items()}
     assert lengths == set(THOUGHTS)
     assert shares["format"] == pytest.approx(1 - UNANSWERED, abs=0.06)
     assert shares["reasoning"] == pytest.approx((1 - UNANSWERED) * THINKS, abs=0.06)
     assert 0.4 < shares["call"] < 0.8
     assert 0.05 < shares["correct"] < 0.4
-    assert environment.curriculum is not None
 
 
-def test_an_answer_left_in_the_analysis_has_no_form(tokenizer: Tokenizer) -> None:
+def test_an_answer_on_no_channel_has_no_form(tokenizer: Tokenizer) -> None:
     """What the corpus calls unanswered is what the first stage's gate counts as broken."""
     environment, harmony = Environment.from_toml(ENVIRONMENT, tokenizer), Harmony(tokenizer)
     problem = Problem("p", "add", "Add: 1111 + 2222", "3333", "p")
-    for channel, form in (("final", 1.0), ("analysis", 0.0)):
-        ids = harmony.render_completion([Message("assistant", "3333", channel)])  # type: ignore[arg-type]
+    formed = harmony.render_completion([Message("assistant", "3333", "final")])
+    broken = formed[formed.index(tokenizer.special_id("<|message|>")) :]
+    for ids, form in ((formed, 1.0), (broken, 0.0)):
         turn = Turn((), Sample(ids, [0.0] * len(ids), [], "stop"))
         grade = asyncio.run(environment.grade(problem, (turn,), 96))
         assert (grade.components["format"], grade.score) == (form, form)
