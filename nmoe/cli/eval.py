@@ -1,33 +1,56 @@
 """`nmoe eval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Device, Seed, Temperature
+from nmoe.cli.arguments import Device, Seed, Temperature
 from nmoe.errors import UserError
 
 
 def evaluate(
-    checkpoint: Checkpoint,
-    environment: Annotated[
-        Path | None,
+    named: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="ENVIRONMENT",
-            help="The environment to evaluate on: a TOML file, a directory, or a packaged name. With "
-            "--format-check the default is that of the run.",
+            metavar="CHECKPOINT... BENCHMARK...",
+            help="Runs or checkpoints, then environments: TOML files, directories, or packaged names. With --format-check one "
+            "checkpoint, and the default environment is that of the run.",
             show_default=False,
         ),
-    ] = None,
+    ],
     problems: Annotated[
         int | None,
         typer.Option(
             metavar="N", min=1, help="How many problems; default: 200, with --format-check 20.", show_default=False
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Completions per problem.")] = 1,
-    temperature: Temperature = 0.0,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODE",
+            help="greedy_pass@1, sampling_pass@N (the majority of N) or nondet_proxy_pass@N; default: that of --samples and "
+            "--temperature.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Completions per problem; default: 1, or the mode's.", show_default=False
+        ),
+    ] = None,
+    temperature: Temperature | None = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Tokens of a completion; default: what the context leaves.", show_default=False
+        ),
+    ] = None,
+    reasoning_effort: Annotated[
+        Literal["low", "medium", "high"] | None,
+        typer.Option(help="In place of the environment's.", show_default=False),
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     best_of: Annotated[
@@ -43,39 +66,63 @@ def evaluate(
             help="Report whether the model is ready for reinforcement learning on the environment, or what to do first.",
         ),
     ] = False,
+    results: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Where a sweep keeps the outcome of every problem, and goes on after an interruption.",
+        ),
+    ] = Path("evals"),
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.json", help="Write the results here, with the answers to every problem.", show_default=False
+            metavar="FILE.json",
+            help="Write the results here as JSON; of one checkpoint on one benchmark with the answers to every problem.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Evaluate a checkpoint on an environment.
+    """Evaluate checkpoints on benchmarks.
+
+    Several of either are a sweep: one table, with paired tests against the first checkpoint.
 
     \b
     Example, greedy:
       nmoe eval runs/speedrun/sort_grpo sort --out sort.json
-    Example, eight samples per problem:
-      nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6
+    Example, the majority of eight samples per problem, and pass@k for k up to 8:
+      nmoe eval runs/speedrun/sort_grpo sort --mode sampling_pass@8
+    Example, two models on two benchmarks:
+      nmoe eval runs/base runs/sort_grpo sort skills
     Example, the best of eight samples by a reward model, and the majority vote:
       nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
     Example, whether a model is ready for reinforcement learning:
       nmoe eval runs/base math --format-check
     """
     if format_check:
-        if samples > 1 or temperature > 0 or best_of is not None:
+        if samples or temperature or mode is not None or best_of is not None:
             raise UserError(
-                "--format-check decides how problems are sampled; leave out --samples, --temperature and --best-of"
+                "--format-check decides how problems are sampled; leave out --mode, --samples, --temperature and --best-of"
             )
+        if len(named) > 2:
+            raise UserError("--format-check is of one checkpoint on one environment")
         from nmoe.eval.format_check import format_check as check_format
 
-        for line in check_format(checkpoint, environment, problems or 20, seed, device):
+        for line in check_format(named[0], named[1] if len(named) > 1 else None, problems or 20, seed, device):
             typer.echo(line)
         return
-    if environment is None:
-        raise UserError("eval needs an ENVIRONMENT: a TOML file, a directory or a packaged name")
-    from nmoe.eval.command import evaluate_command
-    from nmoe.verifier.scorers import load_scorer
+    from nmoe.config.modes import mode_of
 
-    asked = (problems or 200, samples, temperature, seed)
-    evaluate_command(checkpoint, environment, *asked, load_scorer, best_of, out, device)
+    chosen = mode_of(mode, samples, temperature)
+    from nmoe.eval.sweep import Asked, models_and_benchmarks, sweep_command
+
+    checkpoints, benchmarks = models_and_benchmarks(named)
+    asked = Asked(chosen, problems or 200, seed, max_tokens, reasoning_effort, device)
+    if len(checkpoints) + len(benchmarks) == 2:
+        from nmoe.eval.command import evaluate_command
+        from nmoe.verifier.scorers import load_scorer
+
+        evaluate_command(checkpoints[0], benchmarks[0], asked, load_scorer, best_of, out)
+        return
+    if best_of is not None:
+        raise UserError("--best-of is of one checkpoint on one benchmark")
+    sweep_command(checkpoints, benchmarks, asked, results, out)

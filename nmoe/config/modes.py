@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nmoe.errors import UserError
+
 SAMPLING_TEMPERATURE = 0.6
 """The temperature of `sampling_pass@n` where none is given."""
 
@@ -30,11 +32,16 @@ class Mode:
     samples: int
     temperature: float
 
+    @property
+    def is_of_nondeterminism(self) -> bool:
+        """Whether it is of several completions at temperature 0."""
+        return self.temperature == 0 and self.samples > 1
+
 
 def mode_of(name: str | None = None, samples: int | None = None, temperature: float | None = None) -> Mode:
     """The mode of this name or, without one, of this many samples at this temperature, by default one at 0.
 
-    Raises ValueError for an unknown name, and for samples or a temperature that do not fit it.
+    Raises UserError for an unknown name, and for samples or a temperature that do not fit it.
     """
     if name is None:
         return _mode_of_sampling(samples or 1, temperature or 0.0)
@@ -42,22 +49,22 @@ def mode_of(name: str | None = None, samples: int | None = None, temperature: fl
     if match is None:
         alike = difflib.get_close_matches(name, _EXAMPLES, n=1)
         hint = f"; did you mean {alike[0]!r}?" if alike else ""
-        raise ValueError(
+        raise UserError(
             f"{name!r} is no mode: one of greedy_pass@1, sampling_pass@N and nondet_proxy_pass@N for N samples{hint}"
         )
     kind, counted = match[1], int(match[2])
     if kind == "greedy_pass" and counted > 1:
-        raise ValueError(f"{name}: greedy decoding gives one completion; write greedy_pass@1 or nondet_proxy_pass@N")
+        raise UserError(f"{name}: greedy decoding gives one completion; write greedy_pass@1 or nondet_proxy_pass@N")
     if kind == "nondet_proxy_pass" and counted == 1:
-        raise ValueError(f"{name}: one greedy completion is greedy_pass@1; this mode compares several")
+        raise UserError(f"{name}: one greedy completion is greedy_pass@1; this mode compares several")
     if samples not in (None, counted):
-        raise ValueError(f"{name} is of {counted} samples, and {samples} are asked for; drop one of the two")
+        raise UserError(f"{name} is of {counted} samples, and {samples} are asked for; drop one of the two")
     if kind == "sampling_pass":
         if temperature == 0:
-            raise ValueError(f"{name} samples, and at temperature 0 nothing is drawn; use greedy_pass@1")
+            raise UserError(f"{name} samples, and at temperature 0 nothing is drawn; use greedy_pass@1")
         return Mode(name, counted, SAMPLING_TEMPERATURE if temperature is None else temperature)
     if temperature:
-        raise ValueError(f"{name} is at temperature 0, and {temperature:g} is asked for; use sampling_pass@{counted}")
+        raise UserError(f"{name} is at temperature 0, and {temperature:g} is asked for; use sampling_pass@{counted}")
     return Mode(name, counted, 0.0)
 
 
@@ -65,7 +72,7 @@ def _mode_of_sampling(samples: int, temperature: float) -> Mode:
     if temperature > 0:
         return Mode(f"sampling_pass@{samples}", samples, temperature)
     if samples > 1:
-        raise ValueError(
+        raise UserError(
             f"temperature 0 gives the same completion {samples} times: use 1 sample, a temperature above 0, or the mode "
             f"nondet_proxy_pass@{samples}, which shows how far the engine's arithmetic differs"
         )

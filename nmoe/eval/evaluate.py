@@ -100,10 +100,7 @@ def sample_problems(
     Problems whose keys are `done` are left out, and the others draw what they would have drawn beside them.
     """
     if not nondeterminism:
-        try:
-            mode_of(None, samples, temperature)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        mode_of(None, samples, temperature)
     sandboxes, workspaces = (None, None) if runtime is None else (runtime.sandboxes, runtime.workspaces)
     collector = Collector(engine, environment, context_tokens, sandboxes, workspaces=workspaces)
     key = (seed, "eval", samples, str(temperature))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.modes import mode_of
 from nmoe.envs.environment import Environment
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
@@ -46,8 +47,8 @@ def format_check(
     with open_subject(
         checkpoint, named, problems, on_held_out=True, prepare=hard_problems_alone, device=device
     ) as subject:
-        groups = subject.sample(problems, 1, 0.0, seed)
-        sampled = subject.sample(problems, SAMPLES, 1.0, seed) if has_gold(groups) else []
+        groups = subject.sample(problems, mode_of(), seed)
+        sampled = subject.sample(problems, mode_of(samples=SAMPLES, temperature=1.0), seed) if has_gold(groups) else []
         yield from report(subject.environment, [group.trajectories[0] for group in groups], sampled)
 
 

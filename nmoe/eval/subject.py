@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
+from nmoe.config.modes import Mode
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
@@ -51,13 +52,33 @@ class Subject:
     runtime: ToolRuntime
     start: dict[str, Any]
 
-    def sample(self, problems: int, samples: int, temperature: float, seed: int) -> list[Group]:
-        """Samples and grades the environment's first problems, the same ones on every call, with a progress count.
-
-        Raises UserError for several greedy samples of one problem. At Ctrl-C raises SamplingInterruptedError with the finished
-        groups.
-        """
+    def collect(
+        self,
+        problems: int,
+        mode: Mode,
+        seed: int,
+        on_group: Callable[[Group], None],
+        done: Collection[str] = (),
+    ) -> list[Group]:
+        """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are `done`."""
         self.environment.load_state(self.start)
+        return sample_problems(
+            self.engine,
+            self.environment,
+            self.context_tokens,
+            problems=problems,
+            samples=mode.samples,
+            temperature=mode.temperature,
+            max_new_tokens=self.max_new_tokens,
+            seed=seed,
+            runtime=self.runtime,
+            on_group=on_group,
+            nondeterminism=mode.is_of_nondeterminism,
+            done=done,
+        )
+
+    def sample(self, problems: int, mode: Mode, seed: int) -> list[Group]:
+        """`collect` with a progress count. At Ctrl-C raises SamplingInterruptedError with the finished groups."""
         done: list[Group] = []
         with counting("problems", problems) as count:
 
@@ -66,18 +87,7 @@ class Subject:
                 count(len(done))
 
             try:
-                return sample_problems(
-                    self.engine,
-                    self.environment,
-                    self.context_tokens,
-                    problems=problems,
-                    samples=samples,
-                    temperature=temperature,
-                    max_new_tokens=self.max_new_tokens,
-                    seed=seed,
-                    runtime=self.runtime,
-                    on_group=on_group,
-                )
+                return self.collect(problems, mode, seed, on_group)
             except KeyboardInterrupt as error:
                 raise SamplingInterruptedError(done, problems) from error
 
@@ -91,10 +101,12 @@ def open_subject(
     on_held_out: bool,
     prepare: Callable[[Environment], None] = lambda _: None,
     device: str = "auto",
+    max_tokens: int | None = None,
 ) -> Iterator[Subject]:
     """Opens the model of a run or checkpoint with an environment.
 
-    `on_held_out` takes the environment's eval split if it has one. `prepare` may select among the environment's problems.
+    `on_held_out` takes the environment's eval split if it has one. `max_tokens` bounds a completion, as the context does.
+    `prepare` may select among the environment's problems.
     Raises UserError for what cannot be loaded, for a device that is not there, and if one of the first `problems` prompts fills the
     model's context.
     """
@@ -117,6 +129,5 @@ def open_subject(
         )
     with ToolRuntime(loaded, SandboxSettings()) as runtime:
         engine = NativeEngine(model, max_sequences=256)
-        yield Subject(
-            loaded, engine, model.config.context_tokens, model.config.context_tokens - longest, runtime, start
-        )
+        context = model.config.context_tokens
+        yield Subject(loaded, engine, context, min(context - longest, max_tokens or context), runtime, start)

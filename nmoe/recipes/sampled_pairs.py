@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.config.modes import mode_of
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.outcomes import is_correct
@@ -42,7 +43,7 @@ def write_pairs(
         interrupted: SamplingInterruptedError | None = None
         groups: Sequence[Group]
         try:
-            groups = subject.sample(problems, samples, temperature, seed)
+            groups = subject.sample(problems, mode_of(None, samples, temperature), seed)
         except SamplingInterruptedError as error:
             groups, interrupted = error.groups, error
         lines = [json.dumps(record) + "\n" for group in groups for record in _pair(subject.environment, group)]

@@ -17,8 +17,10 @@ import pytest
 from nmoe import cli
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.modes import mode_of
 from nmoe.config.packaged import packaged_configurations, packaged_environments
 from nmoe.errors import StorageError, UserError
+from nmoe.eval.asked import Asked
 from nmoe.verifier.scorers import load_scorer
 
 RL = """
@@ -137,9 +139,10 @@ def test_the_other_verbs_hand_over_their_arguments(
         "--device=cpu",
     ]
     assert nmoe("eval", "a", "e", *several) == 0
+    eight = Asked(mode_of(samples=8, temperature=0.6), 5, 7, device="cpu")
     assert calls == [
-        (Path("runs/a"), Path("e.toml"), 200, 1, 0.0, 0, load_scorer, None, None, "auto"),
-        (Path("a"), Path("e"), 5, 8, 0.6, 7, load_scorer, Path("runs/b"), Path("r"), "cpu"),
+        (Path("runs/a"), Path("e.toml"), Asked(mode_of(), 200, 0), load_scorer, None, None),
+        (Path("a"), Path("e"), eight, load_scorer, Path("runs/b"), Path("r")),
     ]
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])

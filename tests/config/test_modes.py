@@ -3,6 +3,7 @@
 import pytest
 
 from nmoe.config.modes import Mode, mode_of, why_not_comparable
+from nmoe.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_what_a_mode_stands_for(asked: dict[str, object], mode: Mode) -> None:
     ],
 )
 def test_what_does_not_fit_a_mode(asked: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         mode_of(**asked)  # type: ignore[arg-type]
 
 

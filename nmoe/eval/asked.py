@@ -1,0 +1,30 @@
+"""What an evaluation by command asks of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.modes import Mode
+from nmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The mode, how many problems, and the seed. `max_tokens` and `reasoning_effort` replace those of context and environment."""
+
+    mode: Mode
+    problems: int
+    seed: int
+    max_tokens: int | None = None
+    reasoning_effort: str | None = None
+    device: str = "auto"
+
+
+def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentSettings:
+    """The environment with this reasoning effort in place of its own. Raises UserError for a format without a place for it."""
+    if effort is None:
+        return settings
+    if settings.format == "boxed":
+        raise UserError(f"{settings.env_id}: plain text has no place for a reasoning effort; drop --reasoning-effort")
+    return settings.model_copy(update={"reasoning_effort": effort})

@@ -1,0 +1,143 @@
+"""A sweep of models and benchmarks: its table and tests by hand, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import DENSE
+
+from nmoe.config.modes import mode_of
+from nmoe.errors import UserError
+from nmoe.eval import sweep as sweeping
+from nmoe.eval.asked import Asked
+from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.sweep import Cell, SweepInterruptedError, compare, models_and_benchmarks, sweep, table, table_json
+from nmoe.model.checkpoint import save_model
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
+from nmoe.text.tokenizer import Tokenizer
+
+DRAWN = Asked(mode_of(samples=2, temperature=1.0), problems=6, seed=3, max_tokens=8, device="cpu")
+REVERSE = 'env_id = "reverse"\ntask_pool = { type = "generated", task_type = "reverse", difficulty = [4, 4] }\n'
+CARDS = 'env_id = "cards"\ntask_pool = { type = "jsonl", task_type = "sort", path = "cards.jsonl" }\n'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of random weights and two benchmarks."""
+    here = tmp_path_factory.mktemp("sweep")
+    tokenizer = Tokenizer.train(["a"], 300)
+    for seed, name in enumerate("ab"):
+        (here / name).mkdir()
+        config = ModelConfig(**DENSE | {"vocab_size": tokenizer.vocab_size})
+        save_model(Transformer(config).initialize(seed), here / name)
+        tokenizer.save(here / name)
+    (here / "reverse.toml").write_text(REVERSE)
+    (here / "cards.toml").write_text(CARDS)
+    rows = [{"question": f"Sort: {9 - number}{number}", "answer": f"{number}{9 - number}"} for number in range(4)]
+    (here / "cards.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return here
+
+
+def records(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Each file's problems in the order of their keys."""
+    files = {path.name: list(map(json.loads, path.read_text().splitlines())) for path in directory.glob("*.jsonl")}
+    return {
+        name: sorted((row for row in rows if "key" in row), key=lambda row: row["key"]) for name, rows in files.items()
+    }
+
+
+def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, benchmarks = [place / "a", place / "b"], [place / "reverse.toml", place / "cards.toml"]
+    whole = sweep(models, benchmarks, DRAWN, tmp_path / "whole")
+    appended: list[Path] = []
+    write = sweeping.append_whole
+
+    def broken(path: Path, content: bytes) -> None:
+        write(path, content)
+        appended.append(path)
+        if len(appended) == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweeping, "append_whole", broken)
+    with pytest.raises(SweepInterruptedError, match="keeps what is done, and the same command goes on"):
+        sweep(models, benchmarks, DRAWN, tmp_path / "parts")
+    with next((tmp_path / "parts").glob("*cards*.jsonl")).open("ab") as file:
+        file.write(b'{"key": "torn')
+    again = sweep(models, benchmarks, DRAWN, tmp_path / "parts")
+    # Six and four problems of two models, and four ends of files.
+    assert len(appended) == 24
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert [len(rows) for _, rows in sorted(records(tmp_path / "whole").items())] == [4, 6, 4, 6]
+    assert again == whole
+    assert [(cell.benchmark, cell.result.mode, cell.result.problems) for cell in whole] == [
+        ("reverse", "sampling_pass@2", 6),
+        ("cards", "sampling_pass@2", 4),
+    ] * 2
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a finished sweep opens no model")
+
+    monkeypatch.setattr(sweeping, "open_subject", nothing)
+    assert sweep(models, benchmarks, DRAWN, tmp_path / "parts") == whole
+    other = Asked(DRAWN.mode, 6, seed=4, max_tokens=8, device="cpu")
+    with pytest.raises(UserError, match="seed 3 instead of 4; remove the file, or name another --results"):
+        sweep(models, benchmarks, other, tmp_path / "parts")
+
+
+def test_a_benchmark_that_the_model_was_trained_on_is_refused(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step_000001").symlink_to(place / "a")
+    (run / "config.toml").write_text(f"[environment]\n{CARDS.replace('cards.jsonl', f'{place}/cards.jsonl')}")
+    with pytest.raises(UserError, match=r"cards: 4 of 4 problems are among those that .*run was trained on"):
+        sweep([run], [place / "cards.toml"], DRAWN, tmp_path / "results")
+
+
+def cell(name: str, *right: int, mode: str = "greedy_pass@1") -> Cell:
+    outcomes = {str(place): float(value) for place, value in enumerate(right)}
+    result = Evaluation(mode, "sums", len(right), sum(right) / len(right), 0.1, 0.9, outcomes=outcomes)
+    return Cell(Path(name), "sums", [result], result)
+
+
+def test_the_table_and_its_paired_tests_by_hand() -> None:
+    cells = [cell("a", 0, 0, 1, 1, 0), cell("b", 1, 1, 1, 0, 1)]
+    (comparison,) = compare(cells)
+    # Differences 1, 1, 0, -1, 1: mean 0.4, error 0.4, Student's quantile with 4 degrees of freedom 2.776445, p = 0.373901.
+    assert (comparison.problems, comparison.difference) == (5, pytest.approx(0.4))
+    assert comparison.low == pytest.approx(0.4 - 2.776445 * 0.4, abs=1e-6)
+    assert comparison.high == 1.0
+    assert comparison.p_value == pytest.approx(0.373901, abs=1e-6)
+    title, head, *rows, minus, _, last = table(cells, [comparison])
+    assert title == "greedy_pass@1 with 95% intervals, of how many problems"
+    assert [row.split() for row in (head, *rows)] == [
+        ["model", "sums"],
+        ["a", "40.0%", "[10.0%,", "90.0%]", "of", "5"],
+        ["b", "80.0%", "[10.0%,", "90.0%]", "of", "5"],
+    ]
+    assert minus == "minus a, paired by problem"
+    assert last.split() == ["b", "+40.0%", "[-71.1%,", "+100.0%]", "p", "=", "0.374"]
+    read = json.loads(json.dumps(table_json(cells, [comparison])))
+    assert read["comparisons"][0]["checkpoint"] == "b"
+    assert read["results"][1]["evaluations"][0]["value"] == 0.8
+    with pytest.raises(UserError, match="b and a on sums: greedy_pass@1 and sampling_pass@8 are different modes"):
+        compare([cell("a", 0, 1), cell("b", 1, 1, mode="sampling_pass@8")])
+
+
+def test_checkpoints_come_before_benchmarks(place: Path) -> None:
+    a, b, reverse = place / "a", place / "b", place / "reverse.toml"
+    assert models_and_benchmarks([a, b, reverse, Path("sort")]) == ([a, b], [reverse, Path("sort")])
+    assert models_and_benchmarks([a, Path("sort")]) == ([a], [Path("sort")])
+    with pytest.raises(UserError, match="needs a BENCHMARK"):
+        models_and_benchmarks([a])
+
+
+def test_an_unknown_benchmark_is_named_with_one_that_is_alike(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'sort'"):
+        sweep([place / "a"], [Path("sorrt")], DRAWN, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
