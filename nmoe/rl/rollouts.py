@@ -103,7 +103,8 @@ class RolloutSampler:
         self._collector, self._pool, self._run, self._batch = collector, environment.pool, run, batch
         self._carries_signal, self._failures = carries_signal, failures
         self._sampling = Sampling(**sampling.model_dump())
-        self.focus = Focus(run.seed) if batch.favour_unsolved else None
+        weigh = unsolved if batch.favour_unsolved else learnable if batch.favour_learnable else None
+        self.focus = None if weigh is None else Focus(run.seed, weigh)
 
     @classmethod
     def build(
@@ -192,17 +193,27 @@ def solve_rate(group: Group) -> float:
     return sum(rates) / len(rates) if rates else 0.0
 
 
-class Focus:
-    """Draws more problems from sources that are solved less often: groups from a solved source mostly have equal rewards.
+def unsolved(rate: float) -> float:
+    """What is left to learn of a source that is solved at this rate."""
+    return 1 - rate
 
-    A problem of source s is drawn with probability max(0.1, (1 - r_s) / max_s' (1 - r_s')), where r_s is an exponential average of
-    the share of its samples that were right. This is prioritisation by learning potential, as in Schaul et al. 2016
-    (arXiv:1511.05952), over sources. `rates` holds r by source and belongs in a checkpoint; whether a problem is drawn is a pure
-    function of rates, seed and position.
+
+def learnable(rate: float) -> float:
+    """The variance of a right answer, of which a source that is never or always solved has none: what groups can teach now."""
+    return rate * (1 - rate)
+
+
+class Focus:
+    """Draws more problems from sources that can teach more: groups whose samples all succeed or all fail mostly have equal rewards.
+
+    A problem of source s is drawn with probability max(0.1, w(r_s) / max_s' w(r_s')), where r_s is an exponential average of the
+    share of its samples that were right, and w is `unsolved` or `learnable`. This is prioritisation by learning potential, as in
+    Schaul et al. 2016 (arXiv:1511.05952), over sources. `rates` holds r by source and belongs in a checkpoint; whether a problem is
+    drawn is a pure function of rates, seed and position.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, weigh: Callable[[float], float] = unsolved) -> None:
+        self._seed, self._weigh = seed, weigh
         self.rates: dict[str, float] = {}
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -218,11 +229,11 @@ class Focus:
 
     def share(self, source: str) -> float:
         """The probability that a problem of this source is drawn; 1 for a source without a rate yet."""
-        unsolved = {name: 1 - rate for name, rate in self.rates.items()}
-        most = max(unsolved.values(), default=0.0)
-        if source not in unsolved or most == 0:
+        weights = {name: self._weigh(rate) for name, rate in self.rates.items()}
+        most = max(weights.values(), default=0.0)
+        if source not in weights or most == 0:
             return 1.0
-        return max(LEAST, unsolved[source] / most)
+        return max(LEAST, weights[source] / most)
 
     def admits(self, drawn: Drawn) -> bool:
         """Whether this problem is drawn."""

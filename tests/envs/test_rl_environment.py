@@ -497,6 +497,33 @@ def test_overlong_problems_are_left_out_and_counted(environment: Make, tmp_path:
         demo.leave_out_overlong(prompts[0] + 19, 20)
 
 
+def test_easy_problems_come_first_in_the_first_pass(environment: Make, tmp_path: Path) -> None:
+    rows = [("Level 3", 0.1), ("Level 1", 0.9), ("Level 5", 0.0), ("Level 1", 0.8), ("Level 2", 0.4)]
+    records = [
+        {"problem": f"Sort: {number}", "answer": str(number), "level": level, "rate": rate}
+        for number, (level, rate) in enumerate(rows)
+    ]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def golds(key: str, take: int = 5) -> list[str]:
+        pool = f'[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "sort"\n{key}'
+        return [problem.gold for problem in environment(pool).pool.take(take)]
+
+    assert golds('easy_first = "-rate"\n') == ["1", "3", "4", "0", "2"]
+    by_level = golds('easy_first = "level"\n', 10)
+    assert by_level[2:5] == ["4", "0", "2"]
+    assert by_level[5:] == golds("", 10)[5:], "later passes are shuffled as without it"
+    seeds = {tuple(golds(f'easy_first = "level"\nseed = {seed}\n')[:2]) for seed in range(9)}
+    assert seeds == {("1", "3"), ("3", "1")}, "equally hard ones are shuffled"
+    with pytest.raises(
+        UserError, match=r"records\.jsonl.*1: easy_first = 'depth': the field 'depth' is not there, which is no"
+    ):
+        golds('easy_first = "depth"\n')
+    (tmp_path / "records.jsonl").write_text('{"problem": "Sort: x", "answer": "1"}\n')
+    with pytest.raises(UserError, match=r"the field 'problem' has 'Sort: x', which is no number"):
+        golds('easy_first = "problem"\n')
+
+
 def test_a_budget_of_prompt_tokens_leaves_longer_problems_out(environment: Make, tmp_path: Path) -> None:
     digits = ["12", "345", "6" * 40]
     (tmp_path / "records.jsonl").write_text(

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rl.policy_cases import answer, settings
 
 from nmoe.envs.pools.pool import Drawn
-from nmoe.rl.rollouts import DECAY, LEAST, Focus
+from nmoe.rl.rollouts import DECAY, LEAST, Focus, learnable
 from nmoe.trajectory import Group
 from nmoe.types import Problem
 
@@ -23,6 +23,27 @@ def test_what_is_solved_less_is_drawn_more() -> None:
     assert focus.rates == {"a": 0.75, "b": 0.0, "c": 1.0}
     assert (focus.share("a"), focus.share("b"), focus.share("c")) == (0.25, 1.0, LEAST)
     assert focus.metrics() == {"focus/a": 0.25, "focus/b": 1.0, "focus/c": LEAST}
+
+
+def test_easy_sources_come_first_where_the_learnable_are_favoured() -> None:
+    """r (1 - r): 0.1875 for the source solved at 3/4, 0.09375 at 1/8 (0.109375 / 0.1875 = 7/12), nothing where all or none is."""
+    focus = Focus(0, learnable)
+    focus.observe(
+        [group("easy", 1, 1, 1, 0), group("hard", 1, *[0] * 7), group("unsolved", 0, 0), group("solved", 1, 1)]
+    )
+    assert focus.metrics() == {
+        "focus/easy": 1.0,
+        "focus/hard": pytest.approx(7 / 12),
+        "focus/solved": LEAST,
+        "focus/unsolved": LEAST,
+    }
+    # Once the easy one is solved, the hard one leads.
+    for _ in range(30):
+        focus.observe([group("easy", 1, 1, 1, 1), group("hard", 1, 1, 0, 0)])
+    assert (focus.share("hard"), focus.share("easy")) == (1.0, LEAST)
+    nothing = Focus(0, learnable)
+    nothing.observe([group("a", 0, 0), group("b", 0, 0)])
+    assert (nothing.share("a"), nothing.share("b")) == (1.0, 1.0)
 
 
 def test_rates_are_averages_over_steps_and_stay_where_a_source_was_not_met() -> None:

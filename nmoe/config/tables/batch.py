@@ -37,6 +37,11 @@ class BatchSection(GroupBatchSection):
         default=False,
         description="weight the sources of problems by the share of each that is unsolved, at least a tenth",
     )
+    favour_learnable: bool = Field(
+        default=False,
+        description="weight the sources of problems by r (1 - r), r the share of each that is solved, at least a tenth: easy ones "
+        "first, and harder ones as they begin to be solved",
+    )
     solve_rate: Array[float] = Field(
         default=(0.0, 1.0), description="train only on groups whose mean correctness lies in this range"
     )
@@ -52,6 +57,10 @@ class BatchSection(GroupBatchSection):
             yield Conflict("solve_rate", "must be two rates between 0 and 1, the lower one first, such as [0.1, 0.9]")
         elif self.group_size == 1 and self.solve_rate[0] > 0 and self.solve_rate[1] < 1:
             yield Conflict("solve_rate", "a group of one has a rate of 0 or 1, so no group would be trained on")
+        if self.favour_unsolved and self.favour_learnable:
+            yield Conflict(
+                "favour_learnable", "excludes favour_unsolved, which draws hard problems first; give one of the two"
+            )
         if self.updates_per_step > self.prompts_per_step:
             yield Conflict(
                 "updates_per_step",

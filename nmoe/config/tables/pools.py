@@ -69,6 +69,12 @@ class DatasetKeys(Section):
         description="of `math`: the unit that an answer may add to a gold without one: the only one that the question names, "
         "none, or any",
     )
+    easy_first: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a field with each problem's difficulty, `level`, or, with a minus, its measured solve rate, `-solve_rate`: "
+        "the first pass begins with the easiest; later passes are shuffled",
+    )
     max_examples: int | None = Field(default=None, ge=1, description="maximum number of records to read")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
 

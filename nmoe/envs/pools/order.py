@@ -86,3 +86,24 @@ class Shuffled:
         permutation = list(range(self.size))
         random.Random(stable_hash("epoch", self._seed, epoch)).shuffle(permutation)
         return permutation
+
+
+class EasyFirst(Shuffled):
+    """The same, but the first epoch goes from the easiest problem to the hardest; equally hard ones stay shuffled."""
+
+    def __init__(
+        self,
+        name: str,
+        difficulties: Sequence[float],
+        problem: Callable[[int], Problem],
+        seed: int,
+        content: str,
+        read_as: str = "",
+    ) -> None:
+        """`difficulties[i]` is that of the i-th problem."""
+        super().__init__(name, len(difficulties), problem, seed, fingerprint_of(content, *difficulties), read_as)
+        self._difficulties = difficulties
+
+    def _permute(self, epoch: int) -> list[int]:
+        permutation = super()._permute(epoch)
+        return sorted(permutation, key=self._difficulties.__getitem__) if epoch == 0 else permutation

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from nmoe.config.tables.pools import DatasetKeys
 from nmoe.data.rows import Row
 from nmoe.envs.pools.fields import Fields, fields_of, gold_of, question_of
-from nmoe.envs.pools.order import Order, Shuffled, fingerprint_of
+from nmoe.envs.pools.order import EasyFirst, Order, Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
 from nmoe.errors import UserError
 from nmoe.grading.gold import extract_gold
@@ -35,12 +36,15 @@ def record_order(
     """
     task = TASKS[settings.task_type]
     problems: list[Problem] = []
+    difficulties: list[float] = []
     fields: Fields | None = None
     for where, record in islice(records, settings.max_examples):
         try:
             if fields is None and not task.own_records:
                 fields = fields_of(settings, record, task.has_gold)
             problems.append(_problem(name, settings, fields, len(problems), record, columns))
+            if settings.easy_first is not None:
+                difficulties.append(_difficulty(settings.easy_first, record))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     if not problems:
@@ -48,7 +52,21 @@ def record_order(
     # Hash the content, not the path: moved data is the same data, changed data is not.
     content = fingerprint_of(*(_content(problem) for problem in problems))
     read_as = "" if fields is None else f"{origin}: {fields}"
+    if difficulties:
+        return EasyFirst(name, difficulties, problems.__getitem__, settings.seed, content, read_as)
     return Shuffled(name, len(problems), problems.__getitem__, settings.seed, content, read_as)
+
+
+def _difficulty(easy_first: str, record: Mapping[str, Any]) -> float:
+    """The number in the field, negative for a rate that is high where problems are easy: 5.0 for `level` in {"level": "Level 5"}.
+
+    Raises UserError where there is none."""
+    field = easy_first.removeprefix("-")
+    found = re.search(r"-?\d+(?:\.\d+)?", str(record.get(field, "")))
+    if found is None:
+        has = f"has {record[field]!r}" if field in record else "is not there"
+        raise UserError(f"easy_first = {easy_first!r}: the field {field!r} {has}, which is no number")
+    return -float(found[0]) if easy_first.startswith("-") else float(found[0])
 
 
 def _content(problem: Problem) -> tuple[object, ...]:
@@ -110,4 +128,5 @@ def columns_of(settings: DatasetKeys) -> tuple[tuple[str, ...], tuple[str, ...]]
     needed = () if task.own_records else (settings.problem_field, settings.answer_field)[: 1 + task.has_gold]
     if not all(field is not None and "." not in field for field in needed):
         return None
-    return tuple(filter(None, needed)), (*task.record_fields, *COMMITS)
+    hard = () if settings.easy_first is None else (settings.easy_first.removeprefix("-"),)
+    return (*filter(None, needed), *hard), (*task.record_fields, *COMMITS)
