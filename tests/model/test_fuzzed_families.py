@@ -66,6 +66,13 @@ def test_an_odd_setting_is_read_as_transformers_reads_it(tmp_path: Path, family:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        (
+            "llama",
+            {"num_hidden_layers": 10**30},
+            "num_hidden_layers = 1000000000000000000000000000000 is larger than 4096",
+        ),
+        ("gpt_oss", {"num_local_experts": 10**9}, "num_local_experts = 1000000000 is larger than 65536"),
+        ("qwen3", {"vocab_size": 2**31}, "vocab_size = 2147483648 is larger than 2147483647"),
         ("llama", {"is_causal": False}, "llama: is_causal = False is not supported, only True"),
         ("qwen3", {"is_causal": None}, "qwen3: is_causal = null is not supported"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave = null is not supported"),

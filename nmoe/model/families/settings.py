@@ -11,6 +11,12 @@ from nmoe.model.rope import yarn_mscale
 
 _MISSING: Any = object()
 
+# Beyond these a `config.json` is damaged, and listing what it describes would not end: layers and experts each have tensors.
+_LARGEST = 2**31 - 1
+_MOST = {"num_hidden_layers": 4096} | dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 65_536
+)
+
 
 class Settings:
     """The keys of a `config.json`. A key that is null counts as absent; `refuse_null` is for keys for which transformers gives
@@ -30,6 +36,8 @@ class Settings:
         value = self._get(key, default)
         if type(value) is not int or value < 0:
             raise UserError(f"{key} = {value!r} is not a whole number")
+        if value > (most := _MOST.get(key, _LARGEST)):
+            raise UserError(f"{key} = {value} is larger than {most}, the most that is read")
         return value
 
     def real(self, key: str, default: float = _MISSING) -> float:
