@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from nmoe.api.environments import Env, environment_table
 from nmoe.config import Locator, Place, parse
@@ -21,6 +21,7 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
 from nmoe.model.device import choose_device, dtype_for
+from nmoe.model.mxfp4 import ExpertWeightsForm
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
@@ -51,9 +52,12 @@ class Completion:
     finish_reason: FinishReason
 
 
-def load_model(path: str | Path, device: str = "auto") -> Transformer:
+def load_model(
+    path: str | Path, device: str = "auto", expert_weights: ExpertWeightsForm = "dequantized"
+) -> Transformer:
     """Loads the model of a run or checkpoint; an adapter comes on its base. `device` is "auto" (a GPU where there is one), "cpu",
-    "cuda" or, of several, "cuda:1"; the weights are float32 on a CPU and bfloat16 on a GPU.
+    "cuda" or, of several, "cuda:1"; the weights are float32 on a CPU and bfloat16 on a GPU. With `expert_weights` "mxfp4" a
+    released gpt-oss keeps its experts in their four bits, to be sampled and not to be trained.
 
         >>> import nmoe
         >>> model = nmoe.load_model(checkpoint)
@@ -62,12 +66,14 @@ def load_model(path: str | Path, device: str = "auto") -> Transformer:
 
     Raises UserError for a path that holds no model, a model of an unknown family, and a device that is not there.
     """
-    return _loaded(resolve_checkpoint(Path(path)), device)
+    return _loaded(resolve_checkpoint(Path(path)), device, expert_weights)
 
 
-def _loaded(directory: Path, device: str) -> Transformer:
+def _loaded(directory: Path, device: str, expert_weights: ExpertWeightsForm) -> Transformer:
+    if expert_weights not in get_args(ExpertWeightsForm):
+        raise UserError(f"expert_weights = {expert_weights!r} is neither 'dequantized' nor 'mxfp4'")
     on = choose_device(device, "device")
-    return load_policy(directory, dtype_for(on), on)[0]
+    return load_policy(directory, dtype_for(on), on, expert_weights)[0]
 
 
 def generate(
@@ -81,6 +87,7 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> list[list[Completion]]:
     """Samples `n` completions of each prompt: one list per prompt.
 
@@ -91,11 +98,13 @@ def generate(
 
     A prompt is a text or a list of messages; it is rendered in the format of the environment that the model was
     trained on, else in the one that the tokenizer is made for: Harmony, its chat template, or plain text. The samples
-    depend on `seed` and on the place of the prompt, not on the other prompts. `device` is that of `load_model`.
+    depend on `seed` and on the place of the prompt, not on the other prompts. `device` and `expert_weights` are
+    those of `load_model`.
     Raises UserError for a prompt that leaves no room in the model's context.
     """
     directory = resolve_checkpoint(Path(model))
-    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device).requires_grad_(False)
+    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device, expert_weights)
+    loaded.requires_grad_(False)
     trained = trained_on(Path(model))
     form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
     renderer = RENDERERS[form](tokenizer)
@@ -134,6 +143,7 @@ def evaluate(
     max_new_tokens: int = 256,
     seed: int = 0,
     device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> list[Evaluation]:
     """Evaluates a model on the problems of an environment: over all of them first, then by source.
 
@@ -144,7 +154,7 @@ def evaluate(
 
     `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
     gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and, by majority, `sampling_pass@n`.
-    `device` is that of `load_model`.
+    `device` and `expert_weights` are those of `load_model`.
     Raises UserError for problems without a right answer, and for numbers that are not positive.
     """
     from nmoe.eval.evaluate import evaluate as evaluated
@@ -154,7 +164,8 @@ def evaluate(
             f"problems = {problems}, samples = {samples}, max_new_tokens = {max_new_tokens}: each is at least 1"
         )
     directory = resolve_checkpoint(Path(model))
-    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device).requires_grad_(False)
+    tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device, expert_weights)
+    loaded.requires_grad_(False)
     settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))
     environment = Environment.from_settings(settings, tokenizer)
     # The records of a dataset have no held-out split: they are what was asked for.

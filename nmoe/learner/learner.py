@@ -23,7 +23,7 @@ from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scor
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
-from nmoe.model.checkpoint import export_model, load_weights, snapshot_model
+from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, snapshot_model
 from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
@@ -117,6 +117,7 @@ class Learner:
         head_only: bool = False,
         head_learning_rate: float | None = None,
     ) -> None:
+        refuse_packed(model, "trained")
         assert head is not None or not head_only, "a learner of a head alone has one"
         assert lora is None or lora.model is model, "the adapter is that of the model that is trained"
         self.model, self.lora, self.head, self.head_only = model, lora, head, head_only

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.families import FAMILIES, differences, family_of, native
+from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
 from nmoe.model.families.base import Family, fill, tensors_of
+from nmoe.model.mxfp4 import LARGEST_SCALE, ExpertWeightsForm, PackedExperts
 from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, write_shards
 from nmoe.model.snapshot import Snapshot, hold
@@ -30,24 +31,44 @@ SHARD_BYTES = 5 * 10**9
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
+def load_model(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    expert_weights: ExpertWeightsForm = "dequantized",
+) -> Transformer:
     """Loads the model of a checkpoint directory onto `device`, with parameters in `dtype`; routers and buffers stay in fp32.
+
+    With `expert_weights = "mxfp4"` experts that are stored in MXFP4 stay in it, and are dequantised for each product: such a
+    model computes what the dequantised one does in about a quarter of bf16's memory, but cannot be trained or exported.
 
     Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not
     fit the configuration or are not finite. Peak memory is the model and its largest stored tensor, of tables and stacked experts
     20 MiB.
     """
     family, config = read_config(directory)
-    model = new_model(config, dtype, device)
+    shards, packed = Shards(directory), expert_weights == "mxfp4"
+    if packed and not (family is gpt_oss and any(name.endswith("experts.down_proj_blocks") for name in shards.files)):
+        raise UserError(
+            f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized'"
+        )
+    model = new_model(config, dtype, device, packed)
     model.generation = _read_generation(directory)
-    fill(model.state_dict(), family, config, Shards(directory), [name for name, _ in model.named_buffers()])
+    entries = gpt_oss.packed_entries(config) if packed else None
+    fill(model.state_dict(), family, config, shards, [name for name, _ in model.named_buffers()], entries)
+    for name, experts in model.named_modules():
+        if isinstance(experts, PackedExperts) and bool((experts.scales > LARGEST_SCALE).any()):
+            raise UserError(f"{shards.listing}: the scales of {name} hold NaN or infinite values")
     return model
 
 
-def new_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """A model whose weights and routers' biases are not set yet, allocated where and as they will be."""
+def new_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, packed: bool = False) -> Transformer:
+    """A model whose weights and routers' biases are not set yet, allocated where and as they will be; with `packed`, experts in
+    MXFP4."""
     with torch.device("meta"):
         model = cast(Transformer(config), dtype)
+        for moe in model.moe_layers() if packed else ():
+            moe.pack()
     model = model.to_empty(device=device)
     model.reset_tables()
     return model
@@ -83,6 +104,7 @@ def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_B
     The family is the one that has all features of the model; a model loaded from a family returns to it. Raises UserError if no
     family has all features, and if the directory already holds a model, since shards of both would be mixed.
     """
+    refuse_packed(model, "exported")
     if old := sorted(directory.glob("*.safetensors*")):
         raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
     family = family_of(model.config)
@@ -128,6 +150,14 @@ def read_config(directory: Path) -> tuple[Family, ModelConfig]:
         return family, family.config_from_hf(raw)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def refuse_packed(model: Transformer, what: str) -> None:
+    """Raises UserError if the model's experts are in MXFP4: their weights are no parameters."""
+    if any(moe.gate_up_packed is not None for moe in model.moe_layers()):
+        raise UserError(
+            f"a model whose experts are in MXFP4 cannot be {what}; load it with expert_weights = 'dequantized'"
+        )
 
 
 def _write(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nmoe.model.config import ModelConfig
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
+from nmoe.model.mxfp4 import PackedExperts
 from nmoe.model.ops.table import ops_for
 
 
@@ -236,8 +237,10 @@ class MoE(nn.Module):
         self.limit = config.swiglu_limit
         self.router = Router(config)
         experts, width, expert_width = config.experts, config.hidden_size, config.expert_width
-        self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * expert_width))
-        self.down = nn.Parameter(torch.empty(experts, expert_width, width))
+        self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(experts, width, 2 * expert_width))
+        self.down: nn.Parameter | None = nn.Parameter(torch.empty(experts, expert_width, width))
+        self.gate_up_packed: PackedExperts | None = None
+        self.down_packed: PackedExperts | None = None
         self.gate_up_bias = nn.Parameter(torch.zeros(experts, 2 * expert_width)) if config.expert_bias else None
         self.down_bias = nn.Parameter(torch.zeros(experts, width)) if config.expert_bias else None
         self.gate_up_adapter: ExpertsLowRank | None = None
@@ -247,11 +250,19 @@ class MoE(nn.Module):
             SwiGLU(config.hidden_size, config.shared_experts * config.expert_width) if config.shared_experts else None
         )
 
+    def pack(self) -> None:
+        """Gives the experts' weights, which are not set yet, their place in MXFP4."""
+        assert self.gate_up is not None
+        assert self.down is not None
+        self.gate_up_packed, self.down_packed = PackedExperts(*self.gate_up.shape), PackedExperts(*self.down.shape)
+        self.gate_up = self.down = None
+
     def forward(self, x_TD: Tensor, trace: RouterTrace) -> Tensor:
         weights_TK, chosen_TK = self.router(x_TD, trace)
-        out_TD = self._at_once(x_TD, weights_TK, chosen_TK)
+        projections = self._projections(chosen_TK, x_TD.dtype)
+        out_TD = self._at_once(x_TD, weights_TK, chosen_TK, *projections)
         if out_TD is None:
-            out_TD = self._routed(x_TD, weights_TK, chosen_TK)
+            out_TD = self._routed(x_TD, weights_TK, chosen_TK, *projections)
         if self.shared is None:
             return out_TD
         shared_TD = self.shared(x_TD)
@@ -259,25 +270,37 @@ class MoE(nn.Module):
             shared_TD = shared_TD * ops_for(x_TD, self.exact).sigmoid(self.shared_gate(x_TD))
         return out_TD + shared_TD
 
-    def _at_once(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor | None:
+    def _projections(self, chosen_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gate and up `[E, D, 2F]`, and down `[E, F, D]`; packed ones are dequantised for this pass alone."""
+        if self.gate_up_packed is not None and self.down_packed is not None:
+            return self.gate_up_packed(chosen_TK, dtype), self.down_packed(chosen_TK, dtype)
+        assert self.gate_up is not None
+        assert self.down is not None
+        return self.gate_up, self.down
+
+    def _at_once(
+        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
+    ) -> Tensor | None:
         """All experts by one kernel; None if there is no such kernel."""
         if self.gate_up_adapter is not None or self.down_adapter is not None:
             return None
-        weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        weights = (gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias)
         return ops_for(x_TD).experts(x_TD, chosen_TK, weights_TK, *weights, self.limit)
 
-    def _routed(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+    def _routed(
+        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
+    ) -> Tensor:
         tokens, k = chosen_TK.shape
         expert_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
         # `bincount` would wait for the device on CUDA, to learn the length of its result.
-        ends_E = torch.searchsorted(expert_R, torch.arange(self.gate_up.shape[0], device=expert_R.device), right=True)
+        ends_E = torch.searchsorted(expert_R, torch.arange(gate_up_EDF.shape[0], device=expert_R.device), right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         row_TK = row_R.view(tokens, k)
         rows_RD = ops_for(x_TD).dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
         adapters = (self.gate_up_adapter, self.down_adapter)
         weights = ExpertWeights(
-            self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.limit, self.exact, *adapters
+            gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias, self.limit, self.exact, *adapters
         )
         out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)
         return ops_for(out_RD, self.exact).combine(out_RD, weights_TK, row_TK)

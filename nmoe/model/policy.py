@@ -10,12 +10,16 @@ from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora
+from nmoe.model.mxfp4 import ExpertWeightsForm
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
 from nmoe.model.transformer import Transformer
 
 
 def load_policy(
-    directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> tuple[Transformer, Lora | None]:
     """The model of a checkpoint and, if the checkpoint is an adapter, the adapter on it.
 
@@ -23,7 +27,9 @@ def load_policy(
     not those that an nmoe adapter was trained with.
     """
     if not is_adapter(directory):
-        return load_model(directory, dtype, device), None
+        return load_model(directory, dtype, device, expert_weights), None
+    if expert_weights == "mxfp4":
+        raise UserError(f"{directory}: an adapter's base has its experts dequantised; drop expert_weights = 'mxfp4'")
     base, trained_beside = base_of(directory), read_base(directory)[1]
     own = fingerprint(base)
     if trained_beside not in (None, own):

@@ -15,8 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import export_model, load_model
-from nmoe.model.families.gpt_oss import config_from_hf, config_to_hf, dequantised, halves, interleaved
+from nmoe.model.families.gpt_oss import config_from_hf, config_to_hf, halves, interleaved
 from nmoe.model.moe import RouterTrace
+from nmoe.model.mxfp4 import dequantised
 from nmoe.model.packed import PackedAttention
 
 

@@ -57,6 +57,7 @@ class Entry:
     # `read(theirs[e : e + 1])[0]`, and so it is with a packing's `unpack`. They are then read a few at a time, or several
     # copies of the largest tensor of the model would be in memory at once.
     stacked: bool = False
+    packed: bool = False  # bytes of a quantised form, copied as they are
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,20 @@ class Family(Protocol):
 
 
 def fill(
-    state: dict[str, Tensor], family: Family, config: ModelConfig, shards: Shards, buffers: Collection[str]
+    state: dict[str, Tensor],
+    family: Family,
+    config: ModelConfig,
+    shards: Shards,
+    buffers: Collection[str],
+    entries: Iterable[Entry] | None = None,
 ) -> None:
     """Copies a checkpoint into a model's state, converting to its dtypes. Of the state, `buffers` may have no entry: they become 0.
+    `entries` are the family's where none are given.
 
     Names, shapes and dtypes are all compared before anything is copied; values are checked to be finite while copying. Raises
     UserError naming file and tensor.
     """
-    entries = list(family.entries(config))
+    entries = list(family.entries(config) if entries is None else entries)
     stored = {entry.theirs: _stored_names(entry.theirs, family, shards) for entry in entries}
     _compare(entries, stored, family, config, shards)
     for name in _unfilled(state, entries, buffers):
@@ -218,6 +225,12 @@ def _compare(
         elif shards.shapes[entry.theirs] != entry.shape:
             found = shards.shapes[entry.theirs]
             problems[str(shards.files[entry.theirs])].append(_wrong_shape(entry, found))
+        elif entry.packed:
+            if shards.dtype(entry.theirs) != torch.uint8:
+                found_dtype = shards.dtype_name(entry.theirs)
+                problems[str(shards.files[entry.theirs])].append(
+                    f"{entry.theirs} is stored as {found_dtype}, not as bytes"
+                )
         elif (dtype := shards.dtype(entry.theirs)) is None or not dtype.is_floating_point or dtype.itemsize < 2:
             problems[str(shards.files[entry.theirs])].append(
                 f"{entry.theirs} is stored as {shards.dtype_name(entry.theirs)}, which is not a float this family is stored in"

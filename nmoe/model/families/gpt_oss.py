@@ -1,27 +1,24 @@
 """gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, experts saved fused with gate and up
 interleaved, in MXFP4 where OpenAI released them."""
 
-# Shapes: E experts, D width, F expert width, N a product's outputs, G blocks of 32 numbers, W bytes of a block.
+# Shapes: E experts, N a product's outputs.
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import decoder
-from nmoe.model.families.base import Entry, Packing
+from nmoe.model.families.base import Entry, Packing, identity
 from nmoe.model.families.settings import Settings
+from nmoe.model.mxfp4 import BLOCK, dequantised
 
 MODEL_TYPE = "gpt_oss"
 ignores = decoder.ignored_always
-
-# The values of the four bits of E2M1 (OCP Microscaling Formats, version 1.0, section 5.3.3).
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # Defaults, as in transformers, for a config.json without positions or windows.
 _THETA, _WINDOW = 150_000.0, 128
@@ -117,30 +114,24 @@ def interleaved(gate_up: Tensor) -> Tensor:
     return gate_up.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def dequantised(blocks_ENGW: Tensor, scales_ENG: Tensor) -> Tensor:
-    """Experts `[E, inputs, N]` in bf16, a view of `[E, N, inputs]`, from MXFP4: two numbers of four bits a byte, the lower
-    bits first, and a power of two, `2 ** (scale - 127)`, for each block of 32; 255 is NaN. Exact: bf16 holds every product.
+def packed_entries(config: ModelConfig) -> Iterator[Entry]:
+    """The entries of a model whose experts stay in MXFP4. Gate and up are separated by moving whole rows of blocks."""
+    for entry in entries(config):
+        if not entry.ours.endswith(("ffn.gate_up", "ffn.down")):
+            yield entry
+            continue
+        experts, inputs, outputs = entry.shape
+        rows = (experts, outputs, inputs // BLOCK)
+        read = _halves_of_rows if entry.read is halves else identity
+        for part, shape in (("blocks", (*rows, BLOCK // 2)), ("scales", rows)):
+            yield Entry(
+                f"{entry.theirs}_{part}", f"{entry.ours}_packed.{part}", shape, (), read, stacked=True, packed=True
+            )
 
-    Raises UserError if blocks and scales do not match.
-    """
-    found = (
-        f"blocks {list(blocks_ENGW.shape)} {blocks_ENGW.dtype} and scales {list(scales_ENG.shape)} {scales_ENG.dtype}"
-    )
-    if blocks_ENGW.dim() != 4 or blocks_ENGW.shape[:-1] != scales_ENG.shape or blocks_ENGW.shape[-1] != 16:
-        raise UserError(f"{found} are not MXFP4: [E, N, G, 16] and [E, N, G]")
-    if blocks_ENGW.dtype != torch.uint8 or scales_ENG.dtype != torch.uint8:
-        raise UserError(f"{found} are not MXFP4: both are bytes")
-    values = torch.tensor(_FP4, dtype=torch.bfloat16)
-    # All pairs of values, indexed by byte: looking up a whole byte is six times faster than looking up its halves.
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
-    powers[255] = torch.nan
-    out_ENGX = torch.empty(*scales_ENG.shape, 32, dtype=torch.bfloat16)
-    for out_NGX, blocks_NGW, scales_NG in zip(out_ENGX, blocks_ENGW, scales_ENG, strict=True):
-        # One expert at a time, because indices take four times the memory of the bytes.
-        torch.index_select(pairs, 0, blocks_NGW.flatten().int(), out=out_NGX.view(-1, 2))
-        out_NGX.mul_(powers[scales_NG.int()].unsqueeze(-1))
-    return out_ENGX.flatten(-2).transpose(1, 2)
+
+def _halves_of_rows(rows_EN: Tensor) -> Tensor:
+    """`halves`, on the second axis."""
+    return rows_EN.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 PACKINGS: tuple[Packing, ...] = (Packing(("_blocks", "_scales"), dequantised),)

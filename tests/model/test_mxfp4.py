@@ -1,0 +1,118 @@
+"""Experts kept in MXFP4: the bits of the dequantised model, in a fraction of its memory, and for sampling alone."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases import gpt_oss as cases
+from safetensors.torch import load_file, save_file
+from test_gpt_oss import quantise
+
+from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.engine.api import Request
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.learner.learner import Learner
+from nmoe.model.checkpoint import export_model, load_model
+from nmoe.model.moe import MoE, RouterTrace
+from nmoe.model.mxfp4 import PackedExperts
+from nmoe.model.packed import PackedAttention
+from nmoe.model.transformer import Transformer
+from nmoe.types import Sampling
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("packed")
+    case = cases.CASES[0]
+    config = type(case.config)(**(case.config.to_dict() | {"intermediate_size": 64}))
+    type(case)("mxfp4", config, case.model).make().save_pretrained(directory)
+    quantise(directory)
+    return directory
+
+
+@torch.no_grad()
+def logits(model: Transformer, tokens: int) -> torch.Tensor:
+    ids = torch.randint(64, (60,), generator=torch.Generator().manual_seed(1))[:tokens]
+    return model.logits(model(ids, torch.arange(tokens), PackedAttention([tokens], ids.device), RouterTrace()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 60])
+def test_logits_have_the_bits_of_the_dequantised_model(released: Path, dtype: torch.dtype, tokens: int) -> None:
+    packed = load_model(released, dtype, expert_weights="mxfp4")
+    assert torch.equal(logits(packed, tokens), logits(load_model(released, dtype), tokens))
+
+
+def expert_bytes(moe: MoE) -> int:
+    state = moe.state_dict()
+    return sum(x.nbytes for name, x in state.items() if name.startswith(("gate_up", "down")) and "bias" not in name)
+
+
+def test_experts_take_17_bytes_for_32_numbers(released: Path) -> None:
+    packed, whole = (load_model(released, torch.bfloat16, expert_weights=form) for form in ("mxfp4", "dequantized"))
+    for ours, theirs in zip(packed.moe_layers(), whole.moe_layers(), strict=True):
+        assert expert_bytes(ours) * 64 == expert_bytes(theirs) * 17
+    assert not any("gate_up" in name and "bias" not in name for name, _ in packed.named_parameters())
+
+
+def test_only_the_experts_that_were_chosen_are_dequantised(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = load_model(released, expert_weights="mxfp4").moe_layers()[0].down_packed
+    whole = load_model(released).moe_layers()[0].down
+    assert isinstance(packed, PackedExperts)
+    assert whole is not None
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    out = packed(torch.tensor([[4, 1], [1, 4]]), torch.float32)
+    assert [bool(one.any()) for one in out] == [False, True, False, False, True, False]
+    assert torch.equal(out[[1, 4]], whole[[1, 4]])
+
+
+def test_the_engine_samples_the_same_tokens(released: Path) -> None:
+    sampled = []
+    for form in ("mxfp4", "dequantized"):
+        model = load_model(released, expert_weights=form).requires_grad_(False)
+        model.set_numerics("exact")
+        engine = NativeEngine(model, 2)
+        request = Request((5, 6, 7), n=2, sampling=Sampling(12, seed=3), request_id="0")
+        sampled.append(engine.run(engine.generate(request)))
+    for ours, theirs in zip(*sampled, strict=True):
+        assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+
+
+def test_training_and_export_are_refused(released: Path, tmp_path: Path) -> None:
+    packed = load_model(released, expert_weights="mxfp4")
+    with pytest.raises(UserError, match=r"cannot be exported; load it with expert_weights = 'dequantized'"):
+        export_model(packed, tmp_path / "out")
+    with pytest.raises(UserError, match="cannot be trained"):
+        Learner(packed, OptimizerSection(), 1, tokens_per_microbatch=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t["model.layers.1.mlp.experts.down_proj_scales"].fill_(255),
+            r"blocks\.1\.ffn\.down_packed hold NaN",
+        ),
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"), "down_proj_scales is missing"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.down_proj_scales": torch.zeros(6, 32, 2)}),
+            "down_proj_scales is stored as F32, not as bytes",
+        ),
+    ],
+)
+def test_damaged_blocks_are_refused(released: Path, tmp_path: Path, change: Any, message: str) -> None:
+    shutil.copytree(released, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path, expert_weights="mxfp4")
+
+
+def test_a_model_without_such_experts_is_refused(tmp_path: Path) -> None:
+    cases.CASES[0].make().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"not stored in MXFP4; load it with expert_weights = 'dequantized'"):
+        load_model(tmp_path, expert_weights="mxfp4")
