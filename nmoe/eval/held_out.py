@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nmoe.config.modes import Mode
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -9,7 +10,7 @@ from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems
 
 
 class HeldOutProblems:
-    """The next `problems` distinct problems of an environment, with one sample each. `tools` is where its tools run."""
+    """The next `problems` distinct problems of an environment, in one mode. `tools` is where its tools run."""
 
     def __init__(
         self,
@@ -17,16 +18,16 @@ class HeldOutProblems:
         tools: ToolRuntime,
         *,
         problems: int,
-        temperature: float,
+        mode: Mode,
         max_new_tokens: int,
         seed: int,
     ) -> None:
         self._environment, self._tools, self._start = environment, tools, environment.state()
-        self._problems, self._temperature = problems, temperature
+        self._problems, self._mode = problems, mode
         self._max_new_tokens, self._seed = max_new_tokens, seed
 
     def evaluate(self, engine: Engine, context_tokens: int) -> list[Evaluation]:
-        """Correctness over all problems first, with the outcome of each, then by source."""
+        """The mode's results first: over all problems, with the value of each, then by source."""
         self._environment.load_state(self._start)
         refuse_open_problems(self._environment)
         groups = sample_problems(
@@ -34,10 +35,12 @@ class HeldOutProblems:
             self._environment,
             context_tokens,
             problems=self._problems,
-            samples=1,
-            temperature=self._temperature,
+            samples=self._mode.samples,
+            temperature=self._mode.temperature,
+            nondeterminism=self._mode.is_of_nondeterminism,
             max_new_tokens=self._max_new_tokens,
             seed=self._seed,
             runtime=self._tools,
         )
-        return summarise(groups, self._environment.settings.env_id, self._temperature)
+        results = summarise(groups, self._environment.settings.env_id, self._mode.temperature)
+        return sorted(results, key=lambda one: one.mode != self._mode.name)  # stable: the mode's own results come first

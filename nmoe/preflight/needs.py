@@ -87,6 +87,8 @@ def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
         yield config.environment
         if config.eval.environment is not None:
             yield config.eval.environment
+        if config.eval.ood is not None:
+            yield config.eval.ood.environment
 
 
 def _on_hub(name: str) -> bool:

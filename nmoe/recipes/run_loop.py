@@ -24,7 +24,7 @@ from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
 from nmoe.runs.directory import RunDirectory, flat_keys, read_provenance, recorded_device
-from nmoe.runs.ledger import probe_of, read_lines
+from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.places import place_records
 from nmoe.runs.progress import Progress
@@ -223,7 +223,7 @@ class Run:
         if held_out.results:
             self.ledger.evaluation(step, {"results": list(held_out.results), **held_out.record})
         self.note(f"step {step}: {held_out.note}")
-        return held_out.metrics, probe_of(held_out.results)
+        return held_out.metrics, self.ledger.probes().get(step)
 
 
 def _schedule_notes(parts: Mapping[str, Part]) -> Iterator[str]:

@@ -32,7 +32,6 @@ from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.advantages import advantage, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -44,7 +43,7 @@ from nmoe.recipes.setup import (
     settle,
 )
 from nmoe.rl.critic import Critic
-from nmoe.rl.early_stopping import rates_of, read_rates, reason_to_end
+from nmoe.rl.early_stopping import outside_of, rates_of, read_outside, read_rates, reason_of_drops, reason_to_end
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.rl.experience import (
     Experience,
@@ -61,6 +60,7 @@ from nmoe.rl.experience import (
 )
 from nmoe.rl.metrics import joined_passes, joined_steps, rollout_metrics, shown, update_metrics
 from nmoe.rl.policy import policy_learner, policy_objective
+from nmoe.rl.probes import Probes, notes_of, probes_of
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
@@ -87,10 +87,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         partial(load_step_scorer, device=device),
         partial(RewardModel.load, device=device),
     )
-    held_out = None
-    if config.eval.every_steps:
-        named, split = config.eval.environment, config.eval.split
-        held_out = environment.held_out(split) if named is None else Environment.from_settings(named, tokenizer)
+    probes = probes_of(config, environment, tokenizer)
     learner = policy_learner(config, tokenizer)
     policy = PolicyUpdate(
         learner,
@@ -103,24 +100,13 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         critic=Critic.build(config, learner, tokenizer),
         teacher=Teacher.build(config, learner.model.config, tokenizer),
     )
-    for loaded in [environment, held_out] if held_out is not None else [environment]:
+    for loaded in [environment, *(probe.environment for probe in probes)]:
         loaded.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
     with ExitStack() as stack:
-        tools = held_out_tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
-        problems = None
-        if held_out is not None:
-            if config.eval.environment is not None:
-                held_out_tools = stack.enter_context(ToolRuntime(held_out, config.sandbox))
-            problems = HeldOutProblems(
-                held_out,
-                held_out_tools,
-                problems=config.eval.problems,
-                temperature=config.eval.temperature,
-                max_new_tokens=config.sampling.max_new_tokens,
-                seed=config.run.seed,
-            )
+        tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
+        asked = Probes(probes, config, tools, stack)
         run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
-        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, problems, policy, generate_fn))
+        run.follow(PolicyGradient(config, run, tokenizer, environment, tools, asked, policy, generate_fn))
     return run.directory.path
 
 
@@ -134,12 +120,12 @@ class PolicyGradient(Recipe):
         tokenizer: Tokenizer,
         environment: Environment,
         tools: ToolRuntime,
-        held_out: HeldOutProblems | None,
+        probes: Probes,
         policy: PolicyUpdate,
         generate_fn: GenerateFunction | None = None,
     ) -> None:
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.environment, self.tools, self.held_out = environment, tools, held_out
+        self.environment, self.tools, self.probes = environment, tools, probes
         self.policy, self.learner = policy, policy.learner
         model = self.learner.model
         self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
@@ -156,14 +142,16 @@ class PolicyGradient(Recipe):
             self._carries_signal,
         )
         self.rates = read_rates(run.directory.path / "eval")
-        self.evaluate_every, self.evaluate_first = config.eval.every_steps, held_out is not None
+        self.outside = read_outside(run.directory.path / "eval")
+        self.evaluate_every, self.evaluate_first = probes.every_steps, bool(probes)
+        self._at = 0  # the step that was taken last
         self.experts = model.config.routed_experts
         self._skipped = False  # whether the last step was, so that of several in a row the first is told
 
     def step(self, step: int) -> Step:
         """Samples and grades a group of completions per prompt, turns their rewards into advantages, updates the policy, and
         publishes its weights."""
-        began = time.perf_counter()
+        began, self._at = time.perf_counter(), step
         # A cached prefix of an evaluation, or of a step that published nothing, would be missing in a resumed run.
         self.engine.forget_prefixes()
         rollouts = self.sampler.sample(step)
@@ -186,18 +174,21 @@ class PolicyGradient(Recipe):
 
     def evaluate(self) -> HeldOut | None:
         """The share of held-out problems solved, the same problems each time. Raises GradingError with its sample saved."""
-        if self.held_out is None:
+        if not self.probes:
             return None
         self.engine.forget_prefixes()
+        context, evaluations = self.learner.model.config.context_tokens, self.run.directory.path / "eval"
         try:
-            results = self.held_out.evaluate(self.engine, self.learner.model.config.context_tokens)
+            records = self.probes.evaluate(self._at, self.engine, context, evaluations)
         except GradingError as error:
             lost = error.trajectory
             self.run.ledger.failure(lost.record(self.learner.version, self.tokenizer.decode(lost.token_ids)))
             raise
-        records = [result.record() for result in results]
-        self.rates.append(rates_of(records))
-        return HeldOut({}, f"held-out {results[0]}", records)
+        if not records:
+            return None
+        self.rates += [rates] if (rates := rates_of(records)) else []
+        self.outside += [value] if (value := outside_of(records)) is not None else []
+        return HeldOut({}, "; ".join(notes_of(records)), records)
 
     def parts(self) -> dict[str, Part]:
         reference, critic = self.policy.reference, self.policy.critic
@@ -220,6 +211,9 @@ class PolicyGradient(Recipe):
         self._skipped = bool(read_metrics(self.run.directory.path)[-1]["skipped"])
 
     def reason_to_end(self) -> str | None:
+        ood = self.config.eval.ood
+        if ood is not None and (reason := reason_of_drops(self.outside, ood.drops)) is not None:
+            return reason
         return reason_to_end(self.rates, self.config.eval.enough, self.config.eval.patience) if self.rates else None
 
     def notes(self) -> list[str]:

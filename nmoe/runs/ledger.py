@@ -58,9 +58,13 @@ class Ledger:
         return step in values and values[step] >= max(values.values())
 
     def probes(self) -> dict[int, float]:
-        """The first result of each evaluation so far, by step, higher being better."""
+        """The first result of each evaluation so far, by step, higher being better: of the OOD probe where there is one."""
         records = [json.loads(path.read_text()) for path in (self._directory / "eval").glob("step_*.json")]
-        found = {record["step"]: probe_of(record["results"]) for record in records}
+        outside = any(is_outside(result) for record in records for result in record["results"])
+        found = {
+            record["step"]: probe_of([one for one in record["results"] if is_outside(one) or not outside])
+            for record in records
+        }
         return {step: value for step, value in found.items() if value is not None}
 
     def failure(self, record: Mapping[str, Any]) -> None:
@@ -96,6 +100,11 @@ class Ledger:
             if key not in record:
                 raise ValueError(f"a record of {name} lacks '{key}'")
         append_whole(self._directory / name, _line(record, f"{name}, step {record['step']}"))
+
+
+def is_outside(result: Mapping[str, Any]) -> bool:
+    """Whether a result is of the probe out of the training distribution, which decides where there is one."""
+    return result.get("role") == "ood"
 
 
 def probe_of(results: Sequence[Mapping[str, Any]]) -> float | None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.environment import EnvironmentSettings, reseeded
+from nmoe.config.modes import mode_of
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.native.engine import NativeEngine
@@ -126,7 +127,7 @@ def selfplay(config: SelfplayConfig) -> Path:
                 held_out,
                 stack.enter_context(ToolRuntime(held_out, config.sandbox)),
                 problems=config.eval.problems,
-                temperature=0.0,
+                mode=mode_of(),
                 max_new_tokens=config.sampling.max_new_tokens,
                 seed=config.run.seed,
             )

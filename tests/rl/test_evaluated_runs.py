@@ -102,3 +102,18 @@ def test_evaluated_or_not_killed_or_not(
     assert all(sum(first["outcomes"].values()) == first["value"] * first["problems"] for first in firsts)
     assert all(len(first["outcomes"]) == first["problems"] for first in firsts)
     assert found == dict.fromkeys(("plain", "killed", "evaluated", "both"), dict.fromkeys(range(1, 5), 0))
+
+
+def test_a_second_probe_has_its_own_period_and_is_compared_with_the_start(reinforce: Reinforce, workshop: Path) -> None:
+    outside = ("--eval.ood.environment.path=" + str(workshop / "reverse.toml"), "--eval.ood.problems=5")
+    run = reinforce(*EVALUATED, *outside, "--eval.ood.every_steps=2", "--run.steps=3", "--run.name=outside")
+    records = [json.loads(path.read_text())["results"] for path in sorted((run / "eval").iterdir())]
+    # Step 1 is of the first probe alone; the last step is of both.
+    assert [[one.get("role") for one in results] for results in records] == [
+        ["ood", None],
+        [None],
+        ["ood", None],
+        ["ood", None],
+    ]
+    assert ["since_start" in one for one in records[2]] == [True, True]
+    assert [one["problems"] for one in records[0]] == [5, 10]

@@ -7,7 +7,9 @@ from pydantic import Field
 
 from nmoe.config.base import Conflict, FromFile, Section
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.modes import mode_of
 from nmoe.config.packaged import find_environment
+from nmoe.errors import UserError
 
 
 class PeriodSection(Section):
@@ -22,8 +24,34 @@ class CountedEvalSection(PeriodSection):
     problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
 
 
+class ProbeOutsideSection(CountedEvalSection):
+    """[eval.ood]: a second probe, out of the training distribution, with its own period. It decides which checkpoint is best."""
+
+    every_steps: int = Field(default=20, gt=0, description="steps between evaluations")
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
+        description="an environment of other problems than training's, or its `path`"
+    )
+    mode: str = Field(default="greedy_pass@1", description="mode; docs/guides/evaluation.md")
+    temperature: float | None = Field(default=None, ge=0, description="default: the mode's")
+    drops: int = Field(
+        default=2, ge=0, description="end the run when greedy_pass@1 drops this many times in a row; 0: never"
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        try:
+            name = mode_of(self.mode, None, self.temperature).name
+        except UserError as error:
+            yield Conflict("mode", str(error))
+            return
+        if "drops" in self.model_fields_set and self.drops and name != "greedy_pass@1":
+            yield Conflict("drops", f"compares greedy_pass@1, and the mode is {name}; set 0")
+
+
 class EvalSection(CountedEvalSection):
-    """[eval]: evaluation during the run."""
+    """[eval]: evaluation during the run, in the training distribution unless `environment` says otherwise."""
+
+    ood: ProbeOutsideSection | None = Field(default=None, description="the probe out of the training distribution")
 
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="held-out environment, or its `path`; default: a split of the training environment"

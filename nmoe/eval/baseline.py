@@ -1,0 +1,30 @@
+"""Differences from the evaluation before the first step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.modes import why_not_comparable
+from nmoe.runs.storage import step_name
+from nmoe.statistics import paired_difference
+
+
+def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> list[dict[str, Any]]:
+    """The results, each with `since_start` where the run's step 0 asked the same problems in the same mode: the difference and its
+    95% interval, paired by problem. `evaluations` is the run's directory `eval`."""
+    file = evaluations / f"{step_name(0)}.json"
+    before = json.loads(file.read_text())["results"] if file.exists() else []
+    known = {(one["mode"], one["dataset"], one.get("role")): one for one in before}
+    return [_since(result, known.get((result["mode"], result["dataset"], result.get("role")))) for result in results]
+
+
+def _since(result: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    left, right = (before or {}).get("outcomes") or {}, result.get("outcomes") or {}
+    if before is None or len(right) < 2 or left.keys() != right.keys() or why_not_comparable(before, result):
+        return dict(result)
+    estimate = paired_difference([left[key] for key in right], list(right.values()))
+    low, high = max(-1.0, estimate.interval.low), min(1.0, estimate.interval.high)
+    return {**result, "since_start": {"difference": estimate.value, "low": low, "high": high}}
