@@ -25,7 +25,8 @@ ConfigAndOverrides = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG [--section.key=value]",
-        help="The run's TOML file or a packaged name, and values that replace those of the file.",
+        help="The run's TOML file or a packaged name, and values that replace those of the file; --require-clean stands for "
+        "--run.require_clean=true.",
         show_default=False,
     ),
 ]
@@ -62,7 +63,7 @@ def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:
     """The CONFIG among the arguments of a verb, and all others, which are overrides wherever they stand."""
     from nmoe.config.overrides import joined
 
-    arguments = joined(arguments)
+    arguments = ["--run.require_clean=true" if one == "--require-clean" else one for one in joined(arguments)]
     files = [argument for argument in arguments if not argument.startswith("-")]
     if not files:
         raise UserError(

@@ -210,7 +210,7 @@ runs.command("show", cls=Verb)(show_run)
 runs.command(cls=Verb)(compare)
 runs.command(cls=Verb)(diff)
 runs.command(cls=Verb)(table)
-runs.command(cls=Verb)(attempt)
+runs.command(cls=Verb, context_settings={"ignore_unknown_options": True})(attempt)
 runs.command(cls=Verb)(sync)
 runs.command("log", cls=Verb)(log_attempt)
 

@@ -5,6 +5,7 @@ trained from, one thing changed since the attempt before, and the results in the
 """
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nmoe.config.commands import COMMANDS, command_for
+from nmoe.config.commands import COMMANDS, command_for, load_run
+from nmoe.config.locate import Locator, Place
+from nmoe.config.overrides import lay_over, override_document, read_override
 from nmoe.errors import UserError
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.git import changed_files, git, run_git
@@ -22,18 +25,30 @@ from nmoe.runs.table import results_table
 _NUMBER = re.compile(r"attempt-(\d+)-")
 _ENTRY = re.compile(r"^## (attempt-\d+-\S+)$", re.MULTILINE)
 _CONFIG = re.compile(r"^- configuration: `(.*)`$", re.MULTILINE)
+_OVERRIDES = re.compile(r"^- overrides: `(.*)`$", re.MULTILINE)
 _OPEN = "- results: none yet\n"
 # What an attempt is called, and where it writes, is no change.
 _NO_CHANGE = ("run.name", "run.directory", "run.resume")
 
 
-def start_attempt(description: str, config: Path, hypothesis: str, log: Path) -> Iterator[str]:
-    """Creates the branch with a commit of the log's new entry, and the tag on it. Yields what was done.
+def start_attempt(
+    description: str, config: Path, hypothesis: str, log: Path, overrides: Sequence[str] = ()
+) -> Iterator[str]:
+    """Creates the branch with a commit of the log's new entry, and the tag on it. Yields what was done. `overrides` are what the
+    attempt is trained with beside its file, such as `--optimizer.learning_rate=0.02`.
 
-    Raises UserError, with nothing changed, outside a git repository, in one with changes that no commit holds, for a `config` that
-    is not one of its files, and for a description that can not stand in a branch's name.
+    Raises UserError, with nothing changed, outside a git repository, in one without a commit or with changes that no commit holds,
+    for a `config` that is not one of its files or that its command would refuse, and for a description that can not stand in a
+    branch's name.
     """
     top, log, config = _top(log), log.resolve(), config.resolve()
+    hypothesis = " ".join(hypothesis.split())
+    if not hypothesis:
+        raise UserError("--hypothesis is empty; say what the attempt is to show")
+    if run_git(top, "rev-parse", "--verify", "--quiet", "HEAD") is None:
+        raise UserError(f"{top} has no commit yet; commit what is to run")
+    if broken := [text for text in overrides if "\n" in text]:
+        raise UserError(f"{broken[0]!r}: an override of several lines can not stand in the log; write it into {config}")
     if (
         not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", description)
         or ".." in description
@@ -46,50 +61,57 @@ def start_attempt(description: str, config: Path, hypothesis: str, log: Path) ->
         raise UserError(f"{config}: no file of the repository {top}, which keeps the configuration of each attempt")
     if run_git(top, "check-ignore", "--quiet", str(config)) is not None:
         raise UserError(f"{config}: is ignored by git, so that no commit would keep it; change .gitignore")
-    tables = _tables(config.read_text(), str(config))
-    outputs = Path(tables.get("run", {}).get("directory", "runs"))
+    if run_git(top, "ls-files", "--error-unmatch", "--", str(config)) is None:
+        raise UserError(f"{config}: no commit holds it; commit it first")
+    outputs = Path(load_run(config, COMMANDS[command_for(config, overrides)], overrides).run.directory)
+    tables = _tables(config.read_text(), str(config), overrides)
     if files := changed_files(top, outputs):
         raise UserError(f"{top} has changes that no commit holds: {', '.join(files[:5])}; commit or stash them first")
     known = _NUMBER.findall(f"{git(top, 'branch', '--all')}\n{git(top, 'tag')}")
     number = 1 + max(map(int, known), default=0)
     branch, tag = f"attempt-{number:02d}-{description}", f"attempt-{number:02d}-start"
-    before = log.read_text() if log.exists() else "# Research log\n"
+    before, kept = _read(log), log.read_bytes() if log.exists() else None
     changes = list(_changes(top, number - 1, log, config, tables))
     entry = [
         f"## {branch}\n",
-        f"- hypothesis: {' '.join(hypothesis.split())}",
+        f"- hypothesis: {hypothesis}",
         f"- configuration: `{config.relative_to(top)}`",
+        *([f"- overrides: `{shlex.join(overrides)}`"] if overrides else []),
     ]
     entry += [f"- changed: {change}" for change in changes]
     home = run_git(top, "symbolic-ref", "--short", "HEAD") or git(top, "rev-parse", "HEAD")
     git(top, "switch", "--quiet", "--create", branch)
     try:
-        lines = "\n".join([before.rstrip() + "\n", *entry, _OPEN])
+        lines = "\n".join([(before or "# Research log\n").rstrip() + "\n", *entry, _OPEN])
         write_atomically(log, lines.encode())
         _commit(top, log, f"Start attempt {number:02d} to test: {hypothesis}", changes)
         git(top, "tag", tag)
-    except UserError:
-        git(top, "reset", "--quiet", "--", str(log))
-        if run_git(top, "ls-files", "--error-unmatch", str(log)) is None:
-            log.unlink(missing_ok=True)
-        else:
+    except BaseException:  # Ctrl-C, too
+        run_git(top, "reset", "--quiet", "--", str(log))
+        if run_git(top, "ls-files", "--error-unmatch", "--", str(log)) is not None:
             git(top, "checkout", "--quiet", "--", str(log))
-        git(top, "checkout", "--quiet", home)
+        git(top, "checkout", "--quiet", home, "--")
+        # Git may ignore the log, so that no checkout brings it back.
+        if kept is None:
+            log.unlink(missing_ok=True)
+        elif log.read_bytes() != kept:
+            write_atomically(log, kept)
         git(top, "branch", "--quiet", "-D", branch)
         raise
     yield f"branch {branch}, tag {tag}, entry in {log.relative_to(top)}"
     yield from (f"changed: {change}" for change in changes)
     if len(changes) > 1:
         yield f"warning: {len(changes)} things have changed since the attempt before, so that no difference will have one cause"
-    yield "next: train with --run.require_clean=true, then nmoe runs log RUN... --lesson TEXT"
+    yield "next: train with --require-clean, then nmoe runs log RUN... --lesson TEXT"
 
 
 def finish_attempt(runs: Sequence[str], lesson: str, log: Path) -> Iterator[str]:
     """Writes the results of the runs into the entry of the branch's attempt, and commits the log alone. Raises UserError on another
     branch, and where the log has no such entry."""
     top, log = _top(log), log.resolve()
-    branch = git(top, "symbolic-ref", "--short", "HEAD")
-    text = log.read_text() if log.exists() else ""
+    if (branch := run_git(top, "symbolic-ref", "--short", "HEAD")) is None:
+        raise UserError(f"{top}: HEAD is on no branch; git switch to that of the attempt")
+    text = _read(log) or ""
     before, found, entry = text.partition(f"## {branch}\n")
     if not found:
         raise UserError(f"{log}: has no entry for the branch {branch}; nmoe runs attempt begins one")
@@ -112,13 +134,15 @@ def _changes(top: Path, last: int, log: Path, config: Path, tables: dict[str, An
         yield "nothing, this is the first attempt"
         return
     tag = f"attempt-{last:02d}-start"
-    names = _CONFIG.findall(run_git(top, "show", f"{tag}:{log.relative_to(top)}") or "")
+    # The last entry alone: one before it may have overrides, and this one none.
+    entry = (run_git(top, "show", f"{tag}:{log.relative_to(top)}") or "").rpartition("\n## ")[2]
+    names, overrides = _CONFIG.findall(entry), shlex.split(" ".join(_OVERRIDES.findall(entry)))
     old = run_git(top, "show", f"{tag}:{names[-1]}") if names else None
     if old is None:
         raise UserError(
             f"{tag}: no such tag with an entry in {log.relative_to(top)}, so what has changed since is not known"
         )
-    before, now = (_keys(each, config) for each in (_tables(old, f"{tag}: {names[-1]}"), tables))
+    before, now = (_keys(each, config) for each in (_tables(old, f"{tag}: {names[-1]}", overrides), tables))
     keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key) and key not in _NO_CHANGE]
     for key in keys:
         yield f"`{key}` from {before.get(key, 'absent')!r} to {now.get(key, 'absent')!r}"
@@ -136,11 +160,27 @@ def _keys(tables: dict[str, Any], config: Path) -> dict[str, Any]:
         return flat_keys(tables)
 
 
-def _tables(text: str, where: str) -> dict[str, Any]:
+def _tables(text: str, where: str, overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where}: not readable as TOML ({error})") from error
+    for override in overrides:
+        if (given := read_override(override)) is not None:
+            lay_over(tables, Locator(Place(where), {}), *override_document(*given, override))
+    return tables
+
+
+def _read(log: Path) -> str | None:
+    """The log's text; None where there is none yet."""
+    try:
+        return log.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{log}: is not UTF-8 ({error}); convert it, or name another log by --log") from error
+    except OSError as error:
+        raise UserError(f"{log}: cannot be read ({error.strerror}); name another log by --log") from error
 
 
 def _top(log: Path) -> Path:

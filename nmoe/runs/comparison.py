@@ -26,15 +26,20 @@ _METRICS = (*SUMMARY, "held_out_loss", "held_out_accuracy")
 
 
 def read_group(names: str) -> list[RunRecord]:
-    """The runs that `names` stands for: directories or globs, with commas between them. Raises UserError for a part without a
-    run."""
-    runs = []
+    """The runs that `names` stands for: directories or globs, with commas between them, each run once. Raises UserError for a part
+    without a run."""
+    runs: list[RunRecord] = []
     for part in names.split(","):
         paths = sorted(map(Path, glob(part))) if any(sign in part for sign in "*?[") else [Path(part)]
         if not paths:
             raise UserError(f"{part}: no run matches; `nmoe runs list` shows those there are")
         runs += [read_run(path) for path in paths]
-    return runs
+    return once(runs)
+
+
+def once(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs without repetitions, which would count one result as several independent ones."""
+    return list({run.path.resolve(): run for run in reversed(runs)}.values())[::-1]
 
 
 def diff_runs(a: str, b: str) -> Iterator[str]:
@@ -52,6 +57,11 @@ def compare_runs(a: str, b: str) -> Iterator[str]:
     group_a, group_b = read_group(a), read_group(b)
     for name, group in (("A", group_a), ("B", group_b)):
         yield f"{name}: " + ", ".join(f"{run.path} (step {run.last_step}, {run.status})" for run in group)
+    if both := [str(run.path) for run in group_a if run.path.resolve() in {one.path.resolve() for one in group_b}]:
+        yield f"warning: {', '.join(both)} stands on both sides, so that the difference is drawn to 0"
+    for name, group in (("A", group_a), ("B", group_b)):
+        if mixed := _mixed(group):
+            yield f"warning: the runs of {name} differ in {', '.join(mixed)}, so that they are no seeds of one experiment"
     yield "configuration"
     yield from _diff_lines(group_a, group_b)
     commands = {run.command for run in (*group_a, *group_b)}
@@ -79,6 +89,12 @@ def _differences(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> dict[str, tu
     keys = dict.fromkeys(key for run in (*a, *b) for key in run.config)
     shown = {key: (_values(a, key), _values(b, key)) for key in keys if key not in NOT_COMPARED}
     return {key: pair for key, pair in shown.items() if pair[0] != pair[1]}
+
+
+def _mixed(group: Sequence[RunRecord]) -> list[str]:
+    """The keys in which runs that stand for seeds of one experiment differ."""
+    keys = dict.fromkeys(key for run in group for key in run.config if key not in NOT_COMPARED)
+    return [key for key in keys if len({repr(run.config.get(key)) for run in group}) > 1]
 
 
 def _values(group: Sequence[RunRecord], key: str) -> str:
@@ -148,6 +164,8 @@ def _over_runs(
 ) -> tuple[Interval | None, str]:
     """The interval of the difference of the means of two groups, and how they are paired; `left` and `right` are their values."""
     seeds = [[run.config.get("run.seed", 0) for run in group] for group in (a, b)]
+    if any(len(set(drawn)) < len(drawn) for drawn in seeds):
+        return None, ""  # runs of one seed are no independent draws
     same = sorted(seeds[0]) == sorted(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) > 1
     if not same or len(left) != len(a) or len(right) != len(b):
         return welch(left, right), "unpaired"

@@ -35,7 +35,11 @@ def run_git(directory: Path, *arguments: str) -> str | None:
     """What git prints; None where it fails or is not installed."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, errors="replace", check=False
+            ["git", "--literal-pathspecs", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
     except FileNotFoundError:
         return None
@@ -44,7 +48,8 @@ def run_git(directory: Path, *arguments: str) -> str | None:
 
 def git(directory: Path, *arguments: str) -> str:
     """What git prints. Raises UserError with what it says where it fails."""
-    done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False)
+    command = ["git", "--literal-pathspecs", "-C", str(directory), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise UserError(f"git {arguments[0]}: {done.stderr.strip() or done.stdout.strip() or 'failed'}")
     return done.stdout.strip()
@@ -81,17 +86,32 @@ def refuse_dirty(outputs: Path) -> None:
                 f" and {len(files) - _NAMED_FILES} more" * (len(files) > _NAMED_FILES)
             )
             raise UserError(
-                f"run.require_clean: {top} has changes that no commit holds: {named}; commit or stash them, or pass "
-                "--run.require_clean=false"
+                f"run.require_clean: {top} has changes that no commit holds: {named}; commit or stash them, or leave "
+                "out --require-clean (run.require_clean)"
             )
 
 
 def changed_files(top: Path, outputs: Path | None = None) -> list[str]:
-    """The changed and the untracked files of a repository, but for those below `outputs`."""
-    changed = (run_git(top, "diff", "HEAD", "--name-only") or "").splitlines()
-    untracked = (run_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
-    below = None if outputs is None else outputs.resolve()
-    return [file for file in changed + untracked if below is None or not (top / file).resolve().is_relative_to(below)]
+    """The changed and the untracked files of a repository, but for those below `outputs`. Where that is the repository itself, or
+    holds it, only what lies in the directory of a run is left out."""
+    listed = (
+        run_git(top, "diff", "HEAD", "--name-only", "-z"),
+        run_git(top, "ls-files", "--others", "--exclude-standard", "-z"),
+    )
+    files = [file for of_kind in listed for file in (of_kind or "").split("\0") if file]
+    if outputs is None:
+        return files
+    below = outputs.resolve()
+    apart = not top.resolve().is_relative_to(below)
+
+    def is_output(file: Path) -> bool:
+        return file.is_relative_to(below) and (apart or any(_is_run(parent, top) for parent in file.parents))
+
+    return [file for file in files if not is_output((top / file).resolve())]
+
+
+def _is_run(directory: Path, top: Path) -> bool:
+    return directory != top.resolve() and (directory / "provenance.json").is_file()
 
 
 def _cut(diff: str) -> str:

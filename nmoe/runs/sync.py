@@ -26,15 +26,19 @@ class _Target:
     def __init__(self, text: str) -> None:
         host, colon, directory = text.partition(":")
         self.host, self.directory = (host, directory) if colon and "/" not in host else ("", text)
-        if not self.directory or text.startswith("-"):
+        # rsync would ask a daemon of its own for HOST::DIR.
+        if not self.directory or text.startswith("-") or (self.host and self.directory.startswith(":")):
             raise UserError(f"{text!r}: no HOST:DIR, such as spare:work")
+        if self.host and self.directory.startswith("~"):
+            raise UserError(f"{text!r}: write the path without ~; one without / before it starts in the home there")
         if not self.host:
             self.directory = str(Path(self.directory).absolute())
         self.rsync = f"{self.host}:{self.directory}/" if self.host else f"{self.directory}/"
 
     def run(self, script: str, given: str = "") -> str:
         """Runs a script of the shell in the directory there. Raises UserError with what it says where it fails."""
-        script = f"mkdir -p {shlex.quote(self.directory)} && cd {shlex.quote(self.directory)} && {script}"
+        there = shlex.quote(self.directory)
+        script = f"mkdir -p -- {there} && cd -- {there} && {script}"
         shell = (
             [*shlex.split(os.environ.get("RSYNC_RSH", "ssh")), self.host, script] if self.host else ["sh", "-c", script]
         )
@@ -63,7 +67,9 @@ def sync(target: str, paths: Sequence[Path], dry_run: bool) -> Iterator[str]:
     _rsync(to, names)
     sums = {file: _sum(file) for name in names for file in _files(name)}
     try:
-        to.run("sha256sum --check --quiet --strict -", "".join(f"{digest}  {file}\n" for file, digest in sums.items()))
+        to.run(
+            "sha256sum --check --quiet --strict -", "".join(_sum_line(file, digest) for file, digest in sums.items())
+        )
     except UserError as error:
         raise InfrastructureError(f"what arrived is not what was sent: {error}; sync again") from error
     size = sum(os.stat(file).st_size for file in sums)
@@ -85,10 +91,22 @@ def _sync_code(to: _Target, dry_run: bool) -> Iterator[str]:
         bundle = Path(directory) / BUNDLE
         git(checkout.top, "bundle", "create", "--quiet", str(bundle), "HEAD")
         _run(["rsync", "--checksum", "--protect-args", str(bundle), to.rsync], "rsync")
-    arrived = to.run(
-        f"if [ -d code ]; then git -C code fetch --quiet ../{BUNDLE} HEAD; else git clone --quiet --no-checkout {BUNDLE} code; fi "
-        f"&& git -C code checkout --quiet --detach {checkout.commit} && git -C code rev-parse HEAD"
-    ).strip()
+    # A directory that is no repository lies perhaps in another one, whose files git would then change.
+    there = to.run(
+        "if [ -e code ] && [ ! -e code/.git ]; then echo none; exit; fi; "
+        f"if [ -e code ]; then git -C code fetch --quiet ../{BUNDLE} HEAD; else git clone --quiet --no-checkout {BUNDLE} code; fi "
+        f"&& git -C code checkout --quiet --detach {checkout.commit} && git -C code rev-parse HEAD "
+        "&& git -C code status --porcelain --untracked-files=no"
+    )
+    if there.strip() == "none":
+        raise UserError(
+            f"{to.rsync}code: is no git repository, so no code can be put there; move it, or name another DIR"
+        )
+    arrived, *changed = there.splitlines()
+    if changed:
+        raise InfrastructureError(
+            f"{to.rsync}code: has changes of its own, which are left alone: {', '.join(changed[:5])}; commit or stash them there"
+        )
     if arrived != checkout.commit:
         raise InfrastructureError(f"{to.rsync}code is at {arrived}, not at {checkout.commit}; sync again")
     yield f"commit {arrived} in {to.rsync}code"
@@ -129,9 +147,18 @@ def _sum(file: str) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+def _sum_line(file: str, digest: str) -> str:
+    """As sha256sum writes and reads it."""
+    if not any(sign in file for sign in "\\\n"):
+        return f"{digest}  {file}\n"
+    return f"\\{digest}  " + file.replace("\\", "\\\\").replace("\n", "\\n") + "\n"
+
+
 def _run(command: Sequence[str], what: str, given: str = "") -> str:
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, errors="surrogateescape", check=False
+        )
     except FileNotFoundError as error:
         raise UserError(f"{command[0]} is not installed; it is needed to reach {what}") from error
     if done.returncode:

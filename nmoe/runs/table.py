@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.runs.comparison import NOT_COMPARED, last_results, read_group
+from nmoe.runs.comparison import NOT_COMPARED, last_results, once, read_group
 from nmoe.runs.record import RunRecord
 from nmoe.runs.report import markdown_table
 from nmoe.statistics import clustered_mean
@@ -23,7 +23,7 @@ def results_table(names: Sequence[str]) -> str:
     Raises UserError for what is no run (`read_group`), or has not been evaluated.
     """
     experiments: dict[str, list[RunRecord]] = {}
-    for run in [run for name in names for run in read_group(name)]:
+    for run in once([run for name in names for run in read_group(name)]):
         compared = {key: value for key, value in run.config.items() if key not in NOT_COMPARED}
         key = json.dumps([run.command, compared, run.last_step], sort_keys=True, default=str)
         experiments.setdefault(key, []).append(run)
@@ -35,16 +35,21 @@ def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
     for run, of_run in zip(group, results, strict=True):
         if not of_run:
             raise UserError(f"{run.path}: has no evaluation; set eval.every_steps, or leave it out of the table")
-    name, seeds = group[0].path.name, len({run.config.get("run.seed", 0) for run in group})
+    name, drawn = group[0].path.name, [run.config.get("run.seed", 0) for run in group]
     if len(group) > 1:
         name += f" and {len(group) - 1} more"
     for mode, dataset in results[0]:
-        found = [of_run[mode, dataset] for of_run in results if (mode, dataset) in of_run]
+        evaluated = [
+            (of_run[mode, dataset], seed)
+            for of_run, seed in zip(results, drawn, strict=True)
+            if (mode, dataset) in of_run
+        ]
+        found, seeds = [result for result, _ in evaluated], [seed for _, seed in evaluated]
         values = [float(result["value"]) for result in found]
         worst = max(values) if found[0].get("lower_is_better") else min(values)
         middle = f"{median(values):.4g}"
-        row = [f"{mode} on {dataset}", middle, f"{worst:.4g}", _mean(values, found[0])]
-        yield [name, str(seeds), str(group[0].last_step), *row, _machine(group), _commit(group)]
+        row = [f"{mode} on {dataset}", middle, f"{worst:.4g}", _mean(values, seeds, found[0])]
+        yield [name, str(len(set(seeds))), str(group[0].last_step), *row, _machine(group), _commit(group)]
 
 
 def _measured(run: RunRecord) -> dict[tuple[str, str], Any]:
@@ -55,12 +60,13 @@ def _measured(run: RunRecord) -> dict[tuple[str, str], Any]:
     return {}
 
 
-def _mean(values: Sequence[float], result: dict[str, Any]) -> str:
-    if len(values) > 1:
-        estimate = clustered_mean(values, range(len(values)))
+def _mean(values: Sequence[float], seeds: Sequence[Any], result: dict[str, Any]) -> str:
+    """Runs of one seed are no independent draws, so that their spread says nothing of other seeds."""
+    if len(set(seeds)) > 1:
+        estimate = clustered_mean(values, seeds)
         return f"{estimate.value:.4g} [{estimate.interval.low:.4g}, {estimate.interval.high:.4g}]"
-    own = f" [{result['low']:.4g}, {result['high']:.4g}]" if "low" in result else ""
-    return f"{values[0]:.4g}{own}"
+    own = f" [{result['low']:.4g}, {result['high']:.4g}]" if "low" in result and len(values) == 1 else ""
+    return f"{fmean(values):.4g}{own}"
 
 
 def _machine(group: Sequence[RunRecord]) -> str:

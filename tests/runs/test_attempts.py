@@ -107,6 +107,55 @@ def test_refusals_change_nothing(repository: Path, monkeypatch: pytest.MonkeyPat
     refused("is in no git repository")
 
 
+def test_an_ignored_log_is_kept_where_git_refuses_it(repository: Path) -> None:
+    Path(".gitignore").write_text("*.md\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "ignore")
+    LOG.write_bytes(b"mine\r\n")
+    with pytest.raises(UserError, match=r"git add: .*ignored"):
+        begin("base")
+    assert LOG.read_bytes() == b"mine\r\n"
+    assert git("branch", "--format=%(refname:short)") == "main"
+
+
+def test_what_no_commit_holds_is_refused(repository: Path) -> None:
+    Path("runs").mkdir()
+    Path("runs/other.toml").write_text(CONFIG.format(seed=0, rate=0.1))
+    with pytest.raises(UserError, match=r"runs/other.toml: no commit holds it; commit it first"):
+        begin("base", config="runs/other.toml")
+    git("checkout", "--quiet", "--orphan", "empty")
+    with pytest.raises(UserError, match="has no commit yet"):
+        begin("base")
+    git("checkout", "--quiet", "--force", "--detach", "main")
+    with pytest.raises(UserError, match="HEAD is on no branch"):
+        list(finish_attempt(["runs/base"], "x", LOG))
+
+
+def test_overrides_are_checked_and_count_as_changes(repository: Path) -> None:
+    def with_overrides(name: str, *overrides: str) -> list[str]:
+        return list(start_attempt(name, Path("sft.toml"), "x", LOG, overrides))
+
+    with pytest.raises(UserError, match=r"optimizer.learning_rte"):
+        with_overrides("typo", "--optimizer.learning_rte=1")
+    with_overrides("base", "--optimizer.learning_rate=0.02", '--model.path="a b"')
+    assert "- overrides: `--optimizer.learning_rate=0.02 '--model.path=\"a b\"'`\n" in LOG.read_text()
+    assert begin("file")[1:3] == [
+        "changed: `model.path` from 'a b' to 'base'",
+        "changed: `optimizer.learning_rate` from 0.02 to 0.01",
+    ]
+    assert with_overrides("both", "--optimizer.learning_rate=0.03", "--optimizer.beta1=0.8")[1:3] == [
+        "changed: `optimizer.learning_rate` from 0.01 to 0.03",
+        "changed: `optimizer.beta1` from 0.9 to 0.8",
+    ]
+
+
+def test_runs_of_one_seed_and_a_run_named_twice_are_no_independent_draws(repository: Path) -> None:
+    for name, value in (("a", 0.5), ("b", 0.7)):
+        make_run(Path("runs") / name, 0, value)
+    assert "| a | 1 | 3 | greedy on sort | 0.5 | 0.5 | 0.5 [0.4, 0.6] |" in results_table(["runs/a", "runs/../runs/a"])
+    assert "| a and 1 more | 1 | 3 | greedy on sort | 0.6 | 0.5 | 0.6 |" in results_table(["runs/*"])
+
+
 def test_results_are_written_into_the_entry_of_the_branch(repository: Path) -> None:
     begin("base")
     for seed, value in enumerate((0.5, 0.9, 0.7)):
@@ -154,6 +203,11 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
             "attempt",
             ["lower", "--config", "sft.toml", "--hypothesis", "x"],
             "branch attempt-02-lower, tag attempt-02-start",
+        ),
+        (
+            "attempt",
+            ["lower", "--config", "sft.toml", "--hypothesis", "x", "--optimizer.learning_rate", "0.5"],
+            "changed: `optimizer.learning_rate` from 0.01 to 0.5",
         ),
         ("log", ["runs/one", "--lesson", "y"], "results of attempt-01-base in research_log.md"),
         ("table", ["runs/one"], "| one | 1 | 3 | greedy on sort | 0.5 |"),

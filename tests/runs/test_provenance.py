@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import nmoe
+from nmoe.cli.arguments import file_and_overrides
 from nmoe.config.commands.base import RunConfig
 from nmoe.errors import UserError
 from nmoe.recipes.setup import settle
@@ -134,6 +135,19 @@ def test_a_dirty_tree_is_refused_with_the_files_named(code: Path, tmp_path: Path
         refuse_dirty(Path("runs"))
 
 
+def test_names_of_any_letters_are_told_apart(code: Path) -> None:
+    run = code / 'läufe "x"' / "first"
+    run.mkdir(parents=True)
+    (run / "provenance.json").touch()
+    (run / "metrics.jsonl").touch()
+    refuse_dirty(run.parent)
+    refuse_dirty(code)  # runs in the repository itself are known by their records
+    (code / "naïve.py").touch()
+    for outputs in (run.parent, code, code.parent):
+        with pytest.raises(UserError, match=r"holds: naïve.py; commit"):
+            refuse_dirty(outputs)
+
+
 @pytest.mark.parametrize("required", [True, False])
 def test_a_run_that_requires_it_does_not_start_from_a_dirty_tree(code: Path, required: bool) -> None:
     run = {"name": "one", "steps": 1, "threads": torch.get_num_threads(), "require_clean": required}
@@ -142,6 +156,13 @@ def test_a_run_that_requires_it_does_not_start_from_a_dirty_tree(code: Path, req
     (code / "mine.py").write_text("x = 2\n")
     with pytest.raises(UserError, match=r"run.require_clean: .*/code has changes") if required else nullcontext():
         settle(config)
+
+
+def test_the_option_stands_for_the_key() -> None:
+    assert file_and_overrides(["--require-clean", "sft.toml", "--run.steps", "3"]) == (
+        Path("sft.toml"),
+        ["--run.require_clean=true", "--run.steps=3"],
+    )
 
 
 def test_where_there_is_no_repository_none_can_be_clean(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:

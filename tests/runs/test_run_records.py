@@ -145,6 +145,19 @@ def test_groups_of_seeds_are_compared_by_their_means_and_two_changes_are_warned_
     assert float(high.strip("]")) == pytest.approx(-1 + 2.860 * 0.19149, abs=2e-3)
 
 
+def test_what_makes_no_group_of_seeds_is_warned_of_and_has_no_interval(tmp_path: Path) -> None:
+    for name, loss, rate, seed in (("a", 2.0, 0.01, 0), ("b", 3.0, 0.02, 1), ("c", 1.0, 0.01, 1), ("d", 1.5, 0.01, 1)):
+        make_run(tmp_path / name, [loss], rate=rate, seed=seed).close()
+    a, b, c, d = (f"{tmp_path}/{name}" for name in "abcd")
+    lines = list(compare_runs(f"{a},{b},{a}", f"{a},{b}"))
+    assert f"warning: {a}, {b} stands on both sides, so that the difference is drawn to 0" in lines
+    mixed = "warning: the runs of {} differ in optimizer.learning_rate, so that they are no seeds of one experiment"
+    assert mixed.format("A") in lines
+    assert mixed.format("B") in lines
+    assert ["loss", "2.5", "2.5", "+0"] in [row[:4] for row in words(lines)], "a run that is named twice counts once"
+    assert ["loss", "2.5", "1.25", "-1.25"] in words(compare_runs(f"{a},{b}", f"{c},{d}")), "both of seed 1"
+
+
 def test_groups_of_the_same_seeds_are_paired_by_seed(tmp_path: Path) -> None:
     for seed, (left, right) in enumerate([(2.0, 1.0), (2.2, 1.1), (2.4, 1.5)]):
         make_run(tmp_path / f"a-{seed}", [left], seed=seed).close()

@@ -110,6 +110,37 @@ def test_what_did_not_arrive_whole_is_told(work: Path, tmp_path: Path, monkeypat
 
 
 @needs_rsync
+def test_code_of_others_is_left_alone(work: Path, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    (far / "code").mkdir(parents=True)
+    (far / "code" / "notes.txt").write_text("notes\n")
+    git(far, "init", "--quiet")
+    git(far, "add", ".")
+    git(far, "commit", "--quiet", "-m", "theirs")
+    theirs = git(far, "rev-parse", "HEAD")
+    with pytest.raises(UserError, match="far/code: is no git repository, so no code can be put there"):
+        list(sync(str(far), [Path("data")], dry_run=False))
+    assert (git(far, "rev-parse", "HEAD"), (far / "code/notes.txt").read_text()) == (theirs, "notes\n")
+    shutil.rmtree(far / "code")
+    list(sync(str(far), [Path("data")], dry_run=False))
+    (far / "code/mine.py").write_text("x = 9\n")
+    with pytest.raises(InfrastructureError, match=r"far/code: has changes of its own.*mine.py"):
+        list(sync(str(far), [Path("data")], dry_run=False))
+    assert (far / "code/mine.py").read_text() == "x = 9\n"
+
+
+@needs_rsync
+def test_odd_names_are_copied_and_checked(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["-rf", "a\nb", "back\\slash", "it's [1]*", "ü"]
+    for name in names:
+        (Path("data") / name).write_text(name)
+    fake_ssh(tmp_path, monkeypatch)
+    list(sync("spare:-far", [Path("data")], dry_run=False))
+    assert {file.name for file in (tmp_path / "home/-far/data").iterdir()} == {*names, "pool one.jsonl"}
+    assert (tmp_path / "home/-far/data/a\nb").read_text() == "a\nb"
+
+
+@needs_rsync
 def test_refusals(work: Path, tmp_path: Path) -> None:
     def refused(said: str, path: str, target: str = "../far") -> None:
         with pytest.raises(UserError, match=said):
@@ -120,6 +151,9 @@ def test_refusals(work: Path, tmp_path: Path) -> None:
     refused("lies not below", "../scratch")
     refused("no HOST:DIR", "data", "--help")
     refused("no HOST:DIR", "data", "spare:")
+    refused("no HOST:DIR", "data", "spare::module")
+    refused("no HOST:DIR", "data", "-oProxyCommand=touch far:x")
+    refused("write the path without ~", "data", "spare:~/far")
     with RunDirectory.create(Path("runs/now"), "[run]\n", {}, resume=False):
         refused("runs/now: this run is being written", "runs")
 
