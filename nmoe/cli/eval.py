@@ -95,6 +95,8 @@ def evaluate(
       nmoe eval runs/base runs/sort_grpo sort skills
     Example, the best of eight samples by a reward model, and the majority vote:
       nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
+    Example, the CORE score, set by set:
+      nmoe eval runs/base core
     Example, whether a model is ready for reinforcement learning:
       nmoe eval runs/base math --format-check
     """
@@ -109,6 +111,13 @@ def evaluate(
 
         for line in check_format(named[0], named[1] if len(named) > 1 else None, problems or 20, seed, device):
             typer.echo(line)
+        return
+    if len(named) > 1 and named[-1] == Path("core"):
+        if samples or temperature or mode or max_tokens or reasoning_effort or best_of is not None:
+            raise UserError("core is decided by likelihoods, and samples nothing; leave out the settings of sampling")
+        from nmoe.eval.core_command import core_command
+
+        core_command(named[:-1], problems, device, out)
         return
     from nmoe.config.modes import mode_of
 
