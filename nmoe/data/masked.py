@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import Example, Examples, read_examples
-from nmoe.errors import StorageError
+from nmoe.errors import StorageError, UserError
 from nmoe.text.renderers import IGNORED, RenderFormat, make_renderer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+
+_SLICE = re.compile(r"@\[[^]]*\]$")
 
 
 def export_masked(
@@ -27,8 +30,12 @@ def export_masked(
     """Writes a line for every sequence to `out`, with the tokenizer in `directory`; None: a byte tokenizer. Yields lines that say
     what was read and what was left out: as in training, sequences longer than `context_tokens`, where that is given.
 
-    Raises UserError, with file and line, for a bad record, and StorageError. `out` is written whole or not at all.
+    Raises UserError, with file and line, for a bad record, or for an `out` that is among what is read, and StorageError. `out` is
+    written whole or not at all.
     """
+    read = Path(_SLICE.sub("", settings.path)).resolve()
+    if out.exists() and (out.resolve() == read or read in out.resolve().parents):
+        raise UserError(f"{out}: is among what is read; name another file to write")
     tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY) if directory is None else Tokenizer.load(directory)
     renderer = make_renderer(tokenizer, form)
     examples = read_examples(settings, renderer, tokenizer, context_tokens or sys.maxsize)

@@ -39,7 +39,10 @@ def read_group(names: str) -> list[RunRecord]:
 
 def once(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs without repetitions, which would count one result as several independent ones."""
-    return list({run.path.resolve(): run for run in reversed(runs)}.values())[::-1]
+    found: dict[Path, RunRecord] = {}
+    for run in runs:
+        found.setdefault(run.path.resolve(), run)
+    return list(found.values())
 
 
 def diff_runs(a: str, b: str) -> Iterator[str]:

@@ -315,6 +315,27 @@ def test_other_files_are_not_mixed_with(source: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("manifest", ['{"name": "my app", "files": {"kept.txt": 1}}', '{"settings": ', "[]"])
+def test_a_manifest_of_another_program_is_left_alone(source: Path, tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    (tmp_path / "kept.txt").touch()
+    with pytest.raises(UserError, match="holds other things than an earlier preparation"):
+        prepare(made(source, tmp_path))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"manifest.json": manifest, "kept.txt": ""}
+
+
+def test_no_file_outside_of_the_directory_is_removed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(made(source, out))
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["files"] |= {"../mine.txt": {}, "old.jsonl": {}}
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "mine.txt").touch()
+    (out / "old.jsonl").touch()
+    prepare(made(source, out))
+    assert ((tmp_path / "mine.txt").exists(), (out / "old.jsonl").exists()) == (True, False)
+
+
 def test_a_second_preparation_replaces_the_first(source: Path, tmp_path: Path) -> None:
     prepare(made(source, tmp_path))
     prepare(made(source, tmp_path, splits=dict.fromkeys(SMALL, 0) | {"dev": 3}))

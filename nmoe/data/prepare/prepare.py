@@ -82,10 +82,23 @@ def report(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _refuse_to_mix(directory: Path) -> None:
     is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    if not is_free and not (directory / _MANIFEST).is_file():
+    if not is_free and _earlier_files(directory) is None:
         raise UserError(
             f"{directory}: holds other things than an earlier preparation; name another one: --directory=DIR"
         )
+
+
+def _earlier_files(directory: Path) -> list[str] | None:
+    """The names of the files that the preparation in a directory wrote; None where there is none. A manifest.json may be another
+    program's."""
+    try:
+        manifest = json.loads((directory / _MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(manifest, dict) or not {"settings", "source", "stages"} <= manifest.keys():
+        return None
+    files = manifest.get("files")
+    return [name for name in files if Path(name).name == name] if isinstance(files, dict) else None
 
 
 def _called(path: str, subset: str | None) -> str:
@@ -192,10 +205,8 @@ def _write(directory: Path, files: Mapping[str, bytes]) -> None:
     removed."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        earlier = directory / _MANIFEST
-        if earlier.is_file():
-            names = json.loads(earlier.read_text()).get("files", {})
-            earlier.unlink()
+        if (names := _earlier_files(directory)) is not None:
+            (directory / _MANIFEST).unlink()
             for name in set(names) - set(files):
                 (directory / name).unlink(missing_ok=True)
         for name, content in files.items():
