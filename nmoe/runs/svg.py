@@ -10,6 +10,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 28, 34
 _MOST_POINTS = 400
+_LEAST, _MOST = 1e-300, 1e300
 # What HTML has no character for.
 _CONTROL = re.compile(r"[^\t\n -~\xa0-\ud7ff\ue000-\ufdcf\ufdf0-\ufffd\U00010000-\U0001fffd]")
 
@@ -27,12 +28,13 @@ def chart(
     log: bool = False,
     bars: Mapping[int, Sequence[tuple[float, float, float]]] | None = None,
 ) -> str:
-    """An `<svg>` of curves over the steps, the curve `n` in the n-th colour; empty without a point.
+    """An `<svg>` of curves over the steps, the curve `n` in the n-th colour; empty without a point. What is not finite is left out.
 
     bars: intervals `(step, low, high)` of a curve's points. log: a logarithmic scale, where all values are positive. A curve of
     more than 400 points is drawn through the means of as many parts.
     """
-    bars = bars or {}
+    curves = {number: [point for point in curve if _drawable(*point)] for number, curve in curves.items()}
+    bars = {number: [bar for bar in rows if _drawable(*bar)] for number, rows in (bars or {}).items()}
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return ""
@@ -76,7 +78,12 @@ def _bounds(values: Sequence[float], log: bool) -> tuple[float, float]:
     low, high = _scaled(min(values), log), _scaled(max(values), log)
     if not log:
         low = min(low, 0.0)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    return (low, high) if high - low > _LEAST else (low - 0.5, high + 0.5)
+
+
+def _drawable(*values: float) -> bool:
+    """Whether arithmetic on the values stays finite."""
+    return all(math.isfinite(value) and abs(value) < _MOST for value in values)
 
 
 def _scaled(value: float, log: bool) -> float:

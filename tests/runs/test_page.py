@@ -135,6 +135,14 @@ def test_a_run_without_records_has_a_page_and_what_is_none_has_not(tmp_path: Pat
         write_page([tmp_path / "new"], tmp_path / "gone" / "x.html")
 
 
+def test_a_chart_leaves_out_what_is_not_finite() -> None:
+    nan = float("nan")
+    whole = chart("x", {0: [(1, 0.5), (3, 0.7)]}, bars={0: [(1, 0.4, 0.6)]})
+    assert chart("x", {0: [(1, 0.5), (2, nan), (3, 0.7)]}, bars={0: [(1, 0.4, 0.6), (2, nan, nan)]}) == whole
+    assert chart("x", {0: [(1, nan), (2, float("inf")), (3, -1e308)]}, log=True) == ""
+    assert 'cy="' in chart("x", {0: [(1, 5e-324)]}), "a range too small to divide"
+
+
 def test_charts() -> None:
     assert chart("empty", {}) == ""
     one = chart("<a>", {0: [(5, 2.0)]})
