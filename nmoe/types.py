@@ -128,6 +128,9 @@ class Problem:
         return [f"{key}={self.metadata[key]}" for key in GROUPS if key in self.metadata]
 
 
+# How experts that a checkpoint stores in MXFP4 are kept in memory: in the model's dtype, or in their four bits.
+ExpertWeightsForm = Literal["dequantized", "mxfp4"]
+
 Given = Literal["tool", "user", "prompt"]
 
 

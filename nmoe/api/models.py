@@ -20,14 +20,12 @@ from nmoe.envs.prompts import split_prompt
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
-from nmoe.model.device import choose_device, dtype_for
-from nmoe.model.mxfp4 import ExpertWeightsForm
-from nmoe.model.policy import load_policy
+from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.text.renderers import RENDERERS, natural_format
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import FinishReason, Message, Sample, Sampling
+from nmoe.types import ExpertWeightsForm, FinishReason, Message, Sample, Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]]
 
@@ -72,8 +70,7 @@ def load_model(
 def _loaded(directory: Path, device: str, expert_weights: ExpertWeightsForm) -> Transformer:
     if expert_weights not in get_args(ExpertWeightsForm):
         raise UserError(f"expert_weights = {expert_weights!r} is neither 'dequantized' nor 'mxfp4'")
-    on = choose_device(device, "device")
-    return load_policy(directory, dtype_for(on), on, expert_weights)[0]
+    return load_policy_on(directory, device, expert_weights, "device")
 
 
 def generate(

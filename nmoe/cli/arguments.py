@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from nmoe.errors import UserError
+from nmoe.types import ExpertWeightsForm
 
 if TYPE_CHECKING:
     from nmoe.config.commands import RunConfig
@@ -44,6 +45,12 @@ Device = Annotated[
     typer.Option(
         metavar="DEVICE",
         help="What the model computes on: auto (a GPU where there is one), cpu, cuda or, of several, cuda:1.",
+    ),
+]
+ExpertWeights = Annotated[
+    ExpertWeightsForm,
+    typer.Option(
+        help="mxfp4 keeps the experts of a released gpt-oss in their four bits: about a quarter of bfloat16's memory."
     ),
 ]
 ResearchLog = Annotated[Path, typer.Option(metavar="FILE", help="The research log, a file of the repository.")]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Device, Seed, Temperature
+from nmoe.cli.arguments import Checkpoint, Device, ExpertWeights, Seed, Temperature
 
 
 def chat(
@@ -30,6 +30,7 @@ def chat(
     ] = "auto",
     seed: Seed = 0,
     device: Device = "auto",
+    expert_weights: ExpertWeights = "dequantized",
 ) -> None:
     """Chat with a checkpoint in the terminal.
 
@@ -43,4 +44,4 @@ def chat(
     """
     from nmoe.serve.chat import chat
 
-    chat(checkpoint, temperature, max_new_tokens, seed, system, format, device)
+    chat(checkpoint, temperature, max_new_tokens, seed, system, format, device, expert_weights)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import Checkpoint, Device, Seed, Temperature
+from nmoe.cli.arguments import Checkpoint, Device, ExpertWeights, Seed, Temperature
 
 
 def pairs(
@@ -22,6 +22,7 @@ def pairs(
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     device: Device = "auto",
+    expert_weights: ExpertWeights = "dequantized",
 ) -> None:
     """Sample preference pairs from a checkpoint.
 
@@ -33,4 +34,4 @@ def pairs(
     """
     from nmoe.recipes.sampled_pairs import write_pairs
 
-    typer.echo(write_pairs(checkpoint, environment, file, problems, samples, temperature, seed, device))
+    typer.echo(write_pairs(checkpoint, environment, file, problems, samples, temperature, seed, device, expert_weights))

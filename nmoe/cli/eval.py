@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Device, Seed, Temperature
+from nmoe.cli.arguments import Device, ExpertWeights, Seed, Temperature
 from nmoe.errors import UserError
 
 
@@ -53,6 +53,7 @@ def evaluate(
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
+    expert_weights: ExpertWeights = "dequantized",
     best_of: Annotated[
         Path | None,
         typer.Option(
@@ -109,7 +110,8 @@ def evaluate(
             raise UserError("--format-check is of one checkpoint on one environment")
         from nmoe.eval.format_check import format_check as check_format
 
-        for line in check_format(named[0], named[1] if len(named) > 1 else None, problems or 20, seed, device):
+        environment = named[1] if len(named) > 1 else None
+        for line in check_format(named[0], environment, problems or 20, seed, device, expert_weights):
             typer.echo(line)
         return
     if len(named) > 1 and named[-1] == Path("core"):
@@ -125,7 +127,7 @@ def evaluate(
     from nmoe.eval.sweep import Asked, models_and_benchmarks, sweep_command
 
     checkpoints, benchmarks = models_and_benchmarks(named)
-    asked = Asked(chosen, problems or 200, seed, max_tokens, reasoning_effort, device)
+    asked = Asked(chosen, problems or 200, seed, max_tokens, reasoning_effort, device, expert_weights)
     if len(checkpoints) + len(benchmarks) == 2:
         from nmoe.eval.command import evaluate_command
         from nmoe.verifier.scorers import load_scorer

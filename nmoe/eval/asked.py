@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.modes import Mode
 from nmoe.errors import UserError
+from nmoe.types import ExpertWeightsForm
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Asked:
     max_tokens: int | None = None
     reasoning_effort: str | None = None
     device: str = "auto"
+    expert_weights: ExpertWeightsForm = "dequantized"
 
 
 def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentSettings:

@@ -47,8 +47,15 @@ def evaluate_command(
     scorer = None if best_of is None else load_scorer(best_of, asked.device)
     interrupted: SamplingInterruptedError | None = None
     settings = effortful(load_environment(environment), asked.reasoning_effort)
-    device, limit = asked.device, asked.max_tokens
-    with open_subject(checkpoint, settings, problems, on_held_out=True, device=device, max_tokens=limit) as subject:
+    with open_subject(
+        checkpoint,
+        settings,
+        problems,
+        on_held_out=True,
+        device=asked.device,
+        expert_weights=asked.expert_weights,
+        max_tokens=asked.max_tokens,
+    ) as subject:
         refuse_open_problems(subject.environment)
         directory = resolve_checkpoint(checkpoint)
         refuse_overlap(

@@ -25,7 +25,7 @@ from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on
 from nmoe.statistics import wilson
 from nmoe.trajectory import Group, Trajectory
-from nmoe.types import FAILURES, Problem
+from nmoe.types import FAILURES, ExpertWeightsForm, Problem
 
 ENOUGH = 0.95
 # Beyond these solve rates most groups are all wrong, or all right.
@@ -37,7 +37,12 @@ HARD_LEVELS = ("4", "5")
 
 
 def format_check(
-    checkpoint: Path, environment: Path | None, problems: int, seed: int, device: str = "auto"
+    checkpoint: Path,
+    environment: Path | None,
+    problems: int,
+    seed: int,
+    device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> Iterator[str]:
     """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
 
@@ -45,7 +50,13 @@ def format_check(
     """
     named: Path | EnvironmentSettings = environment or environment_of(checkpoint)
     with open_subject(
-        checkpoint, named, problems, on_held_out=True, prepare=hard_problems_alone, device=device
+        checkpoint,
+        named,
+        problems,
+        on_held_out=True,
+        prepare=hard_problems_alone,
+        device=device,
+        expert_weights=expert_weights,
     ) as subject:
         groups = subject.sample(problems, mode_of(), seed)
         sampled = subject.sample(problems, mode_of(samples=SAMPLES, temperature=1.0), seed) if has_gold(groups) else []

@@ -18,13 +18,13 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import distinct_problems, sample_problems
-from nmoe.model.device import choose_device, dtype_for
-from nmoe.model.policy import load_policy
+from nmoe.model.policy import load_policy_on
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
+from nmoe.types import ExpertWeightsForm
 
 
 class SamplingInterruptedError(UserError):
@@ -101,6 +101,7 @@ def open_subject(
     on_held_out: bool,
     prepare: Callable[[Environment], None] = lambda _: None,
     device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
     max_tokens: int | None = None,
 ) -> Iterator[Subject]:
     """Opens the model of a run or checkpoint with an environment.
@@ -111,7 +112,6 @@ def open_subject(
     model's context.
     """
     torch.set_num_threads(choose_threads(0))
-    on = choose_device(device, "--device")
     directory = resolve_checkpoint(checkpoint)
     settings = environment if isinstance(environment, EnvironmentSettings) else load_environment(environment)
     loaded = Environment.from_settings(settings, Tokenizer.load(directory))
@@ -119,7 +119,7 @@ def open_subject(
         loaded = loaded.held_out()
         print("on the eval split, which training never meets")
     prepare(loaded)
-    model = load_policy(directory, dtype_for(on), on)[0].requires_grad_(False)
+    model = load_policy_on(directory, device, expert_weights).requires_grad_(False)
     start = loaded.state()
     longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
     if longest >= model.config.context_tokens:

@@ -172,9 +172,15 @@ class _Pair:
             found.append(outcome)
             count(len(found))
 
-        asked = self.settings, self.asked.problems
-        device, limit = self.asked.device, self.asked.max_tokens
-        with open_subject(self.directory, *asked, on_held_out=True, device=device, max_tokens=limit) as subject:
+        with open_subject(
+            self.directory,
+            self.settings,
+            self.asked.problems,
+            on_held_out=True,
+            device=self.asked.device,
+            expert_weights=self.asked.expert_weights,
+            max_tokens=self.asked.max_tokens,
+        ) as subject:
             refuse_open_problems(subject.environment)
             trained, tokenizer = trained_on(self.checkpoint), Tokenizer.load(self.directory)
             refuse_overlap(subject.environment, trained, self.asked.problems, str(self.checkpoint), tokenizer)

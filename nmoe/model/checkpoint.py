@@ -18,11 +18,12 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
 from nmoe.model.families.base import Family, fill, tensors_of
-from nmoe.model.mxfp4 import LARGEST_SCALE, ExpertWeightsForm, PackedExperts
+from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
 from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
+from nmoe.types import ExpertWeightsForm
 
 # As large as the shards that transformers writes.
 SHARD_BYTES = 5 * 10**9

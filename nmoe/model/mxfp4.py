@@ -4,15 +4,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from nmoe.errors import UserError
-
-# How experts that are stored in MXFP4 are kept in memory.
-ExpertWeightsForm = Literal["dequantized", "mxfp4"]
 
 # The values of the four bits of E2M1 (OCP Microscaling Formats, version 1.0, section 5.3.3).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

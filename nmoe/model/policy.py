@@ -8,11 +8,12 @@ import torch
 
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model
+from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora
-from nmoe.model.mxfp4 import ExpertWeightsForm
 from nmoe.model.peft_format import BASE, base_notes, is_adapter, read_adapter, read_base
 from nmoe.model.transformer import Transformer
+from nmoe.types import ExpertWeightsForm
 
 
 def load_policy(
@@ -29,7 +30,9 @@ def load_policy(
     if not is_adapter(directory):
         return load_model(directory, dtype, device, expert_weights), None
     if expert_weights == "mxfp4":
-        raise UserError(f"{directory}: an adapter's base has its experts dequantised; drop expert_weights = 'mxfp4'")
+        raise UserError(
+            f"{directory}: an adapter's base has its experts dequantised; load it with expert_weights = 'dequantized'"
+        )
     base, trained_beside = base_of(directory), read_base(directory)[1]
     own = fingerprint(base)
     if trained_beside not in (None, own):
@@ -42,6 +45,17 @@ def load_policy(
     lora = adapter.attach(model, str(base), own)
     lora.notes = (*adapter.notes, *base_notes(directory, str(base), own))
     return model, lora
+
+
+def load_policy_on(
+    directory: Path, device: str, expert_weights: ExpertWeightsForm = "dequantized", named: str = "--device"
+) -> Transformer:
+    """The policy of a checkpoint on the device that `device` names, in that device's dtype; an adapter is on its base.
+
+    Raises UserError as `load_policy` does, and for a device that is not there, which `named` asked for.
+    """
+    on = choose_device(device, named)
+    return load_policy(directory, dtype_for(on), on, expert_weights)[0]
 
 
 def base_of(directory: Path) -> Path:

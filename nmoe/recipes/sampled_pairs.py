@@ -19,6 +19,7 @@ from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import SamplingInterruptedError, open_subject
 from nmoe.runs.storage import write_atomically
 from nmoe.trajectory import Group, Trajectory
+from nmoe.types import ExpertWeightsForm
 
 
 def write_pairs(
@@ -30,6 +31,7 @@ def write_pairs(
     temperature: float,
     seed: int,
     device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> str:
     """Writes a line with `prompt`, `chosen` and `rejected`, each a list of messages, for every problem that gives a pair. Returns a
     line that says how many there are.
@@ -37,7 +39,9 @@ def write_pairs(
     Raises UserError where there is none, and for a format without messages. After Ctrl-C the pairs of finished problems are
     written before SamplingInterruptedError is raised.
     """
-    with open_subject(checkpoint, environment, problems, on_held_out=False, device=device) as subject:
+    with open_subject(
+        checkpoint, environment, problems, on_held_out=False, device=device, expert_weights=expert_weights
+    ) as subject:
         if subject.environment.settings.format == "boxed":
             raise UserError(f'{environment}: format = "boxed" has no messages to write a pair as')
         interrupted: SamplingInterruptedError | None = None

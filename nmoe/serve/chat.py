@@ -14,15 +14,14 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import in_format
 from nmoe.errors import UserError
-from nmoe.model.device import choose_device, dtype_for
-from nmoe.model.policy import load_policy
+from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.runs.threads import choose_threads
 from nmoe.serve.conversation import ChatFormat, History
 from nmoe.text.harmony import Harmony, StreamParser
 from nmoe.text.incremental import IncrementalDecoder
 from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Sampling
+from nmoe.types import ExpertWeightsForm, Sampling
 
 _NEW = "/new"
 
@@ -35,16 +34,16 @@ def chat(
     system: str | None = None,
     form: ChatFormat = "auto",
     device: str = "auto",
+    expert_weights: ExpertWeightsForm = "dequantized",
 ) -> None:
     """Reads lines from standard input until it ends; `/new` begins another conversation. On a terminal it prompts, says how to
     leave, and Ctrl-C stops an answer.
 
     Raises UserError for a checkpoint that cannot be loaded, a tokenizer without the form, and a device that is not there."""
     torch.set_num_threads(choose_threads(0))
-    on = choose_device(device, "--device")
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
-    model = load_policy(directory, dtype_for(on), on)[0].requires_grad_(False)
+    model = load_policy_on(directory, device, expert_weights).requires_grad_(False)
     if (environment := trained_on(checkpoint)) is not None and form == "auto":
         environment = in_format(environment, tokenizer)
         form = "text" if environment.format == "boxed" else environment.format

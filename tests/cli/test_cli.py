@@ -137,9 +137,10 @@ def test_the_other_verbs_hand_over_their_arguments(
         "runs/b",
         "--out=r",
         "--device=cpu",
+        "--expert-weights=mxfp4",
     ]
     assert nmoe("eval", "a", "e", *several) == 0
-    eight = Asked(mode_of(samples=8, temperature=0.6), 5, 7, device="cpu")
+    eight = Asked(mode_of(samples=8, temperature=0.6), 5, 7, device="cpu", expert_weights="mxfp4")
     assert calls == [
         (Path("runs/a"), Path("e.toml"), Asked(mode_of(), 200, 0), load_scorer, None, None),
         (Path("a"), Path("e"), eight, load_scorer, Path("runs/b"), Path("r")),
@@ -148,15 +149,18 @@ def test_the_other_verbs_hand_over_their_arguments(
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
     assert nmoe("eval", "runs/a", "--format-check") == 0
     assert nmoe("eval", "a", "e", "--format-check", "--problems=50", "--seed=3") == 0
-    assert calls == [(Path("runs/a"), None, 20, 0, "auto"), (Path("a"), Path("e"), 50, 3, "auto")]
+    assert calls == [
+        (Path("runs/a"), None, 20, 0, "auto", "dequantized"),
+        (Path("a"), Path("e"), 50, 3, "auto", "dequantized"),
+    ]
     assert capsys.readouterr().out == "ready\nready\n"
 
     calls = stand_in("nmoe.serve.chat", "chat")
     assert nmoe("chat", "runs/a", "--temperature=0", "--max-new-tokens=9", "--seed=2") == 0
-    assert nmoe("chat", "m", "--system=Be brief.", "--format", "chat") == 0
+    assert nmoe("chat", "m", "--system=Be brief.", "--format", "chat", "--expert-weights", "mxfp4") == 0
     assert calls == [
-        (Path("runs/a"), 0.0, 9, 2, None, "auto", "auto"),
-        (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto"),
+        (Path("runs/a"), 0.0, 9, 2, None, "auto", "auto", "dequantized"),
+        (Path("m"), 0.7, 256, 0, "Be brief.", "chat", "auto", "mxfp4"),
     ]
 
     calls = stand_in("nmoe.runs.export", "export_checkpoint")

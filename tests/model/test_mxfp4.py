@@ -10,16 +10,23 @@ from family_cases import gpt_oss as cases
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import quantise
 
+from nmoe.config.environment import load_environment
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.errors import UserError
+from nmoe.eval.subject import open_subject
 from nmoe.learner.learner import Learner
 from nmoe.model.checkpoint import export_model, load_model
+from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.moe import MoE, RouterTrace
 from nmoe.model.mxfp4 import PackedExperts
 from nmoe.model.packed import PackedAttention
+from nmoe.model.peft_format import save_adapter
+from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
+from nmoe.serve.chat import chat
+from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Sampling
 
 
@@ -79,6 +86,46 @@ def test_the_engine_samples_the_same_tokens(released: Path) -> None:
         sampled.append(engine.run(engine.generate(request)))
     for ours, theirs in zip(*sampled, strict=True):
         assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+
+
+@torch.no_grad()
+def test_cached_decode_is_the_full_forward_pass(released: Path) -> None:
+    model = load_model(released, expert_weights="mxfp4").requires_grad_(False).set_numerics("exact")
+    engine = NativeEngine(model, 2)
+    sampling = Sampling(20, temperature=1.0, seed=5)
+    (sample,) = engine.run(engine.generate(Request((5, 6, 7, 8), n=1, sampling=sampling, request_id="0")))
+    ids = torch.tensor([5, 6, 7, 8, *sample.token_ids])
+    attention = PackedAttention([len(ids)], ids.device)
+    full = model.logits(model(ids, torch.arange(len(ids)), attention, RouterTrace()))
+    expected = full.log_softmax(-1)[3:-1].gather(1, ids[4:, None])[:, 0]
+    assert len(sample.token_ids) == 20
+    torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_a_device_that_is_not_there_is_named_before_anything_is_loaded(released: Path) -> None:
+    packed = load_policy_on(released, "cpu", "mxfp4")
+    assert all(isinstance(moe.down_packed, PackedExperts) for moe in packed.moe_layers())
+    with pytest.raises(UserError, match="--device"):
+        load_policy_on(released / "nowhere", "cuda:99", "mxfp4")
+
+
+def test_chat_and_evaluation_ask_for_them(tmp_path: Path) -> None:
+    cases.CASES[0].make().save_pretrained(tmp_path)
+    Tokenizer.train(["a"], 300).save(tmp_path)
+    with pytest.raises(UserError, match="not stored in MXFP4"):
+        chat(tmp_path, 0.0, 8, 0, device="cpu", expert_weights="mxfp4")
+    environment = load_environment(Path("sort"))
+    subject = open_subject(tmp_path, environment, 1, on_held_out=False, device="cpu", expert_weights="mxfp4")
+    with pytest.raises(UserError, match="not stored in MXFP4"), subject:
+        pass
+
+
+def test_an_adapter_over_packed_experts_is_refused(released: Path, tmp_path: Path) -> None:
+    model = load_model(released)
+    lora = Lora(model, LoraSettings(2, 6.0), choose(model, ()), str(released), "f").initialize(0)
+    save_adapter(lora, tmp_path)
+    with pytest.raises(UserError, match=r"an adapter's base has its experts dequantised; load it with"):
+        load_policy_on(tmp_path, "cpu", "mxfp4")
 
 
 def test_training_and_export_are_refused(released: Path, tmp_path: Path) -> None:
