@@ -17,6 +17,7 @@ from pathlib import Path
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.modes import mode_of
 from nmoe.envs.environment import Environment
+from nmoe.envs.pools.records import level_of
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.eval.outcomes import is_correct
@@ -83,7 +84,7 @@ def hard_problems_alone(environment: Environment) -> None:
 
 def is_hard(problem: Problem) -> bool:
     """Whether the problem's record has level 4 or 5, as a number or as MATH's "Level 5"."""
-    return str(problem.metadata.get("level", "")).strip().removeprefix("Level").strip() in HARD_LEVELS
+    return level_of(problem) in HARD_LEVELS
 
 
 def has_gold(groups: Sequence[Group]) -> bool:

@@ -75,6 +75,10 @@ class DatasetKeys(Section):
         description="a field with each problem's difficulty, `level`, or, with a minus, its measured solve rate, `-solve_rate`: "
         "the first pass begins with the easiest; later passes are shuffled",
     )
+    levels: Array[str] = Field(
+        default=(),
+        description='only problems whose field `level` is one of these, such as ["4", "5"], also written "Level 4"; default: all',
+    )
     max_examples: int | None = Field(default=None, ge=1, description="maximum number of records to read")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
 

@@ -38,17 +38,20 @@ def record_order(
     problems: list[Problem] = []
     difficulties: list[float] = []
     fields: Fields | None = None
-    for where, record in islice(records, settings.max_examples):
+    for number, (where, record) in enumerate(islice(records, settings.max_examples)):
         try:
             if fields is None and not task.own_records:
                 fields = fields_of(settings, record, task.has_gold)
-            problems.append(_problem(name, settings, fields, len(problems), record, columns))
+            problem = _problem(name, settings, fields, number, record, columns)
+            if not settings.levels or level_of(problem) in settings.levels:
+                problems.append(problem)
             if settings.easy_first is not None:
                 difficulties.append(_difficulty(settings.easy_first, record))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     if not problems:
-        raise UserError(f"{origin}: no records; a task pool needs at least one problem")
+        lacking = f"no record of level {' or '.join(settings.levels)}" if settings.levels else "no records"
+        raise UserError(f"{origin}: {lacking}; a task pool needs at least one problem")
     # Hash the content, not the path: moved data is the same data, changed data is not.
     content = fingerprint_of(*(_content(problem) for problem in problems))
     read_as = "" if fields is None else f"{origin}: {fields}"
@@ -67,6 +70,11 @@ def _difficulty(easy_first: str, record: Mapping[str, Any]) -> float:
         has = f"has {record[field]!r}" if field in record else "is not there"
         raise UserError(f"easy_first = {easy_first!r}: the field {field!r} {has}, which is no number")
     return -float(found[0]) if easy_first.startswith("-") else float(found[0])
+
+
+def level_of(problem: Problem) -> str:
+    """The level of the problem's record without MATH's word before it: "5" for "Level 5" and 5; empty where it has none."""
+    return str(problem.metadata.get("level", "")).strip().removeprefix("Level").strip()
 
 
 def _content(problem: Problem) -> tuple[object, ...]:
