@@ -123,7 +123,7 @@ class Trajectory(Columns):
     sampling: Sampling
     tool_events: tuple[ToolEvent, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    model: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, str | int] = field(default_factory=dict)
     workspace: Mapping[str, Any] | None = None
     trainer_state: TrainerState | None = None
     exchanges: tuple[Exchange, ...] = ()

@@ -7,6 +7,13 @@ from dataclasses import replace
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig, RopeScaling
 from nmoe.model.rope import yarn_mscale
+from nmoe.model.transformer import Transformer
+
+
+def extend(model: Transformer, context_tokens: int) -> None:
+    """Gives a loaded model the longer context, and rotary tables for it. Raises UserError as `extended` does."""
+    model.config = extended(model.config, context_tokens)
+    model.reset_tables()
 
 
 def extended(config: ModelConfig, context_tokens: int) -> ModelConfig:

@@ -18,7 +18,7 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.model.checkpoint import load_model, new_model
 from nmoe.model.config import ModelConfig
-from nmoe.model.context import extended
+from nmoe.model.context import extend
 from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
@@ -144,7 +144,8 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
 
 class ModelIdentity(BaseModel):
     """The model that a run samples from, as its trajectories record it. `start` is the fingerprint of the `checkpoint` that the run
-    started from, or the seed of a new model; the weight version of each token says how far it was trained since."""
+    started from, or the seed of a new model; the weight version of each token says how far it was trained since. `context_tokens`
+    is the longer context that the run gave the checkpoint."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -152,6 +153,7 @@ class ModelIdentity(BaseModel):
     start: str
     numerics: Literal["fast", "exact"]
     precision: Literal["float32", "bfloat16", "float16"]
+    context_tokens: int | None = None
 
 
 def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
@@ -166,6 +168,7 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
         start=start,
         numerics=section.numerics,
         precision=precision_for(choose_device(section.device), section.precision, section.numerics == "exact"),
+        context_tokens=section.context_tokens,
     )
 
 
@@ -211,10 +214,9 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
     model = load_model(directory, dtype, device)
     if settings.context_tokens is not None:
         try:
-            model.config = extended(model.config, settings.context_tokens)
+            extend(model, settings.context_tokens)
         except UserError as error:
             raise UserError(f"{settings.path}: model.{error}") from None
-        model.reset_tables()
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"{settings.tokenizer or settings.path}: the tokenizer has {tokenizer.vocab_size} ids, the embedding of "

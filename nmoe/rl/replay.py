@@ -14,6 +14,7 @@ from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
+from nmoe.model.context import extend
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import load_policy
@@ -135,6 +136,8 @@ def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
     _refuse_other_weights(bundle, recorded, versions[0], directory)
     torch.set_num_threads(choose_threads(0))
     model = load_policy(directory, getattr(torch, recorded.precision))[0].set_numerics(recorded.numerics)
+    if recorded.context_tokens is not None:
+        extend(model, recorded.context_tokens)
     batch = policy_batch([trajectory], torch.zeros(1), "token", 1)
     now = batch_logprobs(model, batch, batch.tokens, trajectory.sampling.temperature).double()
     places = [place for place, sampled in enumerate(trajectory.mask) if sampled]

@@ -124,7 +124,7 @@ class RolloutSampler:
             environment,
             learner.model.config.context_tokens,
             tools.sandboxes,
-            model=model_identity(config, learner.lora).model_dump(),
+            model=model_identity(config, learner.lora).model_dump(exclude_none=True),
             workspaces=tools.workspaces,
         )
         replays = ReplayRecorder(

@@ -116,7 +116,7 @@ class _Record(_Strict):
 
     step: int
     environment: dict[str, str]
-    model: dict[str, str]
+    model: dict[str, str | int]
     workspace: dict[str, Any] | None
     trainer_state: _TrainerState | None = None
     problem: str

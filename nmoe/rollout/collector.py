@@ -84,7 +84,7 @@ class Collector:
         environment: Environment,
         context_tokens: int,
         sandboxes: OpensSandboxes | None = None,
-        model: Mapping[str, str] | None = None,
+        model: Mapping[str, str | int] | None = None,
         workspaces: Workspaces | None = None,
     ) -> None:
         self._engine = engine

@@ -191,11 +191,11 @@ class Selfplay(Recipe):
             id(model): NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
             for model in roles.models
         }
-        own = model_identity(config, None).model_dump()
-        judge = model_identity(_judges_config(config), None).model_dump()
+        own = model_identity(config, None).model_dump(exclude_none=True)
+        judge = model_identity(_judges_config(config), None).model_dump(exclude_none=True)
         context = roles.context_tokens
 
-        def collector(model: Transformer, identity: Mapping[str, str]) -> Collector:
+        def collector(model: Transformer, identity: Mapping[str, str | int]) -> Collector:
             engine, workspaces = self.engines[id(model)], tools.workspaces
             return Collector(engine, environment, context, tools.sandboxes, identity, workspaces)
 

@@ -12,7 +12,9 @@ from command_line import Result
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
+from nmoe.model.checkpoint import read_config
 from nmoe.rl.train import train
+from nmoe.runs.resolve import resolve_checkpoint
 
 Nmoe = Callable[..., Result]
 
@@ -56,6 +58,22 @@ def test_every_bundle_of_a_run_replays(nmoe: Nmoe, run: Path, base: Path) -> Non
             assert lines[-1] == "all the same"
     reasons = {bundle.name.split("-")[1] for bundle in run.glob("replay/step_*")}
     assert reasons >= {"sampled", "parse_error"}
+
+
+def test_the_longer_context_of_a_run_is_that_of_its_replay(
+    nmoe: Nmoe, workshop: Path, base: Path, tmp_path: Path
+) -> None:
+    """YaRN turns every position's keys otherwise, so the checkpoint's own tables give other log-probabilities."""
+    longer = 8 * read_config(resolve_checkpoint(base))[1].context_tokens
+    overrides = [f"--run.directory={tmp_path}", "--run.steps=1", f"--model.context_tokens={longer}"]
+    overrides += ["--monitor.replay_sample_rate=1", "--batch.prompts_per_step=2", "--batch.group_size=2"]
+    bundle = of_step(train(load_run(workshop / "rl.toml", RLConfig, overrides)), 1)[0]
+    same = nmoe("replay", bundle, "--checkpoint", base)
+    assert (same.code, same.err) == (0, "")
+    content = json.loads((bundle / "bundle.json").read_text())
+    assert content["trajectory"]["model"].pop("context_tokens") == longer
+    (bundle / "bundle.json").write_text(json.dumps(content))
+    assert "first difference: logprobs" in nmoe("replay", bundle, "--checkpoint", base).err
 
 
 def test_a_difference_is_named_and_ends_with_1(command: Nmoe, nmoe: Nmoe, run: Path, tmp_path: Path) -> None:
