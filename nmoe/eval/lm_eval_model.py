@@ -1,0 +1,127 @@
+"""A checkpoint as a model of lm-evaluation-harness, in this process (the extra `lm-eval`).
+
+    import lm_eval
+    from nmoe.eval.lm_eval_model import NmoeLM
+    lm_eval.simple_evaluate(model=NmoeLM("runs/base"), tasks=["arc_easy"])
+
+Numbers equal those of `--model hf` on the exported checkpoint: the same tokenizer, the same windows, fp32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
+from lm_eval.models.utils import (  # type: ignore[import-not-found]
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found]
+from transformers import AutoTokenizer
+
+from nmoe.engine.api import Request
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.likelihood import Continuation, likelihoods
+from nmoe.model.device import choose_device, dtype_for
+from nmoe.model.policy import load_policy
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.types import Sampling
+
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+class NmoeLM(TemplateLM):
+    """The model of a run or checkpoint. Raises UserError for what cannot be loaded and a device that is not there."""
+
+    def __init__(self, checkpoint: str | Path, device: str = "auto", max_gen_toks: int = 256) -> None:
+        super().__init__()
+        directory, on = resolve_checkpoint(Path(checkpoint)), choose_device(device, "device")
+        self.model = load_policy(directory, dtype_for(on), on)[0].requires_grad_(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.max_length, self.max_gen_toks = self.model.config.context_tokens, max_gen_toks
+        self._name = str(checkpoint)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else int(self.tokenizer.bos_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
+        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
+        # What begins alike lies together, so that the options of a question share its computation.
+        order = sorted(range(len(requests)), key=lambda place: (requests[place][1], place))
+        groups: list[list[int]] = []
+        for place in order:
+            if groups and requests[groups[-1][0]][1] == requests[place][1]:
+                groups[-1].append(place)
+            else:
+                groups.append([place])
+        found: dict[int, tuple[float, bool]] = {}
+        asked = ([self._continuation(*requests[place][1:]) for place in group] for group in groups)
+        for group, scored in zip(groups, likelihoods(self.model, asked), strict=True):
+            for place, one in zip(group, scored, strict=True):
+                found[place] = (sum(one.logprobs), one.greedy)
+        return [found[place] for place in range(len(requests))]
+
+    def _continuation(self, context: list[int], continuation: list[int]) -> Continuation:
+        # The last token is only predicted, so that a window has one more token than the context of the model.
+        whole = [*context, *continuation][-(self.max_length + 1) :]
+        return Continuation(whole, max(1, len(whole) - len(continuation)))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        totals = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = [(None, *make_disjoint_window(window)) for window in windows]
+            totals.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        engine = NativeEngine(self.model, max_sequences=256)
+
+        async def all_of_them() -> list[str]:
+            return list(await asyncio.gather(*(one(place, *request.args) for place, request in enumerate(requests))))
+
+        async def one(place: int, context: str, given: dict[str, Any]) -> str:
+            settings = normalize_gen_kwargs(dict(given), self.max_gen_toks)
+            eos = self.tokenizer.decode([self.eot_token_id])
+            until = handle_stop_sequences(settings.get("until"), eos=eos)
+            limit = settings["max_gen_toks"]
+            prompt = self.tok_encode(context)[-(self.max_length - limit) :]
+            temperature = settings.get("temperature", 0.0) if settings["do_sample"] else 0.0
+            sampling = Sampling(limit, temperature, stop_ids=(self.eot_token_id,), seed=place)
+            (sample,) = await engine.generate(Request(tuple(prompt), 1, sampling, f"{place}"))
+            text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            return str(postprocess_generated_text(text, until, None))
+
+        return engine.run(all_of_them())
