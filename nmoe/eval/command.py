@@ -46,6 +46,7 @@ def evaluate_command(
         raise UserError(f"{out}: is a directory; --out names a file to write")
     scorer = None if best_of is None else load_scorer(best_of, asked.device)
     interrupted: SamplingInterruptedError | None = None
+    directory = resolve_checkpoint(checkpoint)
     settings = effortful(load_environment(environment), asked.reasoning_effort)
     with open_subject(
         checkpoint,
@@ -57,7 +58,6 @@ def evaluate_command(
         max_tokens=asked.max_tokens,
     ) as subject:
         refuse_open_problems(subject.environment)
-        directory = resolve_checkpoint(checkpoint)
         refuse_overlap(
             subject.environment, trained_on(checkpoint), problems, str(checkpoint), Tokenizer.load(directory)
         )

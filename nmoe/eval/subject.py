@@ -123,9 +123,9 @@ def open_subject(
     start = loaded.state()
     longest = max(len(loaded.prompt_ids(problem)) for problem in distinct_problems(loaded, problems))
     if longest >= model.config.context_tokens:
-        named = environment if isinstance(environment, Path) else settings.env_id
         raise UserError(
-            f"{named}: a prompt of {longest} tokens leaves no room in the model's context of {model.config.context_tokens}"
+            f"environment {settings.env_id}: a prompt of {longest} tokens leaves no room in the model's context of "
+            f"{model.config.context_tokens}"
         )
     with ToolRuntime(loaded, SandboxSettings()) as runtime:
         engine = NativeEngine(model, max_sequences=256)

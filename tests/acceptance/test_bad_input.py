@@ -218,14 +218,17 @@ def test_a_prompt_longer_than_the_context(command: Nmoe, nmoe: Nmoe, pool: Calla
     assert nothing_started(tmp_path)
     result = command("rl", "train", pool(GOOD, GOOD, GOOD, long))
     assert result.code == 0
-    assert "1 of 4 problems are left out: their prompts and completions of 24 tokens do not fit" in result.out
+    assert (
+        "1 of 4 problems are left out: their prompts have more than 40 tokens, and with completions of 24 they"
+        in result.out
+    )
     (tmp_path / "environment.toml").write_text(
         'env_id = "pool"\n[task_pool]\ntype = "jsonl"\npath = "pool.jsonl"\ntask_type = "reverse"\nproblem_field = "question"\n'
     )
     base = (tmp_path / "x.toml").read_text().split('path = "')[1].split('"')[0]
     refused(
         nmoe("eval", base, "environment.toml", "--problems=4"),
-        "environment.toml: a prompt of",
+        "environment pool: a prompt of",
         "tokens leaves no room in the model's context of 64",
     )
 
@@ -262,4 +265,6 @@ def test_a_run_is_not_written_over_and_not_resumed_as_another(nmoe: Nmoe, worksh
 
 def test_greedy_evaluation_of_several_samples(nmoe: Nmoe, workshop: Path, base: Path) -> None:
     result = nmoe("eval", base, workshop / "reverse.toml", "--samples=2")
-    refused(result, "temperature 0 gives the same completion 2 times: use 1 sample, or a temperature above 0")
+    refused(
+        result, "temperature 0 gives the same completion 2 times: use 1 sample, a temperature above 0, or the mode "
+    )
