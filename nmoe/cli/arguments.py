@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     C = TypeVar("C", bound=RunConfig)
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
@@ -38,6 +38,16 @@ Temperature = Annotated[
     float,
     typer.Option(
         metavar="NUMBER", min=0.0, callback=_finite, help="Sampling temperature; 0 takes the most likely token."
+    ),
+]
+TemperatureOfMode = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        min=0.0,
+        callback=_finite,
+        help="Sampling temperature; 0 takes the most likely token; default: 0, or the mode's.",
+        show_default=False,
     ),
 ]
 Device = Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nmoe.cli.arguments import Device, ExpertWeights, Seed, Temperature
+from nmoe.cli.arguments import Device, ExpertWeights, Seed, TemperatureOfMode
 from nmoe.errors import UserError
 
 
@@ -40,7 +40,7 @@ def evaluate(
             metavar="N", min=1, help="Completions per problem; default: 1, or the mode's.", show_default=False
         ),
     ] = None,
-    temperature: Temperature | None = None,
+    temperature: TemperatureOfMode = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
