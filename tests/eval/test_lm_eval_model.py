@@ -28,6 +28,7 @@ ROLLING = 'doc_to_target: "{{question}}"\nmetric_list: [{metric: word_perplexity
 UNTIL = 'doc_to_target: answer\ngeneration_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}\n'
 
 
+@pytest.mark.extras
 def test_its_numbers_are_those_of_the_exported_checkpoint(tmp_path: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]

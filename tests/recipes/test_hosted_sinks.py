@@ -23,7 +23,7 @@ from test_run_sinks import follow
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.sinks.sink import scalars_of
 
-pytestmark = pytest.mark.hosted
+pytestmark = pytest.mark.extras
 
 _BLOCK, _FIRST_BYTES, _HEADER = 32768, 7, 7
 _FULL, _LAST = 1, 4

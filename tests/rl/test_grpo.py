@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.tasks import TASKS, Attempt
-from nmoe.eval import held_out
 from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.batch import Batch
 from nmoe.rl import train as grpo
 from nmoe.rl.replay import ReplayDifferenceError, replay_command
@@ -225,7 +225,7 @@ def test_the_best_step_is_kept_where_no_checkpoint_was_due(
     def falling(*_: Any, **__: Any) -> list[Evaluation]:
         return [Evaluation("greedy_pass@1", "reverse", 10, next(values), 0.0, 1.0)]
 
-    monkeypatch.setattr(held_out, "evaluate", falling)
+    monkeypatch.setattr(HeldOutProblems, "evaluate", falling)
     run = reinforce(*SMALL, "--eval.every_steps=1", "--checkpoint.every_steps=3", "--checkpoint.keep=1")
     assert (run / "checkpoints" / "best").readlink() == Path("step_000001")
     assert {path.name for path in (run / "checkpoints").glob("step_*")} == {"step_000001", "step_000003"}

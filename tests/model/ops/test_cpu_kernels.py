@@ -108,9 +108,10 @@ def test_experts(family: str, width: int, tokens: int, dtype: torch.dtype) -> No
     x = draw(tokens, 32, dtype=dtype)
     with in_use():
         weights_TK, chosen_TK = moe.router(x, RouterTrace())
-        at_once_TD = moe._at_once(x, weights_TK, chosen_TK)
+        projections = moe._projections(chosen_TK, dtype)
+        at_once_TD = moe._at_once(x, weights_TK, chosen_TK, *projections)
         assert at_once_TD is not None
-        close(at_once_TD, moe._routed(x, weights_TK, chosen_TK))
+        close(at_once_TD, moe._routed(x, weights_TK, chosen_TK, *projections))
 
 
 @needs_kernels
