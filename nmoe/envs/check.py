@@ -44,6 +44,7 @@ from nmoe.envs.pools import Shard
 from nmoe.envs.pools.records import record_order
 from nmoe.envs.rewards.judge import template_of
 from nmoe.envs.tasks import TASKS
+from nmoe.envs.tasks.choice import MultipleChoiceTask
 from nmoe.envs.tasks.conversation import ConversationTask
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.envs.tools.registry import check_source
@@ -55,7 +56,7 @@ from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
 from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
-from nmoe.types import Grade, Problem, single_turn
+from nmoe.types import Grade, Metadata, Problem, single_turn
 
 # Stands in for a dataset that is not available locally. Every task with short answers can pose and grade it.
 _STAND_IN = ("What is 6 * 7?", "42")
@@ -224,10 +225,13 @@ def _stand_in(name: str, pool: TaskPool) -> Problem | None:
     if TASKS[pool.task_type].own_records:
         record = _STAND_IN_RECORDS.get(pool.task_type)
         return None if record is None else record_order(name, pool, [("stand-in", record)], "stand-in").at(0)
-    question, gold = _STAND_IN
-    problem = Problem(f"{name}/stand-in", pool.task_type, question, gold, name)
+    task, (question, gold) = TASKS[pool.task_type], _STAND_IN
+    metadata: Metadata = {}
+    if isinstance(task, MultipleChoiceTask):
+        question, gold, metadata = task.pose(question, gold, {"choices": ["36", gold]})
+    problem = Problem(f"{name}/stand-in", pool.task_type, question, gold, name, metadata=metadata)
     try:
-        TASKS[pool.task_type].check_gold(problem)
+        task.check_gold(problem)
     except UserError:
         return None
     return problem
