@@ -128,16 +128,20 @@ def test_no_worker_outlives_a_killed_parent() -> None:
             sys.executable,
             "-c",
             textwrap.dedent("""
+                import time
                 from nmoe.grading.workers.pool import WorkerPool
                 pool = WorkerPool("time:sleep", 2)
                 calls = [pool.submit(0), pool.submit(300), pool.submit(300)]
                 calls[0].result()
-                forked = []
-                while len(forked) < 2:
-                    workers = pool.pids()
-                    paths = [f"/proc/{pid}/task/{pid}/children" for pid in workers]
-                    forked = [child for path in paths for child in open(path).read().split()]
-                print(*workers, *forked, flush=True)
+                def forked():
+                    paths = [f"/proc/{pid}/task/{pid}/children" for pid in pool.pids()]
+                    return [child for path in paths for child in open(path).read().split()]
+                seen = []
+                # The child of the first call may still be listed while it ends.
+                while len(seen) != 2 or forked() != seen:
+                    seen = forked()
+                    time.sleep(0.2)
+                print(*pool.pids(), *seen, flush=True)
                 input()
             """),
         ],
