@@ -20,6 +20,8 @@ import pytest
 # Triton's kernels run on CPU in its interpreter, which has to be chosen before anything imports triton: torch does.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import torch
+
 from nmoe.config import Locator, Place, Section, parse
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
@@ -115,6 +117,12 @@ eps = 1e-2
 [checkpoint]
 keep = 1
 """
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seeds torch's generator before a test and its fixtures draw from it: some builds of torch start it at random."""
+    torch.manual_seed(0)
 
 
 def _documents(harmony: Harmony, count: int) -> Iterator[list[int]]:
