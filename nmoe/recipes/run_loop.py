@@ -23,7 +23,7 @@ from nmoe.learner.learner import Learner
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
-from nmoe.runs.directory import RunDirectory, flat_keys, read_provenance, recorded_device
+from nmoe.runs.directory import RunDirectory, flat_keys, recorded_device
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.places import place_records
@@ -105,14 +105,14 @@ class Run:
         config: RunConfig,
         directory: RunDirectory,
         progress: Progress,
-        sinks: Sinks,
         steps: int,
         moved: str | None,
     ) -> None:
         """`moved` is the line to print where a resumed run was on another device before."""
         self.directory, self.ledger, self._moved = directory, directory.ledger, moved
         self._config, self._progress, self._steps = config, progress, steps
-        self._sinks, self._last_step = sinks, directory.start_step
+        self._last_step = directory.start_step
+        self._sinks: Sinks | None = None  # until the run has begun: a refused resumption is no attempt to show
 
     def note(self, text: str) -> None:
         """Prints and logs a line."""
@@ -121,7 +121,8 @@ class Run:
     def alert(self, step: int, message: str) -> None:
         """Prints a line, and records it in alerts.jsonl."""
         self.ledger.alert({"step": step, "message": message})
-        self._sinks.alert(step, message)
+        if self._sinks is not None:
+            self._sinks.alert(step, message)
         self.note(f"step {step}: {message}")
 
     def follow(self, recipe: Recipe) -> None:
@@ -136,6 +137,7 @@ class Run:
             Saver(self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous, exports) as saver,
         ):
             first = self._begin(recipe, saver)
+            sinks = self._sinks = _sinks_of(self._config, self.directory)
             monitor = self._monitor(recipe, first)
             for step in range(first + 1, self._steps + 1):
                 saver.check()
@@ -149,9 +151,9 @@ class Run:
                         self.note(f"step {step}: ends here, since {reason}")
                         last = True
                 self.ledger.metrics(step, metrics)
-                self._sinks.write(step, metrics)
+                sinks.write(step, metrics)
                 self._last_step = step
-                stopped = self._raise(step, monitor.observe(metrics, probe))
+                stopped = self._raise(step, monitor.observe(metrics, probe), sinks)
                 self._progress.step(step, done.shown)
                 best = self.ledger.is_best(step)
                 # Read once: a signal that arrives during the save is handled after the next step.
@@ -172,7 +174,7 @@ class Run:
 
     def close_sinks(self) -> None:
         """Waits for the sinks, within limits, and records an alert for each that lost something."""
-        for trouble in self._sinks.close():
+        for trouble in () if self._sinks is None else self._sinks.close():
             self.alert(self._last_step, trouble)
 
     def _begin(self, recipe: Recipe, saver: Saver) -> int:
@@ -186,6 +188,7 @@ class Run:
             return 0
         load_parts(checkpoint, recipe.parts())
         recipe.resume()
+        self.directory.record_start()
         self.note(f"resumed from step {first}")
         for line in _schedule_notes(recipe.parts()):
             self.note(line)
@@ -207,11 +210,11 @@ class Run:
             monitor.recall(row, probes.get(row["step"]))
         return monitor
 
-    def _raise(self, step: int, alerts: Sequence[Alert]) -> Alert | None:
+    def _raise(self, step: int, alerts: Sequence[Alert], sinks: Sinks) -> Alert | None:
         """Prints and records the alerts of a step; returns the one that ends the run, if any does."""
         for alert in alerts:
             self.ledger.alert(record := alert.record(step))
-            self._sinks.alert(step, record["message"])
+            sinks.alert(step, record["message"])
             self.note(f"step {step}: {alert}")
         return next((alert for alert in alerts if alert.level == "stop"), None)
 
@@ -255,7 +258,7 @@ def open_run(
     ):
         if directory.resumed_from is None:
             place_records(directory.path, config.run)
-        run = Run(config, directory, progress, _sinks_of(config, directory), total, moved)
+        run = Run(config, directory, progress, total, moved)
         try:
             yield run
         finally:
@@ -267,7 +270,7 @@ def _sinks_of(config: RunConfig, directory: RunDirectory) -> Sinks:
     attempt = Attempt(
         directory=path,
         name=config.run.name,
-        number=1 + len(read_provenance(path)["resumed"]),
+        number=directory.number,
         config=config.model_dump(mode="json", exclude_none=True),
         project=config.sinks.project,
         wandb_mode=config.sinks.wandb_mode,

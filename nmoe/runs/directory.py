@@ -71,16 +71,21 @@ class RunDirectory:
     replays: the directory to write replay bundles in.
     log: path of log.txt.
     resumed_from: the checkpoint to load; None for a run that starts at step 0.
+    number: 1 for the first start, and one more for each resumption, this one included.
     """
 
-    def __init__(self, path: Path, lock: RunLock, resumed_from: Path | None) -> None:
+    def __init__(
+        self, path: Path, lock: RunLock, resumed_from: Path | None, config_toml: str, provenance: dict[str, Any]
+    ) -> None:
         self.path = path
         self.ledger = Ledger(path)
         self.checkpoints = path / "checkpoints"
         self.replays = path / "replay"
         self.log = path / "log.txt"
         self.resumed_from = resumed_from
+        self.number = 1 if resumed_from is None else 2 + len(read_provenance(path)["resumed"])
         self._lock = lock
+        self._config_toml, self._provenance = config_toml, provenance
 
     @classmethod
     def create(
@@ -90,7 +95,8 @@ class RunDirectory:
 
         Resuming removes every record after the checkpoint's step. A run that was killed before its first checkpoint starts
         over and keeps only log.txt; a run that does not exist yet starts. A command with `--run.resume=true` can therefore
-        be repeated until it is done.
+        be repeated until it is done. The config.toml and provenance.json of a resumed run stay as they were until
+        `record_start`, since the checkpoint may yet be refused.
 
         `defaults` names dotted keys of `config_toml` that hold their defaults. A run from before such a key existed lacks it, and
         can be resumed.
@@ -106,15 +112,34 @@ class RunDirectory:
             undo.callback(lock.release)
             # Again: another process may have created the run before the lock was taken.
             refuse_unless_free(path, resume)
-            resumed_from = _prepare(path, config_toml, defaults)
-            _record_start(path, config_toml, provenance, resumed_from)
+            run = cls(path, lock, _prepare(path, config_toml, defaults), config_toml, provenance)
+            if run.resumed_from is None:
+                run.record_start()
             undo.pop_all()
-        return cls(path, lock, resumed_from)
+        return run
 
     @property
     def start_step(self) -> int:
         """The last step that is done: that of the checkpoint, or 0."""
         return checkpoint_step(self.resumed_from) if self.resumed_from else 0
+
+    def record_start(self) -> None:
+        """Writes config.toml and provenance.json; each resumption is added to the provenance of the first start. The diff of a
+        dirty checkout has a file of its own, which the provenance names.
+
+        `create` calls this for a new run. For a resumed one it is called when the checkpoint is loaded. Raises StorageError.
+        """
+        provenance = self._provenance
+        write_atomically(self.path / "config.toml", self._config_toml.encode())
+        if diff := provenance.get("git_diff"):
+            name = "code.diff" if self.resumed_from is None else f"code_{self.resumed_from.name}.diff"
+            write_atomically(self.path / name, diff.encode(errors="replace"))
+            provenance = provenance | {"git_diff": name}
+        record: dict[str, Any] = provenance | {"resumed": []}
+        if self.resumed_from is not None:
+            record = read_provenance(self.path)
+            record["resumed"].append({"from_step": self.start_step} | provenance)
+        write_atomically(self.path / "provenance.json", (json.dumps(record, indent=1) + "\n").encode())
 
     def close(self) -> None:
         """Releases the run, so that another process can write it."""
@@ -226,22 +251,6 @@ def _cut_replays(directory: Path, step: int) -> None:
         of = step_of(bundle.name.partition("-")[0])
         if bundle.name.startswith(".") or (of is not None and of > step):
             shutil.rmtree(bundle)
-
-
-def _record_start(path: Path, config_toml: str, provenance: dict[str, Any], resumed_from: Path | None) -> None:
-    """Writes config.toml and provenance.json; each resumption is added to the provenance of the first start. The diff of a dirty
-    checkout has a file of its own, which the provenance names."""
-    write_atomically(path / "config.toml", config_toml.encode())
-    if diff := provenance.get("git_diff"):
-        name = "code.diff" if resumed_from is None else f"code_{resumed_from.name}.diff"
-        write_atomically(path / name, diff.encode(errors="replace"))
-        provenance = provenance | {"git_diff": name}
-    file = path / "provenance.json"
-    record: dict[str, Any] = provenance | {"resumed": []}
-    if resumed_from is not None:
-        record = read_provenance(path)
-        record["resumed"].append({"from_step": checkpoint_step(resumed_from)} | provenance)
-    write_atomically(file, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collection[str]) -> None:

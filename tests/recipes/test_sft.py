@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft
+from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_metrics
 from nmoe.text.harmony import Harmony
 from nmoe.text.renderers import IGNORED, make_renderer
@@ -289,6 +292,30 @@ def test_a_run_that_was_interrupted_goes_on_number_for_number(configure: Configu
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record(f"Reverse: {i}", str(i))) + "\n" for i in range(9)))
     with pytest.raises(UserError, match=r"train\.jsonl: not the documents that this run began with"):
         sft(configure(*options, "--run.name=part", "--run.resume=true", "--run.steps=12"))
+
+
+def test_a_resumption_that_the_checkpoint_refuses_leaves_the_run_as_it_was(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """The base has been replaced by one of another shape."""
+    base = sft(configure("--run.name=base", "--run.steps=1"))
+    text = (tmp_path / "sft.toml").read_text()
+    (tmp_path / "on.toml").write_text(text[: text.index("[model]")] + text[text.index("[records]") :])
+    options = (f"--model.path={base}", "--run.name=on")
+    run = sft(load_run(tmp_path / "on.toml", SFTConfig, (*options, "--run.steps=1")))
+    kept = {name: (run / name).read_bytes() for name in ("config.toml", "provenance.json", "metrics.jsonl")}
+    base.rename(tmp_path / "first")
+    sft(configure("--run.name=base", "--run.steps=1", "--model.shape.intermediate_size=32"))
+    again = load_run(tmp_path / "on.toml", SFTConfig, (*options, "--run.steps=2", "--run.resume=true"))
+    with pytest.raises(UserError, match=r"config\.json: of another model than the one to load into: .*intermediate"):
+        sft(again)
+    assert {name: (run / name).read_bytes() for name in kept} == kept
+
+    shutil.rmtree(base)
+    (tmp_path / "first").rename(base)
+    sft(again)
+    assert tomllib.loads((run / "config.toml").read_text())["run"]["steps"] == 2
+    assert [one["from_step"] for one in read_provenance(run)["resumed"]] == [1]
 
 
 @pytest.fixture

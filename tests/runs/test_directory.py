@@ -117,7 +117,10 @@ def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     with create(tmp_path / "x", resume=True, threads=3) as run:
         assert run.resumed_from == tmp_path / "x" / "checkpoints" / "step_000005"
         assert run.start_step == 5
+        assert run.number == 2
         run.ledger.metrics(6, {"loss": 0.5})
+        assert read_provenance(run.path)["resumed"] == [], "the checkpoint may yet be refused"
+        run.record_start()
     assert [row["step"] for row in read_metrics(tmp_path / "x")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "x" / "samples" / "step_000005.jsonl").exists()
     assert not (tmp_path / "x" / "samples" / "step_000006.jsonl").exists()
@@ -128,6 +131,8 @@ def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert provenance["threads"] == 2
     assert provenance["resumed"] == [PROVENANCE | {"threads": 3, "from_step": 5}]
     assert recorded_threads(tmp_path / "x") == 3
+    with create(tmp_path / "x", resume=True) as run:
+        assert run.number == 3
 
 
 def test_without_a_checkpoint_a_run_starts_over_with_its_log_alone(tmp_path: Path) -> None:
