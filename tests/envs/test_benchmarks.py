@@ -1,17 +1,16 @@
 """The packaged benchmarks on real records in the hub's form: every prompt is rendered, every gold is accepted.
 
-A sample of each set; with NMOE_WHOLE_BENCHMARKS=1, as in .ci/long, all of it.
+A sample of each set; with NMOE_WHOLE_BENCHMARKS=1, as in .ci/long, all of it. That every gold also scores through an evaluation is
+measured by benchmarks/golds.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from real_benchmarks import DATA, REAL, WHOLE, Record
 
 from nmoe.config.environment import load_environment
 from nmoe.config.packaged import packaged_environment
@@ -20,37 +19,8 @@ from nmoe.envs.golds import check_golds
 from nmoe.errors import UserError
 from nmoe.text.tokenizer import Tokenizer
 
-DATA = Path(__file__).parents[3] / "shared" / "eval_data"
-WHOLE = os.environ.get("NMOE_WHOLE_BENCHMARKS") == "1"
-Record = dict[str, Any]
-
-
-def _gsm8k(one: Record) -> Record:
-    return {"question": one["context"], "answer": f"{one['chain_of_thought']}\n#### {one['answer']}"}
-
-
-def _math(one: Record) -> Record:
-    # The copy has no levels; these stand in for them.
-    level = f"Level {4 + len(one['answer']) % 2}" if len(one["context"]) % 2 else "Level 2"
-    return {"problem": one["context"], "level": level, "type": one["category"], "solution": one["chain_of_thought"]}
-
-
-def _svamp(one: Record) -> Record:
-    return {"question_concat": one["context"], "Answer": one["answer"]}
-
-
-def _arc(one: Record) -> Record:
-    choices = {"label": list("ABCD")[: len(one["choices"])], "text": one["choices"]}
-    return {"question": one["query"], "choices": choices, "answerKey": choices["label"][one["gold"]]}
-
-
-CASES: dict[str, tuple[str, str, Callable[[Record], Record], int]] = {
-    "gsm8k_test": ("gsm8k.jsonl", "openai/gsm8k/main", _gsm8k, 1319),
-    "math_test": ("math.jsonl", "hendrycks/competition_math", _math, 5000),
-    "svamp": ("svamp.jsonl", "ChilleD/SVAMP", _svamp, 300),
-    "arc_easy": ("core/arc_easy.jsonl", "allenai/ai2_arc/ARC-Easy", _arc, 2376),
-    "arc_challenge": ("core/arc_challenge.jsonl", "allenai/ai2_arc/ARC-Challenge", _arc, 1172),
-}
+# That of HumanEval needs sandboxes: tests/sandbox/test_humaneval.py.
+WITHOUT_SANDBOX = [name for name in REAL if name != "humaneval"]
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +36,16 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(kept: Path, name: str, count: int | None) -> list[Record]:
-    file, hub, convert, _ = CASES[name]
     if not DATA.exists():
         pytest.skip("shared/eval_data is not beside the repository")
-    records = [convert(json.loads(line)) for line in (DATA / file).read_text().splitlines()[:count]]
-    (kept / hub).mkdir(parents=True)
-    (kept / hub / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    return records
+    return REAL[name].keep(kept, count)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WITHOUT_SANDBOX)
 def test_every_prompt_is_rendered_and_every_gold_accepted(name: str, kept: Path, tokenizer: Tokenizer) -> None:
     records = keep(kept, name, None if WHOLE else 40)
     demo = Environment.from_toml(packaged_environment(name), tokenizer)
-    assert demo.pool.size == len(records) == (CASES[name][3] if WHOLE else 40)
+    assert demo.pool.size == len(records) == (REAL[name].size if WHOLE else 40)
     problems = [demo.pool.order.at(place) for place in range(len(records))]
     asked = {str(one[next(iter(one))]) for one in records}
     for problem in problems:
@@ -101,7 +67,7 @@ def test_the_hard_part_of_math_has_levels_4_and_5_alone(kept: Path, tokenizer: T
     assert {problem.metadata["level"] for problem in problems} == {"Level 4", "Level 5"}
     for one in records:
         one["level"] = 3
-    (kept / CASES["math_test"][1] / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (kept / REAL["math_test"].hub / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     with pytest.raises(UserError, match="no record of level 4 or 5; a task pool needs at least one problem"):
         Environment.from_toml(packaged_environment("math_hard"), tokenizer)
 
