@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -219,14 +220,14 @@ def run(command: typer.Typer, program: str) -> None:
     """Runs `command` on the process's arguments and exits with its code.
 
     0: all went well. 1: the disk is full. 2: bad input. 130: Ctrl-C. A UserError is printed without its traceback; any
-    other exception is a defect and keeps it.
+    other exception is a defect and keeps it. Under torchrun rank 0 runs the command, and the others do what it tells them.
     """
     from nmoe.runs.output import of_a_command
 
     warnings.formatwarning = _one_line
     try:
         try:
-            with of_a_command():
+            with _ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext(), of_a_command():
                 command(prog_name=program)
         finally:
             sys.stdout.flush()
@@ -237,6 +238,33 @@ def run(command: typer.Typer, program: str) -> None:
         # The reader of stdout, such as `head`, has closed it. Python flushes once more at exit; send that to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+@contextmanager
+def _ranks() -> Iterator[None]:
+    """Joins the other ranks for the block, which only rank 0 enters: the others serve it, and end with its exit code."""
+    from nmoe.parallel.gang import Controller, Member
+    from nmoe.parallel.join import join, leave
+
+    gang = join(sys.argv[1:])
+    if isinstance(gang, Member):
+        exit_code = gang.serve()
+        leave()
+        sys.exit(exit_code)
+    assert isinstance(gang, Controller), "rank 0 leads"
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    except SystemExit as end:
+        exit_code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        raise
+    except UserError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        gang.close(exit_code)
+        leave()
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,24 +20,48 @@ from nmoe.model.logprobs import head_logprobs
 from nmoe.model.moe import RouterTrace
 from nmoe.model.packed import PackedAttention
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import collect, gang
 from nmoe.parallel.ranks import Ranks
 
+R = TypeVar("R")
+# Values at scored tokens with the tokens' places in the batch, by micro-batch.
+Scores = list[tuple[Tensor, Tensor]]
 
-def split(
-    batch: Batch, model: Transformer, tokens_per_microbatch: int, ranks: Ranks
-) -> Iterator[tuple[Batch, Tensor, bool]]:
-    """Yields this rank's micro-batches on the model's device, each with the places of its scored positions in the batch, `[N]` on
-    the host, and whether it counts.
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank runs of a batch of `tokens` tokens: micro-batches on the host, each with the places of its scored positions in
+    the batch, `[N]`, and whether it counts.
 
     All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the first one
     again, which must not count.
     """
-    share = -(-batch.tokens // ranks.size)
-    parts = list(micro_batches(batch, min(tokens_per_microbatch, share)))
-    for first in range(0, len(parts), ranks.size):
-        own = first + ranks.rank
-        micro, rows_T = batch.select(parts[own] if own < len(parts) else parts[0])
-        yield micro.to(model.device), rows_T[micro.scored_T], own < len(parts)
+
+    parts: Sequence[tuple[Batch, Tensor, bool]]
+    tokens: int
+
+
+def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[Share]:
+    """A share for each rank, in turns."""
+    per_rank = -(-batch.tokens // ranks)
+    micros = []
+    for sequences in micro_batches(batch, min(tokens_per_microbatch, per_rank)):
+        micro, rows_T = batch.select(sequences)
+        micros.append((micro, rows_T[micro.scored_T]))
+    idle = micros[0]
+    shares = []
+    for rank in range(ranks):
+        own = [(*part, True) for part in micros[rank::ranks]]
+        missing = -(-len(micros) // ranks) - len(own)
+        shares.append(Share([*own, *[(*idle, False)] * missing], batch.tokens))
+    return shares
+
+
+def on_each_rank(function: Callable[[Share], R], batch: Batch, tokens_per_microbatch: int, ranks: Ranks) -> list[R]:
+    """Every rank's result for its share of the batch."""
+    if gang().size == 1 < ranks.size:  # ranks without a controller, each of which has the batch
+        return ranks.gather(function(deal(batch, tokens_per_microbatch, ranks.size)[ranks.rank]))
+    return collect(function, deal(batch, tokens_per_microbatch, ranks.size))
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
@@ -79,37 +105,42 @@ def score(
 
 
 @torch.no_grad()
-def batch_logprobs(
-    model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float, ranks: Ranks | None = None
-) -> Tensor:
-    """Log-probabilities of the batch's scored tokens, `[N]`, in its order, with recorded routes if the batch has them."""
-    ranks = ranks or Ranks()
-    parts, places = [], []
-    for micro, places_N, counts in split(batch, model, tokens_per_microbatch, ranks):
-        logprobs_N = score(model, micro, RouterTrace(replay=micro.routes_TYK), temperature).logprobs_N.cpu()
+def share_logprobs(model: Transformer, share: Share, temperature: float) -> Scores:
+    """Log-probabilities of a share's scored tokens, with recorded routes if the batch has them, and their places in the batch."""
+    found = []
+    for micro, places_N, counts in share.parts:
+        on_device = micro.to(model.device)
+        logprobs_N = score(model, on_device, RouterTrace(replay=on_device.routes_TYK), temperature).logprobs_N.cpu()
         if counts:
-            parts.append(logprobs_N)
-            places.append(places_N)
-    return _in_order(ranks, parts, places)
+            found.append((logprobs_N, places_N))
+    return found
 
 
 @torch.no_grad()
-def batch_head_outputs(
-    model: Transformer, head: Head, batch: Batch, tokens_per_microbatch: int, ranks: Ranks | None = None
-) -> Tensor:
-    """Outputs of a head at the batch's scored tokens, `[N, K]`, in its order, with recorded routes if the batch has them."""
-    ranks = ranks or Ranks()
-    parts, places = [], []
-    for micro, places_N, counts in split(batch, model, tokens_per_microbatch, ranks):
-        head_NK = head(scored_states(model, micro, RouterTrace(replay=micro.routes_TYK)), model.exact).cpu()
+def share_head_outputs(model: Transformer, head: Head, share: Share) -> Scores:
+    """Outputs of a head at a share's scored tokens, with recorded routes if the batch has them, and their places in the batch."""
+    found = []
+    for micro, places_N, counts in share.parts:
+        on_device = micro.to(model.device)
+        states_ND = scored_states(model, on_device, RouterTrace(replay=on_device.routes_TYK))
         if counts:
-            parts.append(head_NK)
-            places.append(places_N)
-    return _in_order(ranks, parts, places)
+            found.append((head(states_ND, model.exact).cpu(), places_N))
+    return found
 
 
-def _in_order(ranks: Ranks, parts: list[Tensor], places: list[Tensor]) -> Tensor:
-    """Joins every rank's parts in the order of their places in the batch."""
-    gathered = ranks.gather((parts, places))
-    whole = torch.cat([part for parts, _ in gathered for part in parts])
-    return whole[torch.cat([place for _, places in gathered for place in places]).argsort()]
+def in_order(found: Sequence[Scores]) -> Tensor:
+    """Joins every rank's scores in the order of their places in the batch."""
+    parts = [part for rank in found for part in rank]
+    return torch.cat([scores for scores, _ in parts])[torch.cat([places for _, places in parts]).argsort()]
+
+
+def batch_logprobs(model: Transformer, batch: Batch, tokens_per_microbatch: int, temperature: float) -> Tensor:
+    """Log-probabilities of the batch's scored tokens, `[N]`, in its order, by a model of this process alone."""
+    (share,) = deal(batch, tokens_per_microbatch, 1)
+    return in_order([share_logprobs(model, share, temperature)])
+
+
+def batch_head_outputs(model: Transformer, head: Head, batch: Batch, tokens_per_microbatch: int) -> Tensor:
+    """Outputs of a head at the batch's scored tokens, `[N, K]`, in its order, by a model of this process alone."""
+    (share,) = deal(batch, tokens_per_microbatch, 1)
+    return in_order([share_head_outputs(model, head, share)])

@@ -7,9 +7,10 @@ It knows no algorithm. A recipe gives it an objective and a batch, whose weights
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -19,7 +20,16 @@ from torch import Tensor
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_head_outputs, batch_logprobs, score, scored_states, split
+from nmoe.learner.forward import (
+    Scores,
+    Share,
+    in_order,
+    on_each_rank,
+    score,
+    scored_states,
+    share_head_outputs,
+    share_logprobs,
+)
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
@@ -31,6 +41,7 @@ from nmoe.model.moe import RouterTrace
 from nmoe.model.peft_format import resume_adapter, save_adapter, snapshot_adapter
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import command, gang
 from nmoe.parallel.ranks import Ranks, full_state, release, set_full_state
 
 R = TypeVar("R")
@@ -140,15 +151,23 @@ class Learner:
 
     def forward_backward(self, batch: Batch, objective: Objective) -> Future[PassResult]:
         """Adds the gradient of this batch to the gradient accumulated since the last `optim_step`."""
+        return Done(_joined(self._on_each_rank(partial(self._pass, objective), batch)))
+
+    def _on_each_rank(self, function: Callable[[Share], R], batch: Batch) -> list[R]:
+        return on_each_rank(function, batch, self.tokens_per_microbatch, self.ranks)
+
+    def _pass(self, objective: Objective, share: Share) -> _Part:
+        """Forward and backward passes of this rank's micro-batches."""
         config = self.model.config
         balancing = config.routed_experts > 0 and config.router_aux_loss_coef > 0
         # The auxiliary loss needs the shares of the whole batch before the first backward pass. If there is only one part, its own
         # forward pass gives them.
-        alone = self.ranks.size == 1 and batch.tokens <= self.tokens_per_microbatch
-        share_YE = self._load_shares(batch) if balancing and not alone else None
+        alone = self.ranks.size == 1 and len(share.parts) == 1
+        share_YE = self._load_shares(share) if balancing and not alone else None
         experts = config.routed_experts
         part = _Part(RoutingStatistics.empty(len(config.moe_layers), experts) if experts else None)
-        for micro, places_N, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
+        for on_host, places_N, counts in share.parts:
+            micro = on_host.to(self.model.device)
             trace = RouterTrace(replay=micro.routes_TYK)
             outputs = score(self.model, micro, trace, self.temperature, self.head, self.head_only)
             objective_sum, statistics = objective(outputs, _scored(micro))
@@ -156,7 +175,7 @@ class Learner:
             sums = [objective_sum.detach()]
             if balancing:
                 share_YE = load_shares(count_load(trace, config.experts)) if share_YE is None else share_YE
-                extra = auxiliary_loss(trace, share_YE, batch.tokens, config.router_aux_loss_coef)
+                extra = auxiliary_loss(trace, share_YE, share.tokens, config.router_aux_loss_coef)
                 sums.append(extra.detach())
                 total = total + extra
             # Ranks that shard a model average their gradients, and the sum is wanted.
@@ -173,14 +192,15 @@ class Learner:
             part.places.append(places_N)
             if part.routing is not None:
                 self._load_YE += part.routing.add(trace)
-        return Done(_joined(self.ranks.gather(part)))
+        return part
 
     @torch.no_grad()
-    def _load_shares(self, batch: Batch) -> Tensor:
+    def _load_shares(self, share: Share) -> Tensor:
         """The share of the batch's router picks per layer and expert, `[Y, E]`, from a forward pass of all parts. With the shares
         of one part alone, the gradient of the auxiliary loss would depend on how the batch is split."""
         load_YE = self._no_load()
-        for micro, _, counts in split(batch, self.model, self.tokens_per_microbatch, self.ranks):
+        for on_host, _, counts in share.parts:
+            micro = on_host.to(self.model.device)
             trace = RouterTrace(replay=micro.routes_TYK)
             scored_states(self.model, micro, trace)
             if counts:
@@ -190,13 +210,21 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> Future[Tensor]:
         """Log-probabilities of the scored tokens under the present weights, `[N]`, in the batch's order."""
-        return Done(batch_logprobs(self.model, batch, self.tokens_per_microbatch, self.temperature, self.ranks))
+        return Done(in_order(self._on_each_rank(self._share_logprobs, batch)))
+
+    def _share_logprobs(self, share: Share) -> Scores:
+        return share_logprobs(self.model, share, self.temperature)
 
     def head_outputs(self, batch: Batch) -> Future[Tensor]:
         """Outputs of the head at the scored tokens under the present weights, `[N, K]`, in the batch's order."""
         assert self.head is not None, "a learner without a head has no outputs of one"
-        return Done(batch_head_outputs(self.model, self.head, batch, self.tokens_per_microbatch, self.ranks))
+        return Done(in_order(self._on_each_rank(self._share_head_outputs, batch)))
 
+    def _share_head_outputs(self, share: Share) -> Scores:
+        assert self.head is not None, "a learner without a head has no outputs of one"
+        return share_head_outputs(self.model, self.head, share)
+
+    @command
     def optim_step(self) -> Future[StepResult]:
         """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), advances the schedule and
         clears the gradient."""
@@ -228,10 +256,12 @@ class Learner:
         snapshot = self.snapshot(copied=False)
         if self.ranks.rank == 0:
             snapshot.write(directory)
-        self.ranks.wait()
+        if gang().size == 1:
+            self.ranks.wait()
         state: dict[str, int] = snapshot.state
         return state
 
+    @command
     def snapshot(self, copied: bool) -> Snapshot:
         """What `save` would write and return now. With `copied` it is a copy in host memory, to be written while training goes on.
         Every rank has to call this, and one to write it."""
@@ -247,6 +277,7 @@ class Learner:
 
         return Snapshot(write, sum(part.size for part in parts), {"version": self.version})
 
+    @command
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
         """Writes the weights for other software into an existing, empty directory: "hf" a Hugging Face checkpoint of the family
         that the model fits, with an adapter merged into its base; "peft" the adapter alone. The tokenizer is not part of it:
@@ -260,6 +291,7 @@ class Learner:
             save_adapter(self.lora, directory)
         self.ranks.wait()
 
+    @command
     def load(self, directory: Path, state: Mapping[str, int] | None = None) -> None:
         """Takes what is trained, its optimizer and, with the `state` that `save` returned, the version. Raises UserError if the
         base is no longer the one that the adapter was trained beside."""

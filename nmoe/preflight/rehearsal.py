@@ -14,12 +14,13 @@ from nmoe.config.environment import reseeded
 from nmoe.config.tables.rewards import FunctionRewardConfig
 from nmoe.engine.api import Engine, Request
 from nmoe.engine.function import FunctionEngine
-from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.ranks import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.learner.learner import Learner
+from nmoe.parallel.gang import everywhere
 from nmoe.preflight.check import Check
 from nmoe.recipes.setup import load_tokenizer
 from nmoe.rl.experience import policy_batch
@@ -56,10 +57,10 @@ def rehearse(config: RLConfig) -> Iterator[Check]:
         partial(load_step_scorer, device=device),
         partial(RewardModel.load, device=device),
     )
-    learner = policy_learner(config, tokenizer)
+    learner = everywhere(policy_learner, config, tokenizer)
     environment.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
     problem = environment.pool.take(1)[0]
-    engine = NativeEngine(learner.model, _SAMPLES, config.engine.cache_mb)
+    engine = sampling_engine(learner, _SAMPLES, config.engine.cache_mb)
     with ToolRuntime(environment, config.sandbox) as tools:
         yield Check("sandbox", "ok", "none is needed" if tools.sandboxes is None else tools.sandboxes.describe())
         yield Check("golds", "ok", "all that [task_pool] check_gold selects are graded correct")

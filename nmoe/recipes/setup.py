@@ -25,6 +25,7 @@ from nmoe.model.fingerprint import fingerprint
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import everywhere, gang
 from nmoe.runs.directory import recorded_precision, recorded_threads
 from nmoe.runs.git import refuse_dirty
 from nmoe.runs.provenance import provenance
@@ -70,14 +71,21 @@ def settle(config: R) -> tuple[R, int]:
     device = choose_device(config.model.device)
     path = run_path(config)
     resumed = config.run.resume and (path / "config.toml").exists()
-    threads = (recorded_threads(path) if resumed else None) or choose_threads(config.run.threads)
+    threads = recorded_threads(path) if resumed else None
+    if threads is None:
+        threads = max(1, choose_threads(config.run.threads) // (1 if config.run.threads else gang().local_size))
+    everywhere(prepare_process, threads, device)
+    asked = config.model.precision or (recorded_precision(path) if resumed else None)
+    precision = precision_for(device, asked, config.model.numerics == "exact")
+    return config.model_copy(update={"model": config.model.model_copy(update={"precision": precision})}), threads
+
+
+def prepare_process(threads: int, device: torch.device) -> None:
+    """Sets torch's threads, and what else of a process its numbers and its speed depend on."""
     keep_freed_memory()
     torch.set_num_threads(threads)
     kind_of(device).prepare(device)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    asked = config.model.precision or (recorded_precision(path) if resumed else None)
-    precision = precision_for(device, asked, config.model.numerics == "exact")
-    return config.model_copy(update={"model": config.model.model_copy(update={"precision": precision})}), threads
 
 
 def device_and_dtype(settings: ModelSection) -> tuple[torch.device, torch.dtype]:

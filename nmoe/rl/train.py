@@ -28,7 +28,7 @@ from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.critic import CriticSection
 from nmoe.config.tables.rollout import SamplingSection
 from nmoe.engine.function import FunctionEngine, GenerateFunction
-from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.ranks import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -36,6 +36,7 @@ from nmoe.learner.advantages import advantage, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.token_advantages import process_supervision, scored_sums
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import (
     describe,
@@ -88,7 +89,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         partial(RewardModel.load, device=device),
     )
     probes = probes_of(config, environment, tokenizer)
-    learner = policy_learner(config, tokenizer)
+    learner = everywhere(policy_learner, config, tokenizer)
     policy = PolicyUpdate(
         learner,
         config.algorithm,
@@ -128,7 +129,7 @@ class PolicyGradient(Recipe):
         self.environment, self.tools, self.probes = environment, tools, probes
         self.policy, self.learner = policy, policy.learner
         model = self.learner.model
-        self.engine = NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
+        self.engine = sampling_engine(self.learner, config.engine.max_sequences, config.engine.cache_mb)
         self.sampler = RolloutSampler.build(
             config,
             run.directory,

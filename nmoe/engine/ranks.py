@@ -1,0 +1,281 @@
+"""Sampling on every rank: one engine to the caller, and a native engine on each rank.
+
+A rank's engine runs whole weights, which are gathered when the learner publishes, since a sharded model would gather each block
+anew for every token. Requests are dealt to the rank with the least left to sample. Which rank a request reaches changes no sample:
+its seed derives from the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nmoe.engine.api import Delta, EngineStats, Request
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
+from nmoe.model.checkpoint import new_model
+from nmoe.model.lora import Lora
+from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import Controller, Member, command, everywhere, gang
+from nmoe.parallel.ranks import release, whole
+from nmoe.types import Sample
+
+R = TypeVar("R")
+# How many finished samples the expected length is the mean of.
+_RECENT = 512
+
+
+class Trained(Protocol):
+    """A learner, as the engine sees it."""
+
+    model: Transformer
+
+
+def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> NativeEngine | RanksEngine:
+    """The engine that samples the model of a learner: on all of its ranks, or in this process. `max_sequences` and `cache_mb` are
+    those of each rank."""
+    if gang().size == 1:
+        return NativeEngine(learner.model, max_sequences, cache_mb)
+    return RanksEngine(everywhere(RankSampler, learner, max_sequences, cache_mb))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    number: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class _Aborted:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """One sample of a request; or its end, with what was wrong with it."""
+
+    number: int
+    sample: tuple[int, Sample] | None = None
+    error: str | None = None
+
+
+class RankSampler:
+    """The whole weights of a sharded model on one rank, and the engine that samples them."""
+
+    def __init__(self, learner: Trained, max_sequences: int, cache_mb: int) -> None:
+        model = self._sharded = learner.model
+        self.model = new_model(model.config, model.embedding.weight.dtype, model.device).requires_grad_(False)
+        self.model.set_numerics("exact" if model.exact else "fast")
+        self.model.generation = model.generation
+        self.gather()
+        self.engine = NativeEngine(self.model, max_sequences, cache_mb)
+
+    @command
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Takes the present weights, one tensor at a time. Raises RuntimeError where ranks then hold different ones."""
+        release(self._sharded)
+        own, check = self.model.state_dict(), torch.zeros((), dtype=torch.int64)
+        for name, tensor in self._sharded.state_dict().items():
+            own[name].copy_(whole(tensor))
+            check += own[name].contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64).cpu()
+        checks = [torch.zeros_like(check) for _ in range(gang().size)]
+        dist.all_gather(checks, check)
+        if len({int(one) for one in checks}) > 1:
+            raise RuntimeError(f"ranks gathered different weights: {[int(one) for one in checks]}")
+
+    @command
+    def forget_prefixes(self) -> None:
+        self.engine.forget_prefixes()
+
+    def serve(self, version: int) -> EngineStats:
+        """Samples what the controller asks for, until it says that this is all."""
+        self.engine.run(self._serve(version))
+        return self.engine.stats()
+
+    async def _serve(self, version: int) -> None:
+        member = gang()
+        assert isinstance(member, Member), "the controller asks its own engine"
+        await self.engine.update_weights(self.model, version)
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        loop, connection, running = asyncio.get_running_loop(), member.connection, set[asyncio.Task[None]]()
+
+        def read() -> None:
+            while connection.poll():
+                messages.put_nowait(member.receive())
+
+        async def answer(asked: _Asked) -> None:
+            error = None
+            try:
+                async for sample in self.engine.samples(asked.request):
+                    member.tell(_Sampled(asked.number, sample))
+            except UserError as refusal:
+                error = str(refusal)
+            member.tell(_Sampled(asked.number, error=error))
+
+        loop.add_reader(connection.fileno(), read)
+        try:
+            while (asked := await messages.get()) is not None:
+                for one in asked:
+                    if isinstance(one, _Aborted):
+                        self.engine.abort(one.request_id)
+                        continue
+                    task = asyncio.create_task(answer(one))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        finally:
+            loop.remove_reader(connection.fileno())
+
+
+class RanksEngine:
+    """An `Engine` over all ranks."""
+
+    def __init__(self, sampler: RankSampler) -> None:
+        controller = gang()
+        assert isinstance(controller, Controller), "ranks have a controller"
+        self._gang, self._sampler, self._own = controller, sampler, sampler.engine
+        self._version, self._asked = 0, 0
+        self._serving = False  # whether members wait for requests
+        self._waiting: dict[int, asyncio.Queue[_Sampled]] = {}
+        self._outbox: dict[int, list[_Asked | _Aborted]] = {}
+        self._left = [0.0] * controller.size  # tokens that a rank still has to sample, as expected
+        self._lengths: deque[int] = deque(maxlen=_RECENT)
+        self._stats: list[EngineStats] = []
+        self._failed: Exception | None = None  # why a member left while it served
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Runs a coroutine that uses this engine to its end. Members serve meanwhile, from its first request on."""
+        return self._own.run(self._around(coroutine))
+
+    async def _around(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        loop, ranks = asyncio.get_running_loop(), range(1, self._gang.size)
+        connections = {rank: self._gang.connections[rank - 1] for rank in ranks}
+        task = asyncio.ensure_future(coroutine)
+        self._failed = None
+
+        def read(rank: int) -> None:
+            try:
+                while self._serving and connections[rank].poll():
+                    self._take(self._gang.answer(rank))
+            except Exception as error:
+                loop.remove_reader(connections[rank].fileno())
+                self._failed = error
+                task.cancel()
+
+        for rank in ranks:
+            loop.add_reader(connections[rank].fileno(), read, rank)
+        try:
+            result = await task
+        except asyncio.CancelledError:
+            if self._failed is not None:
+                raise self._failed from None
+            raise
+        finally:
+            for rank in ranks:
+                loop.remove_reader(connections[rank].fileno())
+            if self._serving and self._failed is None:
+                self._end()
+        return result
+
+    def _end(self) -> None:
+        """Tells members that this was all, and drops what they still send."""
+        self._serving, self._stats = False, []
+        for rank in range(1, self._gang.size):
+            self._gang.tell(rank, None)
+        for rank in range(1, self._gang.size):
+            while isinstance(answer := self._gang.answer(rank), _Sampled):
+                pass
+            self._stats.append(answer)
+        self._waiting.clear()
+        self._outbox.clear()
+        self._left = [0.0] * self._gang.size
+
+    def _take(self, answer: _Sampled) -> None:
+        if (waiting := self._waiting.get(answer.number)) is not None:
+            waiting.put_nowait(answer)
+
+    async def generate(self, request: Request) -> list[Sample]:
+        samples = {index: sample async for index, sample in self.samples(request)}
+        return [samples[index] for index in range(request.n)]
+
+    async def samples(self, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        rank = min(range(self._gang.size), key=lambda rank: self._left[rank])
+        mean = sum(self._lengths) / len(self._lengths) if self._lengths else request.sampling.max_new_tokens / 2
+        expected = [mean] * request.n
+        self._left[rank] += sum(expected)
+        try:
+            async for index, sample in self._own.samples(request) if rank == 0 else self._of_member(rank, request):
+                self._left[rank] -= expected.pop()
+                self._lengths.append(len(sample.token_ids))
+                yield index, sample
+        finally:
+            self._left[rank] -= sum(expected)
+
+    async def _of_member(self, rank: int, request: Request) -> AsyncGenerator[tuple[int, Sample], None]:
+        self._asked += 1
+        asked, answers = _Asked(self._asked, request), asyncio.Queue[_Sampled]()
+        self._waiting[asked.number] = answers
+        self._post(rank, asked)
+        ended = False
+        try:
+            while (answer := await answers.get()).sample is not None:
+                yield answer.sample
+            ended = True
+            if answer.error is not None:
+                raise UserError(answer.error)
+        finally:
+            self._waiting.pop(asked.number, None)
+            if not ended:
+                self._post(rank, _Aborted(request.request_id))
+
+    def _post(self, rank: int, message: _Asked | _Aborted) -> None:
+        """Sends a message at the end of this turn of the event loop, so that requests made together reach a rank together."""
+        if not self._serving:
+            self._gang.begin(self._sampler.serve, self._version)
+            self._serving = True
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.setdefault(rank, []).append(message)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for rank, messages in outbox.items():
+            if self._serving:
+                self._gang.tell(rank, messages)
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        return await self._own.score(token_ids, temperature)
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]:
+        return self._own.stream(request)
+
+    def abort(self, request_id: str) -> None:
+        self._own.abort(request_id)
+        for rank in range(1, self._gang.size) if self._serving else ():
+            self._post(rank, _Aborted(request_id))
+
+    async def update_weights(self, source: Transformer | Lora, version: int) -> None:
+        """Takes the learner's weights under a new version: each rank gathers them whole."""
+        assert not self._serving, "weights change between two calls of `run`"
+        self._sampler.gather()
+        self._version = version
+        await self._own.update_weights(self._sampler.model, version)
+
+    def forget_prefixes(self) -> None:
+        self._sampler.forget_prefixes()
+
+    def stats(self) -> EngineStats:
+        """Totals over the ranks; the shares of time and cache are means."""
+        ranks = [self._own.stats(), *self._stats]
+        totals = {f.name: sum(getattr(one, f.name) for one in ranks) for f in fields(EngineStats)}
+        totals["cache_use"] /= len(ranks)
+        return EngineStats(**totals)

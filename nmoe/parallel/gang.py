@@ -1,0 +1,287 @@
+"""The gang: the ranks of `torch.distributed` that work for one controller, as torchrun starts them.
+
+Rank 0 is the controller. It runs the recipe, and sends the other ranks, the members, numbered commands: functions that all ranks
+then call together, each perhaps with a share of its own. Objects that such a function made stay on their ranks; in later commands
+the controller's own object stands for that of each rank. A recipe therefore mentions no rank:
+
+    learner = everywhere(make_learner, config)      # one learner on each rank, each with its shard
+    parts = collect(learner.score, shares)          # learner.score(shares[r]) on rank r; a list of all results
+
+One process is a gang of one, where both only call their function.
+
+Commands travel over a socket on which both ends prove that they know a secret, which ranks tell each other over their process
+group: they are pickled, and whoever can send one runs code. Tensors between ranks go through the process group.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import signal
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+
+from nmoe.errors import UserError
+from nmoe.parallel.commands import Command, End, Failure, Pickler, Unpickler
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
+
+# How long the other ranks may take longer than the first one that is done with a command.
+DEADLINE = timedelta(minutes=10)
+# How long the controller listens for the reason why a member left it.
+_REASON_S = 5.0
+
+
+class LostRankError(UserError):
+    """A rank ended or stopped answering: nothing is wrong with the input, so the exit code is 1."""
+
+    exit_code = 1
+
+
+class Gang:
+    """This process's view of all ranks: without a process group, itself alone."""
+
+    size, rank, local_size = 1, 0, 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether a command is to be sent to others: not in a single process, on a member, or within another command."""
+        return False
+
+    def everywhere(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return make(*args, **kwargs)
+
+    def collect(self, function: Callable[[S], T], shares: Sequence[S]) -> list[T]:
+        return [function(share) for share in shares]
+
+
+class Member(Gang):
+    """Any rank but 0: it does what the controller says until that says that all is over."""
+
+    def __init__(self, rank: int, size: int, local_size: int, connection: Connection) -> None:
+        self.rank, self.size, self.local_size, self.connection = rank, size, local_size, connection
+        self._made: dict[int, Any] = {}
+
+    def collect(self, function: Callable[[S], T], shares: Sequence[S]) -> list[T]:
+        raise AssertionError("results are collected by the controller")
+
+    def serve(self) -> int:
+        """Follows commands to the last one. Returns the exit code. Ctrl-C is the controller's to answer: it saves a checkpoint
+        with the members' help."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            try:
+                command = self.receive()
+            except (EOFError, ConnectionError):
+                return 1  # the controller is gone, and says why
+            if isinstance(command, End):
+                return command.exit_code
+            try:
+                answer = self._follow(command)
+            except BaseException as error:
+                self.tell(Failure.of(error))
+                return getattr(error, "exit_code", 1)
+            if not self.tell(answer):
+                return 1
+
+    def receive(self) -> Any:
+        """The next message of the controller."""
+        return Unpickler(io.BytesIO(self.connection.recv_bytes()), self._made).load()
+
+    def _follow(self, command: Command) -> Any:
+        for number in command.dropped:
+            del self._made[number]
+        result = command.function(*command.args, **command.kwargs)
+        if command.result == "keep":
+            self._made[command.number] = result
+        return result if command.result == "send" else None
+
+    def tell(self, answer: Any) -> bool:
+        try:
+            self.connection.send_bytes(pickle.dumps(answer, protocol=5))
+        except (BrokenPipeError, ConnectionError):
+            return False
+        return True
+
+
+class Controller(Gang):
+    """Rank 0 of several. `connections` are those to the members, in the order of their ranks."""
+
+    def __init__(self, size: int, local_size: int, connections: Sequence[Connection]) -> None:
+        self.rank, self.size, self.local_size, self.connections = 0, size, local_size, connections
+        self._commands, self._inside = 0, False
+        self._numbers: dict[int, int] = {}  # id(object) -> the number of the command that made it
+        self._dropped: list[int] = []
+
+    @property
+    def leads(self) -> bool:
+        return not self._inside
+
+    def everywhere(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._inside:
+            return make(*args, **kwargs)
+        self._send([(make, args, kwargs)] * self.size, "keep")
+        number = self._commands
+        made = self._run(make, args, kwargs)
+        self._answers()
+        if made is not None:
+            self._numbers[id(made)] = number
+            weakref.finalize(made, self._drop, id(made), number)
+        return made
+
+    def command(self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of each rank's own `target`. Returns the controller's result."""
+        self._send([(_call, (target, method, args, kwargs), {})] * self.size, "drop")
+        result = self._run(_call, (target, method, args, kwargs), {})
+        self._answers()
+        return result
+
+    def collect(self, function: Callable[[S], T], shares: Sequence[S]) -> list[T]:
+        if self._inside:
+            raise AssertionError("a command of all ranks cannot collect from all ranks")
+        assert len(shares) == self.size, "each rank has one share"
+        self._send([(function, (share,), {}) for share in shares], "send")
+        own = self._run(function, (shares[0],), {})
+        return [own, *self._answers()]
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Has the members call a function while the controller does something else: `tell` and `answer` talk to them meanwhile, and
+        the last answer of each is the result."""
+        self._send([(function, args, {})] * self.size, "send")
+
+    def tell(self, rank: int, message: Any) -> None:
+        """Sends a message to a function that `begin` called."""
+        self.connections[rank - 1].send_bytes(self._pickled(message))
+
+    def close(self, exit_code: int) -> None:
+        """Lets the members go."""
+        for connection in self.connections:
+            try:
+                connection.send_bytes(self._pickled(End(exit_code)))
+            except (BrokenPipeError, ConnectionError):
+                continue
+
+    def _drop(self, identity: int, number: int) -> None:
+        self._numbers.pop(identity, None)
+        self._dropped.append(number)
+
+    def _pickled(self, value: Any) -> bytes:
+        buffer = io.BytesIO()
+        Pickler(buffer, self._numbers).dump(value)
+        return buffer.getvalue()
+
+    def _send(
+        self,
+        calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
+        result: Literal["keep", "send", "drop"],
+    ) -> None:
+        self._commands += 1
+        dropped, self._dropped = tuple(self._dropped), []
+        sent: tuple[Any, bytes] | None = None
+        for rank, call in enumerate(calls[1:], 1):
+            if sent is None or sent[0] is not call:  # what all get alike is pickled once
+                sent = call, self._pickled(Command(self._commands, *call, result, dropped))
+            try:
+                self.connections[rank - 1].send_bytes(sent[1])
+            except (BrokenPipeError, ConnectionError):
+                raise self._lost(rank) from None
+
+    def _run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        self._inside = True
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:  # as torch raises where another rank has left a collective
+            raise self._reason() or error from error
+        finally:
+            self._inside = False
+
+    def _answers(self) -> list[Any]:
+        return [self.answer(rank) for rank in range(1, self.size)]
+
+    def answer(self, rank: int) -> Any:
+        """The next answer of a member. Raises what it raised, and LostRankError if it does not come."""
+        connection = self.connections[rank - 1]
+        try:
+            if not connection.poll(DEADLINE.total_seconds()):
+                raise LostRankError(f"rank {rank} gave no answer within {DEADLINE}: it hangs, or its machine is lost")
+            answer = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise self._lost(rank) from None
+        if isinstance(answer, Failure):
+            raise (self._reason() if answer.kind == "peer" else None) or answer.error(rank)
+        return answer
+
+    def _lost(self, rank: int) -> Exception:
+        return self._reason() or LostRankError(f"rank {rank} has ended without a word: it was killed, or out of memory")
+
+    def _reason(self) -> Exception | None:
+        """Why members left: what one of them raised on its own account, or that one ended without a word. None if all go on."""
+        lost: Exception | None = None
+        until, ranks = time.monotonic() + _REASON_S, set(range(1, self.size))
+        while ranks and time.monotonic() < until:
+            for rank in sorted(ranks):
+                connection = self.connections[rank - 1]
+                try:
+                    if not connection.poll(0.05):
+                        continue
+                    answer = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    ranks.discard(rank)
+                    lost = LostRankError(f"rank {rank} has ended without a word: it was killed, or out of memory")
+                    until = min(until, time.monotonic() + 1)
+                    continue
+                if isinstance(answer, Failure) and answer.kind != "peer":
+                    return answer.error(rank)
+                if isinstance(answer, Failure):
+                    ranks.discard(rank)  # it lost another rank, too
+        return lost
+
+
+_gang = Gang()
+
+
+def use(new: Gang) -> None:
+    """Makes this the gang of this process."""
+    global _gang
+    _gang = new
+
+
+def gang() -> Gang:
+    """The gang of this process."""
+    return _gang
+
+
+def everywhere(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a function of a module, or a class, on every rank. Returns this rank's result, which stands for each rank's own."""
+    return _gang.everywhere(make, *args, **kwargs)
+
+
+def collect(function: Callable[[S], T], shares: Sequence[S]) -> list[T]:
+    """Calls a function, or a method of what `everywhere` made, on every rank with that rank's share; returns all results."""
+    return _gang.collect(function, shares)
+
+
+def command(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that all ranks call together where the controller calls it. The controller returns its own result."""
+
+    @wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        if isinstance(_gang, Controller) and _gang.leads:
+            result: T = _gang.command(self, method.__name__, args, kwargs)
+            return result
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _call(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(target, method)(*args, **kwargs)

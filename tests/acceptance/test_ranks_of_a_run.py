@@ -1,0 +1,64 @@
+"""Runs under torchrun: what several ranks do together is what one process does alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def ranks(count: int, *arguments: str, module: str = "nmoe.rl") -> subprocess.CompletedProcess[str]:
+    """A command of `python -m module` on this many ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    """All figures of every step agree: counts to the last digit, and sums of fp32 to their rounding."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            if not name.startswith("time") and not name.endswith("per_second") and isinstance(value, int | float):
+                assert value == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def test_reinforcement_learning(workshop: Path, base: Path, tmp_path: Path) -> None:
+    def train(count: int, steps: int, *more: str) -> list[dict[str, float]]:
+        done = ranks(
+            count,
+            "train",
+            str(workshop / "rl.toml"),
+            f"--run.directory={tmp_path / str(min(count, 2))}",
+            f"--run.steps={steps}",
+            "--checkpoint.every_steps=2",
+            "--model.numerics=exact",
+            *more,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return metrics(tmp_path / str(min(count, 2)) / "rl")
+
+    alone = train(1, 4)
+    close(train(2, 4), alone)
+    assert max(row["mismatch_abs_max"] for row in alone) <= 1e-4
+    # A checkpoint of two ranks resumes on three, and as one process.
+    close(train(3, 6, "--run.resume=true"), train(1, 6, "--run.resume=true"))
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    done = ranks(2, "train", str(tmp_path / "nowhere.toml"))
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "nowhere.toml: no such file" in done.stderr
