@@ -139,7 +139,10 @@ class Learner:
             raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
         if head_only and model.head is not None:
             model.head.requires_grad_(False)  # it never runs, and would be a parameter without a gradient
-        self.ranks.shard(model, model.blocks)
+        moes = model.moe_layers()
+        dispatcher = self.ranks.shard(model, model.blocks, moes, model.config.routed_experts)
+        for moe in moes:
+            moe.dispatcher = dispatcher
         self.optimizer = Optimizer(model, optimizer, total_steps, head, head_learning_rate)
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature
@@ -178,8 +181,7 @@ class Learner:
                 extra = auxiliary_loss(trace, share_YE, share.tokens, config.router_aux_loss_coef)
                 sums.append(extra.detach())
                 total = total + extra
-            # Ranks that shard a model average their gradients, and the sum is wanted.
-            (total * (self.optimizer.loss_scale * self.ranks.size * counts)).backward()
+            (total * (self.optimizer.loss_scale * counts)).backward()
             if not counts:
                 continue
             if not self.head_only:
@@ -229,10 +231,7 @@ class Learner:
         """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), advances the schedule and
         clears the gradient."""
         release(self.model)
-        if self.head is not None and self.ranks.size > 1:
-            for parameter in self.head.parameters():  # replicated on every rank; FSDP sums the gradients of the model
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self.ranks.sum(gradient).div_(self.ranks.size)
+        self.ranks.sum_gradients(self.optimizer.masters)  # of those that are sharded FSDP does it
         result = self.optimizer.step()
         self.ranks.sum(self._load_YE)
         if not result.overflow and self.lora is None:

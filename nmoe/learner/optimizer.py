@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +25,7 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold
-from nmoe.parallel.ranks import like, total_norm, whole
+from nmoe.parallel.ranks import by_mesh, clip, like, total_norm, whole
 
 # Those of torch.amp.GradScaler.
 FIRST_LOSS_SCALE = 2.0**16
@@ -82,7 +83,7 @@ class Optimizer:
         peak = settings.learning_rate
         # The biases of a layer's experts are stacked into a matrix, which is still a bias.
         decays = [p.dim() >= 2 and not name.endswith("bias") for name, p in zip(self.names, body, strict=False)]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {
                 "params": [p for p, d in zip(body, decays, strict=True) if d],
                 "weight_decay": settings.weight_decay,
@@ -91,8 +92,9 @@ class Optimizer:
             {"params": [p for p, d in zip(body, decays, strict=True) if not d], "weight_decay": 0.0, "peak": peak},
             {"params": of_head, "weight_decay": 0.0, "peak": head_learning_rate},
         ]
+        # Its fused step takes tensors of one mesh at a time.
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [group | {"params": part} for group in groups for part in by_mesh(group["params"])],
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -126,7 +128,7 @@ class Optimizer:
             self.loss_scale, self.good_steps = scale / 2, 0
             self.adamw.zero_grad(set_to_none=True)
             return StepResult(None, settings.learning_rate * factor, scale, overflow=True)
-        nn.utils.clip_grads_with_norm_(self.masters, settings.max_grad_norm, norm)
+        clip(self.masters, settings.max_grad_norm, norm)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self._write_back()

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +115,18 @@ class ExpertWeights:
     exact: bool = False
     gate_up_adapter: ExpertsLowRank | None = None
     down_adapter: ExpertsLowRank | None = None
+    own: Callable[[Tensor], Tensor] | None = None
+    """What takes these experts' part of the adapters' weights, if those are of more experts than these."""
+
+
+class Dispatcher(Protocol):
+    """Carries routed rows to the ranks that own their experts (`nmoe.parallel.rdep.dispatcher`)."""
+
+    def own(self, weight_E: Tensor) -> Tensor: ...
+
+    def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Any]: ...
+
+    def combine(self, rows_SD: Tensor, handle: Any) -> Tensor: ...
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -181,10 +194,15 @@ def _through(
     """Applies to each row its expert's weights and, if there are adapters, that expert's updates, whose products are `narrow`.
     `spread` aligns biases with the rows."""
 
+    own = weights.own
+
+    def update(rows: Tensor, weight_E: Tensor) -> Tensor:
+        return narrow(rows, weight_E if own is None else own(weight_E))
+
     def layer(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
         out = product(x, weight_EDF)
         if adapter is not None:
-            out = out + adapter(x, narrow)
+            out = out + adapter(x, update)
         return out if bias_EF is None else out + spread(bias_EF)
 
     hidden = layer(x, weights.gate_up_EDF, weights.gate_up_bias_EF, weights.gate_up_adapter)
@@ -227,6 +245,21 @@ def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Exper
     return experts_by_loop if ops_for(x_RD).loops_over_experts(x_RD, longest, width, hidden) else grouped
 
 
+def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
+    """Runs each row on the rank that owns its expert. `weights` are those of all experts; each rank uses its own."""
+    rows_SD, counts_e, handle = dispatcher.dispatch(rows_RD, counts_E)
+    own, gate_up_bias, down_bias = dispatcher.own, weights.gate_up_bias_EF, weights.down_bias_ED
+    weights = replace(
+        weights,
+        gate_up_EDF=own(weights.gate_up_EDF),
+        down_EFD=own(weights.down_EFD),
+        gate_up_bias_EF=None if gate_up_bias is None else own(gate_up_bias),
+        down_bias_ED=None if down_bias is None else own(down_bias),
+        own=own,
+    )
+    return dispatcher.combine(experts_way(rows_SD, counts_e, weights)(rows_SD, counts_e, weights), handle)
+
+
 class MoE(nn.Module):
     """Routed SwiGLU experts plus optional shared experts that every token passes through (arXiv:2401.06066), weighed by a gate if
     there is one."""
@@ -234,6 +267,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.exact = False
+        self.dispatcher: Dispatcher | None = None
         self.limit = config.swiglu_limit
         self.router = Router(config)
         experts, width, expert_width = config.experts, config.hidden_size, config.expert_width
@@ -282,7 +316,7 @@ class MoE(nn.Module):
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
     ) -> Tensor | None:
         """All experts by one kernel; None if there is no such kernel."""
-        if self.gate_up_adapter is not None or self.down_adapter is not None:
+        if self.gate_up_adapter is not None or self.down_adapter is not None or self.dispatcher is not None:
             return None
         weights = (gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias)
         return ops_for(x_TD).experts(x_TD, chosen_TK, weights_TK, *weights, self.limit)
@@ -302,7 +336,10 @@ class MoE(nn.Module):
         weights = ExpertWeights(
             gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias, self.limit, self.exact, *adapters
         )
-        out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)
+        if self.dispatcher is None:
+            out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)
+        else:
+            out_RD = _elsewhere(self.dispatcher, rows_RD, counts_E, weights)
         return ops_for(out_RD, self.exact).combine(out_RD, weights_TK, row_TK)
 
 

@@ -5,40 +5,86 @@ Every rank calls the same functions in the same order. A single process is one r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nmoe.config.tables.parallel import ParallelSection
+from nmoe.parallel.axes import Axes, resolve
+from nmoe.parallel.fsdp_placement import has_meshes_by_parameter
+from nmoe.parallel.mesh import make_meshes, shard_model
+from nmoe.parallel.rdep.dispatcher import Dispatcher
 
 R = TypeVar("R")
 
 
 class Ranks:
-    """All processes of the default group of `torch.distributed`, or only this one if there is no group."""
+    """All processes of the default group of `torch.distributed`, or only this one if there is no group. `parallel` says how they
+    divide a model, and `axes` what came of it for the model that was sharded."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: ParallelSection | None = None) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
+        self.parallel = parallel or ParallelSection()
+        self.axes: Axes | None = None
 
-    def shard(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Shards the parameters over the ranks, block by block, and the parameters outside of blocks together (Zhao et al. 2023,
-        arXiv:2304.11277). The weights of a block are gathered while it runs."""
-        if self.size > 1:
-            for block in blocks:
-                fully_shard(block)
-            fully_shard(model)
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process only, whatever group there is."""
+        ranks = cls()
+        ranks.size, ranks.rank = 1, 0
+        return ranks
+
+    def shard(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        experts: Sequence[nn.Module] = (),
+        number: int = 0,
+        kept: Collection[nn.Parameter] = (),
+    ) -> Dispatcher | None:
+        """Shards the parameters over the ranks, block by block, and the parameters outside of blocks together. The `experts`
+        modules hold the weights of `number` experts each, which expert groups share; the dispatcher that then has to carry their
+        rows is returned. The `kept` parameters stay whole on every rank. Raises UserError as `resolve` does."""
+        parallel = self.parallel
+        if self.size > 1 and parallel.ep == "auto" and parallel.rdep == "auto" and not has_meshes_by_parameter():
+            parallel = parallel.model_copy(update={"ep": 1})
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
+        self.axes = resolve(parallel, self.size, per_node, number)
+        if self.size == 1:
+            return None
+        meshes = make_meshes(self.axes, next(model.parameters()).device.type)
+        shard_model(model, blocks, experts, kept, meshes)
+        return meshes.dispatcher
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Sums the gradients of parameters that each rank holds whole. A missing gradient counts as zero. Those of one dtype travel
+        together."""
+        if self.size == 1:
+            return
+        of_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if not isinstance(parameter, DTensor):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                of_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        for gradients in of_dtype.values():
+            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
     def gather(self, value: R) -> list[R]:
         """Returns every rank's value, on every rank."""
@@ -68,25 +114,44 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Shards a full tensor as the parameter is. A tensor of another shape, such as a step count, is returned as it is."""
+    """Shards a full tensor, which every rank has, as the parameter is. A tensor of another shape, such as a step count, is returned
+    as it is."""
     if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return tensor
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state dict with every tensor whole, on every rank."""
     release(model)
-    state = get_model_state_dict(model)
-    return {name: whole(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
 
 
-def set_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+@torch.no_grad()
+def set_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads a state dict of whole tensors, of which each rank keeps its part. Every rank passes the same."""
     release(model)
-    set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True))
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(like(state[name].to(tensor), tensor))
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors in groups that one operation may take together: those of one mesh of ranks."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all gradients and all ranks."""
-    return whole(nn.utils.get_total_norm(gradients)) if gradients else torch.zeros(())
+    norms = [whole(nn.utils.get_total_norm(group)) for group in by_mesh(gradients)]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales the parameters' gradients, whose norm is this, down to the norm `max_norm` if it is larger."""
+    for group in by_mesh(parameters):
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)

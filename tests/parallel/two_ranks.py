@@ -19,13 +19,6 @@ from nmoe.model.transformer import Transformer
 from nmoe.parallel.ranks import Ranks, whole
 
 
-class Alone(Ranks):
-    """One process, whatever group there is."""
-
-    def __init__(self) -> None:
-        self.size, self.rank = 1, 0
-
-
 def batch_of(lengths: list[int], seed: int) -> Batch:
     """Random tokens; the first and the last sequence begin alike."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,7 +64,7 @@ def main(directory: Path) -> None:
     settings = OptimizerSection(learning_rate=1e-2, max_grad_norm=0.5)
     for family in FAMILIES:
         sharded = Learner(model_of(family), settings, 10, 25)
-        alone = Learner(model_of(family), settings, 10, 25, ranks=Alone())
+        alone = Learner(model_of(family), settings, 10, 25, ranks=Ranks.alone())
         saved = directory / family
         if rank == 0:
             saved.mkdir()

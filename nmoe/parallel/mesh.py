@@ -1,0 +1,108 @@
+"""The mesh of ranks that a model is sharded over: dense weights over all ranks of a replica, experts over expert groups first.
+
+Axes are `dp_replicate`, `efsdp` and `ep`, the last innermost. FSDP2 (Zhao et al. 2023, arXiv:2304.11277) gathers a block's weights
+while it runs, in groups of `efsdp x ep` ranks for dense weights and of `efsdp` ranks for experts, which stay with their owners
+along `ep`. Gradients are sums over all ranks, not means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from nmoe.parallel.axes import Axes
+from nmoe.parallel.fsdp_placement import Place, on_meshes
+from nmoe.parallel.rdep.dispatcher import Dispatcher
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Where dense weights are sharded, where a rank's experts are, and the expert groups (None where ep = 1)."""
+
+    dense: DeviceMesh
+    experts: DeviceMesh
+    ep: DeviceMesh | None
+    dispatcher: Dispatcher | None
+
+
+def make_meshes(axes: Axes, device: str) -> Meshes:
+    """The meshes of these axes over the default group. All ranks call this."""
+    shards = ("dp_replicate", "dp_shard")
+    if axes.ep == 1:
+        dense = _mesh(device, shards, (axes.dp_replicate, axes.dp_shard))
+        return Meshes(dense, dense, None, None)
+    names = ("dp_replicate", "efsdp", "ep")
+    whole = _mesh(device, names, (axes.dp_replicate, axes.efsdp, axes.ep), replicated=True)
+    experts = whole["dp_replicate", "efsdp"] if axes.dp_replicate > 1 else whole["efsdp"]
+    dense = _mesh(device, shards, (axes.dp_replicate, axes.dp_shard))
+    dispatcher = Dispatcher(_hops(axes, whole), whole.get_local_rank("ep"))
+    return Meshes(dense, experts, whole["ep"], dispatcher)
+
+
+def _mesh(device: str, names: Sequence[str], sizes: Sequence[int], replicated: bool = False) -> DeviceMesh:
+    """A mesh of these axes, without that of the replicas if there is only one and it is not wanted."""
+    first = 0 if sizes[0] > 1 or replicated else 1
+    return init_device_mesh(device, tuple(sizes[first:]), mesh_dim_names=tuple(names[first:]))
+
+
+def _hops(axes: Axes, whole: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups that rows travel in: the expert group itself or, where it spans nodes, ranks of the same place in all nodes and
+    then the ranks of a node."""
+    in_node = axes.ep // axes.nodes
+    if axes.nodes == 1 or in_node == 1:
+        return [whole.get_group("ep")]
+    names = ("dp_replicate", "efsdp", "ep_node", "ep_local")
+    sizes = (axes.dp_replicate, axes.efsdp, axes.nodes, in_node)
+    hops = init_device_mesh(whole.device_type, sizes, mesh_dim_names=names)
+    return [hops.get_group("ep_node"), hops.get_group("ep_local")]
+
+
+def shard_model(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    experts: Iterable[nn.Module],
+    kept: Collection[nn.Parameter],
+    meshes: Meshes,
+) -> None:
+    """Shards the parameters of a model in place, block by block, and those outside of blocks together. The own parameters of the
+    `experts` modules are stacked by expert; the `kept` ones stay whole on every rank."""
+    stacked: set[nn.Parameter] = set()
+    for module in experts:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if meshes.ep is not None:
+                parameter = nn.Parameter(_part(parameter, meshes.ep), requires_grad=parameter.requires_grad)
+                setattr(module, name, parameter)
+            stacked.add(parameter)
+    ranks = meshes.experts.size(meshes.experts.ndim - 1)
+
+    def axis(parameter: nn.Parameter) -> int:
+        if parameter not in stacked:
+            return 0
+        # There are often fewer experts than ranks. FSDP splits evenly along all axes but the first.
+        first = 0 if meshes.ep is None else 1
+        even = (axis for axis in range(first, parameter.dim()) if parameter.shape[axis] % ranks == 0)
+        return next(even, 0)
+
+    place: Place
+    if meshes.ep is None:
+        place = lambda parameter: Shard(axis(parameter))  # noqa: E731
+    else:
+        place = on_meshes(axis, lambda parameter: meshes.experts if parameter in stacked else meshes.dense)
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=meshes.dense, shard_placement_fn=place, ignored_params=set(kept))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def _part(parameter: nn.Parameter, ep: DeviceMesh) -> DTensor:
+    """This rank's experts of a weight that all ranks hold whole."""
+    each = parameter.shape[0] // ep.size()
+    local = parameter.detach().narrow(0, ep.get_local_rank() * each, each).clone()
+    return DTensor.from_local(local, ep, [Shard(0)], run_check=False)

@@ -1,0 +1,112 @@
+"""Routed rows travel to the rank that owns their expert and their results travel back: expert parallelism (RDEP).
+
+A group of `ep` ranks shares a layer's experts, rank i the i-th part of them. Every rank sends each of its rows to the owner of the
+row's expert, so that no row is dropped however unequal the experts' loads are. The collective form is one all-to-all over the
+group. Where the group spans several nodes the rows travel in two hops, first to the rank of the same place in the owner's node, and
+then within that node: each rank has one partner in every other node, to which all of its rows for that node go at once.
+"""
+
+# Shapes: R rows of this rank, S rows of its experts, D width, E experts, e experts of one rank, B blocks of rows.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nmoe.parallel.rdep.exchange import differentiable_exchange, exchange
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One exchange of a dispatch: from which place each row is taken (None: rows lie in order already), and how many rows go to and
+    come from each rank of the hop's group."""
+
+    index_R: Tensor | None
+    send: list[int]
+    receive: list[int]
+
+
+@dataclass(frozen=True)
+class Handle:
+    """How the rows of one dispatch travelled, for `combine`: the hops, and from which place each row was taken after them."""
+
+    hops: list[Hop]
+    index_S: Tensor
+
+
+class Dispatcher:
+    """Dispatch and combine over the ranks that share a layer's experts. The backward pass of each is the other.
+
+    `groups` are those of the hops, the first hop that between nodes. The ranks of the expert group count up along the last group
+    first. `rank` is this process's place in the expert group.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], rank: int) -> None:
+        self.groups = tuple(groups)
+        self.sizes = tuple(group.size() for group in groups)
+        self.ep, self.rank = torch.Size(self.sizes).numel(), rank
+
+    def own(self, weight_E: Tensor) -> Tensor:
+        """This rank's experts of a weight that is stacked by expert: the local part of a sharded one, a slice of a whole one."""
+        if isinstance(weight_E, DTensor):
+            return weight_E.to_local()
+        each = weight_E.shape[0] // self.ep
+        return weight_E[self.rank * each : (self.rank + 1) * each]
+
+    def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Handle]:
+        """Sends rows, sorted by expert, to the experts' owners; `counts_E` has the number of rows of each expert. Returns the rows
+        that came for this rank's experts, sorted by expert and within one by the rank they came from, and how many each has."""
+        # The counts of the blocks that the rows lie in: one axis for each hop, which names the rank that the block goes to and,
+        # after the hop, the one it came from; the last axis is that of a rank's experts.
+        counts = counts_E.view(*self.sizes, -1)
+        axes = list(range(counts.dim()))
+        lie = axes  # the order of the axes in which the blocks lie
+        hops = []
+        for axis, group in enumerate(self.groups):
+            wanted = [axis, *(other for other in axes if other != axis)]
+            index_R = None if wanted == lie else regrouped(counts, lie, wanted)
+            rows_RD = rows_RD if index_R is None else rows_RD.index_select(0, index_R)
+            sent = counts.permute(wanted).contiguous()
+            even = [1] * sent.shape[0]
+            came = exchange(sent.flatten(1), even, even, group).view_as(sent)
+            send, receive = torch.stack([sent.flatten(1).sum(1), came.flatten(1).sum(1)]).tolist()
+            rows_RD = differentiable_exchange(rows_RD, send, receive, group)
+            hops.append(Hop(index_R, send, receive))
+            counts, lie = came.permute([wanted.index(a) for a in axes]), wanted
+        index_S = regrouped(counts, lie, [axes[-1], *axes[:-1]])
+        return rows_RD.index_select(0, index_S), counts.flatten(0, -2).sum(0), Handle(hops, index_S)
+
+    def combine(self, rows_SD: Tensor, handle: Handle) -> Tensor:
+        """Sends the results of dispatched rows back; returns them in the order in which `dispatch` got the rows, `[R, D]`."""
+        rows_SD = rows_SD.index_select(0, _inverse(handle.index_S))
+        for hop, group in zip(reversed(handle.hops), reversed(self.groups), strict=True):
+            rows_SD = differentiable_exchange(rows_SD, hop.receive, hop.send, group)
+            if hop.index_R is not None:
+                rows_SD = rows_SD.index_select(0, _inverse(hop.index_R))
+        return rows_SD
+
+
+def regrouped(counts: Tensor, lie: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """The places to take rows from, `[R]`, so that blocks that lie in the order of the axes `lie` come to lie in the order
+    `wanted`. `counts` has the number of rows of each block, its axes in their own order.
+
+    Two axes, `counts = [[1, 2], [1, 0]]`, from order (0, 1) to (1, 0): the blocks of 1, 2, 1, 0 rows become 1, 1, 2, 0, so the
+    places are [0, 3, 1, 2].
+    """
+    counts_B = counts.permute(*lie).reshape(-1)
+    starts = (counts_B.cumsum(0) - counts_B).view([counts.shape[axis] for axis in lie])
+    starts_B = starts.permute([lie.index(axis) for axis in wanted]).reshape(-1)
+    counts_B = counts.permute(*wanted).reshape(-1)
+    shift_B = starts_B - (counts_B.cumsum(0) - counts_B)
+    shift_R = shift_B.repeat_interleave(counts_B)
+    return shift_R + torch.arange(shift_R.shape[0], device=counts.device)
+
+
+def _inverse(index_R: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    return torch.empty_like(index_R).scatter_(0, index_R, torch.arange(index_R.shape[0], device=index_R.device))
