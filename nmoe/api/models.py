@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 from nmoe.api.environments import Env, environment_table
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.config.registry import names_of_one_call
 from nmoe.config.tables.rollout import EngineSection
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.engine.api import Request
@@ -129,6 +130,7 @@ def generate(
     return [[completion(sample) for sample in samples] for samples in engine.run(sample())]
 
 
+@names_of_one_call()
 def evaluate(
     model: str | Path,
     env: Env,

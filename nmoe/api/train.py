@@ -18,6 +18,7 @@ from nmoe.api.environments import Env, Reward, environment_table, holds_out, rea
 from nmoe.config.commands import RunConfig, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
+from nmoe.config.registry import names_of_one_call
 from nmoe.engine.function import GenerateFunction
 from nmoe.errors import UserError
 from nmoe.recipes.setup import BYTES
@@ -65,6 +66,7 @@ class TrainedRun:
         return str(self.path)
 
 
+@names_of_one_call()
 def train_rl(
     model: Model | None = None,
     env: Env | None = None,

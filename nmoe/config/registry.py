@@ -17,7 +17,9 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -32,6 +34,8 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 # Objects of this process that have no module to be imported from, or are not the module's own: name -> object.
 _handed_over: dict[str, Any] = {}
+# Those of the call of the API that is running, where there is one: another thread may have handed over others of the same names.
+_of_this_call: ContextVar[dict[str, Any] | None] = ContextVar("_of_this_call", default=None)
 
 
 class Registry:
@@ -115,8 +119,9 @@ def load_object(kind: str, name: str) -> Any:
 
     Raises UserError if it does not exist; `kind`, such as "tool", names its purpose in the message.
     """
-    if name in _handed_over:
-        return _handed_over[name]
+    for handed_over in (_of_this_call.get() or {}, _handed_over):
+        if name in handed_over:
+            return handed_over[name]
     module_name, _, attribute = name.partition(":")
     if module_name == "__main__":
         raise UserError(
@@ -152,7 +157,9 @@ def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
 
     An object is called as in its module, an instance as its class. Of several parts with one name, and of those whose name is in
     `beside`, the later ones get a number; a later call may take a name over, as a notebook does when it defines a function again.
+    Within `names_of_one_call` a name keeps its object, whatever other threads do.
     """
+    of_this_call = _of_this_call.get()
     names: list[str] = []
     for part in parts:
         own = part if hasattr(part, "__qualname__") else type(part)
@@ -161,8 +168,21 @@ def hand_over(*parts: Any, beside: Collection[str] = ()) -> list[str]:
         while name in names or name in beside:
             name, number = f"{own.__module__}:{last}_{number}", number + 1
         _handed_over[name] = part
+        if of_this_call is not None:
+            of_this_call[name] = part
         names.append(name)
     return names
+
+
+@contextmanager
+def names_of_one_call() -> Iterator[None]:
+    """In the block, names that `hand_over` gives mean the same objects to its end: in this thread, and in those that run in a copy
+    of its context. So two runs in two threads may each have a function `reward` of their own."""
+    token = _of_this_call.set(dict(_of_this_call.get() or {}))
+    try:
+        yield
+    finally:
+        _of_this_call.reset(token)
 
 
 def moved_hint(module: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -20,4 +21,4 @@ def wait_for(coroutine: Coroutine[Any, Any, R]) -> R:
     except RuntimeError:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+        return thread.submit(copy_context().run, asyncio.run, coroutine).result()

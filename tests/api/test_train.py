@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -210,6 +211,43 @@ def test_a_run_in_a_thread_or_a_notebook_is_the_same_run() -> None:
     with ThreadPoolExecutor(1) as thread:
         in_thread = thread.submit(graded).result()
     assert in_thread == asyncio.run(cell()) == graded()
+
+
+def test_functions_and_tasks_of_one_name_in_two_threads_stay_apart() -> None:
+    """Both runs have named their parts before either samples, and neither grades before the other has sampled."""
+    both_ask = Barrier(2, timeout=60)
+
+    def run(value: float) -> list[dict[str, Any]]:
+        class Always(nmoe.Task):
+            def prompt(self, record: Any) -> str:
+                return str(value)
+
+            def grade(self, record: Any, answer: str) -> float:
+                return value
+
+            def generate(self, rng: Any, difficulty: int) -> dict[str, Any]:
+                return {}
+
+        def constant(completions: list[str], **columns: Any) -> list[float]:
+            return [-value] * len(completions)
+
+        async def wait_and_say(request: Request, engine: Engine) -> list[Sample]:
+            if not waited:
+                waited.append(True)
+                await asyncio.to_thread(both_ask.wait)
+            samples: list[Sample] = says("yes")(request, engine)
+            return samples
+
+        waited: list[bool] = []
+        config = {**SHORT, "run.name": f"constant_{value}", "run.steps": 1, "eval.every_steps": 0}
+        env, rewards = {"task": Always, "env_id": "always"}, [constant]
+        return samples_of(nmoe.train_rl(TINY, env=env, rewards=rewards, config=config, generate_fn=wait_and_say))
+
+    with ThreadPoolExecutor(2) as threads:
+        for value, samples in zip((0.25, 0.75), threads.map(run, (0.25, 0.75)), strict=True):
+            assert {one["task_type"] for one in samples} == {"test_train:Always"}
+            assert {(one["question"], one["extras"]["correctness"]) for one in samples} == {(str(value), value)}
+            assert {one["components"]["constant"] for one in samples} == {-value}
 
 
 def test_a_run_leaves_torch_as_it_was() -> None:

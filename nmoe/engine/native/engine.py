@@ -16,6 +16,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,7 +67,9 @@ class NativeEngine:
             raise RuntimeError("the engine is already running a coroutine; gather them into one")
         outcome: Future[R] = Future()
         cancel: Future[Callable[[], None]] = Future()
-        loop_thread = threading.Thread(target=self._live, args=(coroutine, outcome, cancel), name="nmoe-rollouts")
+        # In the caller's context, which has the objects that its configuration names.
+        live = partial(copy_context().run, self._live, coroutine, outcome, cancel)
+        loop_thread = threading.Thread(target=live, name="nmoe-rollouts")
         self._running, self._error = True, None
         try:
             loop_thread.start()

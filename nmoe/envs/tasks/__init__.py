@@ -18,17 +18,19 @@ class _Tasks(Mapping[str, TaskProtocol]):
     """Tasks by name, each made when it is first asked for. Raises UserError for a name without a task."""
 
     def __init__(self) -> None:
-        # The part that a name stood for, beside its task: a notebook may define a class of that name again.
-        self.made: dict[str, tuple[object, TaskProtocol]] = {}
+        # Each beside the part that it was made from. For a program's part the name alone is no key: a notebook may
+        # define a class again, and two threads may each have one of that name.
+        self.made: dict[object, tuple[object, TaskProtocol]] = {}
 
     def __getitem__(self, name: str) -> TaskProtocol:
-        known = self.made.get(name)
-        if known is not None and name in registry.TASKS.own:
-            return known[1]
+        own = name in registry.TASKS.own
+        if own and name in self.made:
+            return self.made[name][1]
         part = registry.TASKS.get(name)
-        if known is None or known[0] is not part:
-            known = self.made[name] = part, adapted(part, name)
-        return known[1]
+        key = name if own else (name, id(part))
+        if key not in self.made:
+            self.made.setdefault(key, (part, adapted(part, name)))
+        return self.made[key][1]
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in registry.TASKS
