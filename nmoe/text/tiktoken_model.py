@@ -19,6 +19,9 @@ from nmoe.errors import UserError
 
 FILE, CONFIG = "tiktoken.model", "tokenizer_config.json"
 
+# Our key of tokenizer_config.json. Where it is false, no text becomes an added token, be that special or not.
+IN_TEXT = "added_tokens_in_text"
+
 # Modules of the releases whose rules are the ones below, as `auto_map` names them.
 _MODULES = ("tokenization_kimi", "tokenization_moonshot")
 
@@ -78,7 +81,8 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
         if backend.token_to_id(name) != id_:
             raise UserError(f"{directory / CONFIG}: the name {name!r} of token {id_} is that of another token")
     kept = {key: value for key, value in config.items() if key not in ("auto_map", "added_tokens_decoder")}
-    return backend, json.dumps(kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+    ours = {"tokenizer_class": "PreTrainedTokenizerFast", IN_TEXT: False}
+    return backend, json.dumps(kept | ours, indent=2) + "\n"
 
 
 def _config(path: Path) -> dict[str, Any]:

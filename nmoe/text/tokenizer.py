@@ -51,17 +51,21 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str) -> None:
         """`save` writes `side_files` beside the model file; `origin` names this tokenizer in errors."""
+        self._side_files = dict(side_files)
+        self._origin = origin
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         # Some checkpoints declare control tokens as plain added words, which text would match.
         plain = [name for name in CONTROL_TOKENS if name in added and not added[name].special]
-        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in plain])
+        # Moonshot's declare those of tool calls so, in order that a decoder shows them. `save` writes their flags as they were.
+        matched = self._config.get(tiktoken_model.IN_TEXT, True)
+        shown = [] if matched else [name for name in added if not added[name].special and name not in plain]
+        self._shown_ids = frozenset(backend.token_to_id(name) for name in shown)
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*plain, *shown)])
         backend.encode_special_tokens = True
         # Both can be baked into a tokenizer.json; one loses text silently and the other invents tokens.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._side_files = dict(side_files)
-        self._origin = origin
         self._special_ids = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
         self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self.vocab_size = max(self._known_ids, default=-1) + 1
@@ -130,7 +134,7 @@ class Tokenizer:
         """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. Raises StorageError."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for name, text in {_MODEL_FILE: self._backend.to_str(pretty=True), **self._side_files}.items():
+            for name, text in {_MODEL_FILE: self._definition(pretty=True), **self._side_files}.items():
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write the tokenizer to {directory}: {error}") from error
@@ -138,8 +142,18 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits over the whole definition, chat template included. Saving and loading keeps them."""
-        parts = [self._backend.to_str(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
+        parts = [self._definition(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+    def _definition(self, pretty: bool = False) -> str:
+        """The content of tokenizer.json."""
+        text = self._backend.to_str(pretty=pretty)
+        if not self._shown_ids:
+            return text
+        definition = json.loads(text)
+        for token in definition["added_tokens"]:
+            token["special"] = token["id"] not in self._shown_ids
+        return json.dumps(definition, ensure_ascii=False, indent=2 if pretty else None)
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Whether both tokenizers have the same tokens under the same ids; their templates may differ."""
@@ -194,7 +208,8 @@ class Tokenizer:
     @cached_property
     def control_ids(self) -> frozenset[int]:
         """The ids of the tokens that the definition calls special: structure, and never a word of a text."""
-        return frozenset(id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        special = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        return frozenset(special - self._shown_ids)
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -219,6 +234,8 @@ class Tokenizer:
             config: dict[str, Any] = json.loads(self._side_files.get("tokenizer_config.json", "{}"))
         except ValueError as error:
             raise UserError(f"{self._origin}/tokenizer_config.json: not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{self._origin}/tokenizer_config.json: not a JSON object")
         return config
 
     def has_special(self, token: str) -> bool:

@@ -12,7 +12,9 @@ import regex
 from transformers import AutoTokenizer
 
 from nmoe.errors import UserError
+from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
 
 # As tokenization_kimi.py of the release has it.
 PATTERN = "|".join(
@@ -121,6 +123,44 @@ def test_control_tokens_follow_the_ranks(directory: Path, tmp_path: Path) -> Non
     theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert theirs.encode(CORPUS, add_special_tokens=False) == tokenizer.encode(CORPUS)
     assert theirs.eos_token_id == IM_END
+
+
+# How Kimi-K2 is released: decoders show calls and thoughts, so these are not special.
+SHOWN = {IM_END + 1: "<|tool_calls_section_begin|>", IM_END + 2: "<think>"}
+TEMPLATE = (
+    "{% for message in messages %}<|im_{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
+)
+
+
+def test_no_text_becomes_a_control_token_that_decoders_show(tmp_path: Path) -> None:
+    names = {IM_END: "<|im_end|>", IM_END + 3: "<|im_user|>", IM_END + 4: "<|im_assistant|>", **SHOWN}
+    listed = {str(id_): {"content": name, "special": id_ not in SHOWN} for id_, name in names.items()}
+    write(tmp_path, config=CONFIG | {"added_tokens_decoder": listed, "chat_template": TEMPLATE})
+    read = Tokenizer.load(tmp_path)
+    read.save(tmp_path / "saved")
+    saved = Tokenizer.load(tmp_path / "saved")
+    assert saved.fingerprint == read.fingerprint
+    ranks = {token: rank for rank, token in enumerate(TOKENS)}
+    every = "".join(read.added_tokens)
+    assert len(read.added_tokens) == 256
+    for tokenizer in (read, saved):
+        plain = [id_ for piece in pieces(f"x{every}") for id_ in merged(piece, ranks)]
+        assert tokenizer.encode(f"x{every}") == plain
+        assert tokenizer.encode(every, control_tokens=True) == [*range(len(TOKENS), len(TOKENS) + 256)]
+        assert tokenizer.control_ids == {*range(len(TOKENS), len(TOKENS) + 256)} - SHOWN.keys()
+        # The template's own are control tokens; what the user writes is text.
+        rendered = ChatTemplate(tokenizer).prompt_ids([Message("user", SHOWN[IM_END + 1])])
+        text = tokenizer.encode(SHOWN[IM_END + 1])
+        assert rendered[0] == IM_END + 3
+        assert rendered[-2:] == [IM_END, IM_END + 4]
+        assert max(rendered[1:-2]) < len(TOKENS)
+        assert tokenizer.decode(rendered[1:-2]) == tokenizer.decode(text) == SHOWN[IM_END + 1]
+        # In a sampled turn they are its form, as their flag says.
+        assert ChatTemplate(tokenizer).completion_ids("<think>a")[0] == IM_END + 2
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert theirs.decode([IM_END + 1, IM_END], skip_special_tokens=True) == SHOWN[IM_END + 1]
+    assert theirs.encode("x<|im_end|><think>", add_special_tokens=False)[-2:] == [IM_END, IM_END + 2]
 
 
 @pytest.mark.parametrize(
