@@ -50,7 +50,9 @@ def _svamp(one: Record) -> Record:
 
 def _arc(one: Record) -> Record:
     choices = {"label": list("ABCD")[: len(one["choices"])], "text": one["choices"]}
-    return {"question": one["query"], "choices": choices, "answerKey": choices["label"][one["gold"]]}
+    # CORE's copy has the word with which its prompts begin.
+    question = one["query"].removeprefix("Question: ")
+    return {"question": question, "choices": choices, "answerKey": choices["label"][one["gold"]]}
 
 
 REAL = {

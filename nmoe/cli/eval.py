@@ -22,15 +22,18 @@ def evaluate(
     problems: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="How many problems; default: 200, with --format-check 20.", show_default=False
+            metavar="N",
+            min=1,
+            help="How many problems; default: 200, with --format-check 20, by likelihood all.",
+            show_default=False,
         ),
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
             metavar="MODE",
-            help="greedy_pass@1, sampling_pass@N (the majority of N) or nondet_proxy_pass@N; default: that of --samples and "
-            "--temperature.",
+            help="greedy_pass@1, sampling_pass@N (the majority of N), nondet_proxy_pass@N or, of multiple choice, "
+            "likelihood_letter or likelihood_text; default: that of --samples and --temperature.",
             show_default=False,
         ),
     ] = None,
@@ -96,6 +99,8 @@ def evaluate(
       nmoe eval runs/base runs/sort_grpo sort skills
     Example, the best of eight samples by a reward model, and the majority vote:
       nmoe eval runs/speedrun/sort_grpo sort --samples 8 --temperature 0.6 --best-of runs/speedrun/reward
+    Example, multiple choice by likelihood, of all problems:
+      nmoe eval runs/base arc_easy arc_challenge --mode likelihood_text
     Example, the CORE score, set by set:
       nmoe eval runs/base core
     Example, whether a model is ready for reinforcement learning:
@@ -121,8 +126,15 @@ def evaluate(
 
         core_command(named[:-1], problems, device, out)
         return
-    from nmoe.config.modes import mode_of
+    from nmoe.config.modes import LIKELIHOOD_MODES, mode_of
 
+    if mode in LIKELIHOOD_MODES:
+        if samples or temperature or max_tokens or reasoning_effort or best_of is not None:
+            raise UserError(f"{mode} samples nothing; leave out the settings of sampling")
+        from nmoe.eval.choices import choices_command
+
+        choices_command(named, mode, problems, device, out)
+        return
     chosen = mode_of(mode, samples, temperature)
     from nmoe.eval.sweep import Asked, models_and_benchmarks, sweep_command
 

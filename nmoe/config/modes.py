@@ -5,6 +5,8 @@
   arXiv:2203.11171). n = 1 is one sample. The same completions give `pass@k` for every k up to n (Chen et al. 2021);
 - `nondet_proxy_pass@n`: whether any of n completions at temperature 0 is right. They differ only as far as the engine's
   arithmetic does, so this is a diagnostic of it and no figure to quote.
+
+Multiple choice by likelihood (`nmoe.eval.choices`) samples nothing and has modes of its own, LIKELIHOOD_MODES.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from nmoe.errors import UserError
 SAMPLING_TEMPERATURE = 0.6
 """The temperature of `sampling_pass@n` where none is given."""
 
+LIKELIHOOD_MODES = ("likelihood_letter", "likelihood_text")
+
 _NAME = re.compile(r"(greedy_pass|sampling_pass|nondet_proxy_pass)@([1-9]\d{0,5})")
-_EXAMPLES = ("greedy_pass@1", "sampling_pass@8", "nondet_proxy_pass@8")
+_EXAMPLES = ("greedy_pass@1", "sampling_pass@8", "nondet_proxy_pass@8", *LIKELIHOOD_MODES)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ def mode_of(name: str | None = None, samples: int | None = None, temperature: fl
     """
     if name is None:
         return _mode_of_sampling(samples or 1, temperature or 0.0)
+    if name in LIKELIHOOD_MODES:
+        raise UserError(f"{name} samples nothing: it is a mode of `nmoe eval` on multiple choice, not of sampling")
     match = _NAME.fullmatch(name)
     if match is None:
         alike = difflib.get_close_matches(name, _EXAMPLES, n=1)

@@ -36,7 +36,7 @@ def decisions(
         for place in range(len(items)):
             texts = prompts(one, items, place)
             sequences = [[*first, *tokenizer.encode(text)] for text in texts]
-            yield [_cut(found, context) for found in continuations(one, sequences)]
+            yield [cut(found, context) for found in continuations(one, sequences)]
 
     right = []
     for item, scored in zip(items, likelihoods(model, asked()), strict=True):
@@ -89,7 +89,7 @@ def continuations(one: CoreSet, sequences: Sequence[Sequence[int]]) -> list[Cont
     ]
 
 
-def _cut(found: Continuation, context: int) -> Continuation:
+def cut(found: Continuation, context: int) -> Continuation:
     """Keeps the end of what is longer than the model's context."""
     beyond = max(0, len(found.token_ids) - context)
     return Continuation(found.token_ids[beyond:], max(1, found.start - beyond))

@@ -159,6 +159,11 @@ class Tokenizer:
         """Whether both tokenizers have the same tokens under the same ids; their templates may differ."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
 
+    @cached_property
+    def opening_ids(self) -> Sequence[int]:
+        """The tokens that the tokenizer's own template puts before a text, such as Llama 3's `<|begin_of_text|>`; often none."""
+        return tuple(self._backend.encode("", add_special_tokens=True).ids)
+
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
         """Encodes `text` as content: "<|end|>" gives ordinary tokens, and nothing is added before or after.
 

@@ -37,6 +37,8 @@ def test_what_a_mode_stands_for(asked: dict[str, object], mode: Mode) -> None:
         ({"name": "sampling_pass@8", "samples": 4}, "is of 8 samples, and 4 are asked for"),
         ({"name": "sampling_pas@8"}, "is no mode: .*did you mean 'sampling_pass@8'"),
         ({"name": "sampling_pass@0"}, "is no mode"),
+        ({"name": "likelihood_text"}, "samples nothing: it is a mode of `nmoe eval` on multiple choice"),
+        ({"name": "likelihod_text"}, "did you mean 'likelihood_text'"),
     ],
 )
 def test_what_does_not_fit_a_mode(asked: dict[str, object], message: str) -> None:

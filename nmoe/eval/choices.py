@@ -1,0 +1,142 @@
+"""Multiple choice by likelihood: `nmoe eval CHECKPOINT... mmlu --mode likelihood_letter`, as lm-evaluation-harness decides it.
+
+- `likelihood_letter` (its `mmlu`): the options stand below the question, and the most likely letter is chosen;
+- `likelihood_text` (its `acc` of ARC): the options are not shown, and the one whose text is the most likely continuation is chosen;
+- `likelihood_text_norm` (its `acc_norm`): the same with each log-probability divided by the characters of its option.
+
+No examples are shown. Nothing is sampled, so that base models need not keep to a format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from string import ascii_uppercase
+
+import torch
+
+from nmoe.config.environment import load_environment
+from nmoe.envs.environment import Environment
+from nmoe.errors import UserError
+from nmoe.eval.core import cut
+from nmoe.eval.evaluate import Evaluation, distinct_problems, summarise_outcomes
+from nmoe.eval.likelihood import Continuation, Likelihood, likelihoods
+from nmoe.eval.outcomes import Outcome, key_of
+from nmoe.eval.overlap import refuse_overlap
+from nmoe.eval.sweep import Cell, compare, models_and_benchmarks, table, table_json
+from nmoe.model.policy import load_policy_on
+from nmoe.model.transformer import Transformer
+from nmoe.runs.progress import counting
+from nmoe.runs.resolve import resolve_checkpoint, trained_on
+from nmoe.runs.storage import write_atomically
+from nmoe.runs.threads import choose_threads
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Problem
+
+_FIGURES = {"likelihood_letter": ("likelihood_letter",), "likelihood_text": ("likelihood_text", "likelihood_text_norm")}
+
+
+def prompt_and_answers(problem: Problem, mode: str) -> tuple[str, list[str]]:
+    r"""What the model reads, and what may follow it behind a space.
+
+    Of the record {"question": "Capital of France?", "choices": ["Paris", "Rome"], "subject": "world_facts"} by letter:
+    "The following are multiple choice questions (with answers) about world facts.\n\nCapital of France?\nA. Paris\nB. Rome\n" +
+    "Answer:" and ["A", "B"]; by text "Question: Capital of France?\nAnswer:" and ["Paris", "Rome"].
+    """
+    options = [str(option) for option in json.loads(str(problem.metadata["options"]))]
+    letters = list(ascii_uppercase[: len(options)])
+    shown = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
+    question = problem.question.removesuffix(f"\n\n{shown}")
+    if mode != "likelihood_letter":
+        return f"Question: {question}\nAnswer:", options
+    subject = str(problem.metadata.get("subject", "")).replace("_", " ")
+    about = f"The following are multiple choice questions (with answers) about {subject}.\n\n" if subject else ""
+    return f"{about}{question.strip()}\n{shown}\nAnswer:", letters
+
+
+def choose(scored: Sequence[Likelihood], answers: Sequence[str], mode: str) -> int:
+    """The place of the chosen option; of equally likely ones the first."""
+    sums = [sum(one.logprobs) for one in scored]
+    if mode == "likelihood_text_norm":
+        sums = [one / len(answer) for one, answer in zip(sums, answers, strict=True)]
+    return sums.index(max(sums))
+
+
+def choices(
+    model: Transformer, tokenizer: Tokenizer, problems: Sequence[Problem], mode: str
+) -> Iterator[tuple[list[Likelihood], list[str]]]:
+    """The likelihoods of each problem's answers, and the answers."""
+    asked = [prompt_and_answers(problem, mode) for problem in problems]
+    opening, context = tokenizer.opening_ids, model.config.context_tokens
+
+    def continuations() -> Iterator[list[Continuation]]:
+        for prompt, answers in asked:
+            before = len(opening) + len(tokenizer.encode(prompt))
+            wholes = [[*opening, *tokenizer.encode(f"{prompt} {answer}")] for answer in answers]
+            # A tokenizer may join the end of the prompt with an answer; its last token is scored even then.
+            yield [cut(Continuation(whole, min(before, len(whole) - 1)), context) for whole in wholes]
+
+    for scored, (_, answers) in zip(likelihoods(model, continuations()), asked, strict=True):
+        yield scored, answers
+
+
+def choices_command(
+    named: Sequence[Path], mode: str, problems: int | None, device: str = "auto", out: Path | None = None
+) -> None:
+    """Prints a table of all models on all benchmarks with paired tests, and writes it to `out` as JSON.
+
+    Takes the first `problems` of each benchmark, or all. Raises UserError for what cannot be loaded, a benchmark that is not of
+    multiple choice, and one that a model was trained on.
+    """
+    if out is not None and out.is_dir():
+        raise UserError(f"{out}: is a directory; --out names a file to write")
+    checkpoints, benchmarks = models_and_benchmarks(named)
+    torch.set_num_threads(choose_threads(0))
+    found = [_evaluate(one, benchmarks, mode, problems, device) for one in checkpoints]
+    records = []
+    for each in _FIGURES[mode]:
+        cells = [cell for of_model in found for cell in of_model if cell.result.mode == each]
+        comparisons = compare(cells)
+        for line in table(cells, comparisons):
+            print(line)
+        records.append(table_json(cells, comparisons))
+    if out is not None:
+        whole = {key: [row for record in records for row in record[key]] for key in records[0]}
+        write_atomically(out, json.dumps(whole, indent=2).encode() + b"\n")
+
+
+def _evaluate(checkpoint: Path, benchmarks: Sequence[Path], mode: str, count: int | None, device: str) -> list[Cell]:
+    """A cell for each benchmark and mode."""
+    directory = resolve_checkpoint(checkpoint)
+    tokenizer = Tokenizer.load(directory)
+    asked: dict[str, list[Problem]] = {}
+    for benchmark in benchmarks:
+        environment = Environment.from_settings(load_environment(benchmark), tokenizer)
+        name, most = environment.settings.env_id, count or environment.pool.size or 200
+        refuse_overlap(environment, trained_on(checkpoint), most, str(checkpoint), tokenizer)
+        asked[name] = distinct_problems(environment, most)
+        if other := {one.task_type for one in asked[name]} - {"multiple_choice"}:
+            raise UserError(f"{name}: {mode} is of multiple choice, not of problems of type {', '.join(sorted(other))}")
+    model = load_policy_on(directory, device).requires_grad_(False)
+    cells = []
+    for name, problems in asked.items():
+        right: dict[str, list[bool]] = {one: [] for one in _FIGURES[mode]}
+        with counting("problems", len(problems)) as done:
+            for place, (scored, answers) in enumerate(choices(model, tokenizer, problems, mode)):
+                gold = ascii_uppercase.index(problems[place].gold)
+                for one in _FIGURES[mode]:
+                    right[one].append(choose(scored, answers, one) == gold)
+                done(place + 1)
+        cells += [_cell(checkpoint, name, one, problems, right[one]) for one in _FIGURES[mode]]
+    return cells
+
+
+def _cell(checkpoint: Path, name: str, mode: str, problems: Sequence[Problem], right: Sequence[bool]) -> Cell:
+    outcomes = [
+        Outcome(key_of(problem), problem.source, tuple(problem.groups), (one,), 0)
+        for problem, one in zip(problems, right, strict=True)
+    ]
+    evaluations: list[Evaluation] = [replace(one, mode=mode) for one in summarise_outcomes(outcomes, name, 0.0)]
+    return Cell(checkpoint, name, evaluations, evaluations[0])
