@@ -99,6 +99,8 @@ def shard_model(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # Otherwise fp32 is multiplied by 1 within the sum, which gloo cannot do.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _part(parameter: nn.Parameter, ep: DeviceMesh) -> DTensor:
