@@ -1,6 +1,7 @@
 """Times log-probabilities and entropies at the vocabulary of a released model against the plain product.
 
     python benchmarks/head.py                     # V = 151,936, as Qwen3's models have it, and D = 256 and 1024
+    python benchmarks/head.py --device cuda       # on a GPU, in seconds of the clock
 
 Three ways of use: training (gradients of states and head), a frozen head (adapters: of the states alone), and no gradient. Each is
 held against the matrix products that it cannot do without, over all rows at once: one, two or three, once as nmoe computes them
@@ -15,13 +16,13 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from machine import machine, versions
+from on_device import add_device, work_clock
 from torch import Tensor
 
 from nmoe.model.logprobs import head_logprobs
@@ -76,19 +77,20 @@ def run(side: Side, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, way: str
     return logprobs_N.detach()
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    began = time.process_time()
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    began = work_clock(device)
     work()
-    return time.process_time() - began
+    return work_clock(device) - began
 
 
 def time_width(width: int, arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Medians in CPU seconds of every number of rows and every way, and what nmoe takes by what the others take."""
-    generator = torch.Generator().manual_seed(0)
-    weight = 0.05 * torch.randn(arguments.vocabulary, width, generator=generator)
+    """Medians in seconds of `work_clock` of every number of rows and every way, and what nmoe takes by what the others take."""
+    generator, device = torch.Generator().manual_seed(0), arguments.device
+    unit = "CPU s" if device.type == "cpu" else "s"
+    weight = 0.05 * torch.randn(arguments.vocabulary, width, generator=generator).to(device)
     for rows in arguments.rows:
-        x = torch.randn(rows, width, generator=generator)
-        targets = torch.randint(arguments.vocabulary, (rows,), generator=generator)
+        x = torch.randn(rows, width, generator=generator).to(device)
+        targets = torch.randint(arguments.vocabulary, (rows,), generator=generator).to(device)
         for way in arguments.ways:
             given = (x, weight, targets)
             sides: dict[str, Callable[[], object]] = {
@@ -103,11 +105,11 @@ def time_width(width: int, arguments: argparse.Namespace) -> Iterator[dict[str, 
             taken: dict[str, list[float]] = {name: [] for name in sides}
             for _ in range(arguments.rounds):
                 for name, work in sides.items():
-                    taken[name].append(cpu_seconds(work))
-            found = {name: statistics.median(seconds) for name, seconds in taken.items()}
+                    taken[name].append(seconds(work, device))
+            found = {name: statistics.median(each) for name, each in taken.items()}
             ratios = {f"nmoe / {name}": found["nmoe"] / found[name] for name in sides if name != "nmoe"}
-            seconds = {f"{name}, CPU s": each for name, each in found.items()}
-            case = {key: round(value, 3) for key, value in {**seconds, **ratios}.items()}
+            medians = {f"{name}, {unit}": each for name, each in found.items()}
+            case = {key: round(value, 6 if unit == "s" else 3) for key, value in {**medians, **ratios}.items()}
             print(json.dumps({"width": width, "rows": rows, "way": way, **case}), flush=True)
             yield {"width": width, "rows": rows, "way": way, **case}
 
@@ -123,13 +125,14 @@ def main() -> None:
     parser.add_argument(
         "--without-torch", action="store_true", help="leave torch's whole logits out, which take the most memory"
     )
+    add_device(parser)
     parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     load_before = os.getloadavg()
     results = [case for width in arguments.width for case in time_width(width, arguments)]
     if arguments.out is not None:
-        settings = {"vocabulary": arguments.vocabulary, "rounds": arguments.rounds}
+        settings = {"vocabulary": arguments.vocabulary, "rounds": arguments.rounds, "device": str(arguments.device)}
         load = {"load_before": load_before, "load_after": os.getloadavg()}
         report = {**settings, **load, "machine": machine(), "versions": versions("torch"), "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

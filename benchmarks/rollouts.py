@@ -1,6 +1,7 @@
 """What rollouts cost beside the engine: the environment's work per episode, and the engine's throughput while tools sleep.
 
     python benchmarks/rollouts.py                 both, a minute on two cores
+    python benchmarks/rollouts.py --device cuda   the small model on a GPU, in bf16
 
 Episodes are single turns, right and wrong answers in Harmony by turns, on an engine that answers at once: prompt, state machine,
 grade and record are all that is left. Episodes of a `MultiTurnEnv` with three turns are timed in the same way. Throughput is
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from machine import machine, versions
+from on_device import add_device, random_model
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.pools import GeneratedPool
@@ -221,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=7, help="medians of so many runs of the episodes")
     parser.add_argument("--threads", type=int, default=0, help="torch's threads; 0: torch's own choice")
+    add_device(parser)
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -241,7 +244,7 @@ def main() -> None:
         intermediate_size=256,
         context_tokens=2048,
     )
-    model = Transformer(config).initialize(0)
+    model = random_model(config, arguments.device)
     results: dict[str, dict[str, float]] = {}
     for name, sleep_s in (("none", None), ("instant", 0.0), ("sleeping", SLEEP_S)):
         result = results[name] = throughput(model, sleep_s)
@@ -256,6 +259,7 @@ def main() -> None:
         "multi_turn": several,
         "concurrent": {"trajectories": TRAJECTORIES, "turns": TURNS, "sleep_s": SLEEP_S, **results},
         "ratio": ratios,
+        "device": str(arguments.device),
         "machine": machine(),
         "versions": versions("nmoe", "torch"),
     }

@@ -1,10 +1,12 @@
 """Times saving checkpoints while a model trains: waited for, and by a thread (`nmoe.runs.saver`).
 
     python benchmarks/saving.py
+    python benchmarks/saving.py --device cuda
 
-Models of the speedrun's shape and of 0.1 billion parameters in fp32 train on random tokens and save after every step, the worst
-case for the thread. Each side runs in a process of its own, in turns. Prints the seconds that training stands still for a save,
-those of a step and its save to the end, and the peak memory, as medians over rounds; the bytes of a checkpoint beside them.
+Models of the speedrun's shape and of 0.1 billion parameters, in fp32 on a CPU and bf16 on a GPU, train on random tokens and save
+after every step, the worst case for the thread. Each side runs in a process of its own, in turns. Prints the seconds that
+training stands still for a save, those of a step and its save to the end, and the peak of the host's memory, as medians over
+rounds; the bytes of a checkpoint beside them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import machine
+from on_device import add_device, random_model, wall_clock
 
 from nmoe.config.packaged import CONFIGS
 from nmoe.config.tables.optimizer import OptimizerSection
@@ -31,7 +33,6 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.model.config import ModelConfig
 from nmoe.model.families.qwen3 import config_from_hf
-from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import keep_freed_memory
 from nmoe.runs.saver import Saver
 
@@ -46,11 +47,11 @@ def shape(name: str) -> ModelConfig:
     return config_from_hf(json.loads((Path(__file__).parent / "qwen3_0p1b.json").read_text()))
 
 
-def side(name: str, asynchronous: bool, steps: int) -> dict[str, float]:
+def side(name: str, asynchronous: bool, steps: int, device: torch.device) -> dict[str, float]:
     """One process: `steps` steps with a save after each, after one of both to warm up."""
     keep_freed_memory()
     torch.manual_seed(0)
-    learner = Learner(Transformer(shape(name)).initialize(0), OptimizerSection(), 10**6, 16384)
+    learner = Learner(random_model(shape(name), device), OptimizerSection(), 10**6, 16384)
     tokens, sequences = 512, 4
     ids = torch.randint(700, (2, tokens * sequences))
     scored = torch.ones(tokens * sequences, dtype=torch.bool)
@@ -60,14 +61,14 @@ def side(name: str, asynchronous: bool, steps: int) -> dict[str, float]:
         for step in range(steps + 1):
             if step == 1:
                 saver.wait()
-                began = time.perf_counter()
+                began = wall_clock(device)
             learner.forward_backward(batch, cross_entropy).result()
             learner.optim_step().result()
-            saving = time.perf_counter()
+            saving = wall_clock(device)
             saver.save(step, {"learner": learner})
-            stood.append(time.perf_counter() - saving)
+            stood.append(wall_clock(device) - saving)
         saver.wait()
-        whole = time.perf_counter() - began
+        whole = wall_clock(device) - began
         size = sum(path.stat().st_size for path in (Path(directory) / "latest").iterdir())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -84,17 +85,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="in each process")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--here", nargs=2, metavar=("MODEL", "SIDE"), help="only this, in this process")
+    add_device(parser)
     arguments = parser.parse_args()
     if arguments.here:
         name, which = arguments.here
-        print(json.dumps(side(name, SIDES[which], arguments.steps)))
+        print(json.dumps(side(name, SIDES[which], arguments.steps, arguments.device)))
         return
     print(json.dumps(machine()))
     for name in arguments.models:
         found: dict[str, list[dict[str, Any]]] = {which: [] for which in SIDES}
         for _ in range(arguments.rounds):
             for which in SIDES:
-                command = [sys.executable, __file__, "--steps", str(arguments.steps), "--here", name, which]
+                command = [sys.executable, __file__, "--steps", str(arguments.steps)]
+                command += ["--device", str(arguments.device), "--here", name, which]
                 found[which].append(json.loads(subprocess.check_output(command)))
         for which, rounds in found.items():
             medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}

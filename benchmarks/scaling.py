@@ -2,24 +2,26 @@
 
     python benchmarks/scaling.py                 all of it, two minutes on two cores
     python benchmarks/scaling.py --repeats 9     medians of more runs
+    python benchmarks/scaling.py --device cuda   on a GPU, in bf16
 
-The model is the 5M dense Qwen3 of qwen3_dense_5m.json with a longer context, random weights, fp32. The quadratic term of training
-is compared with attention's own: the same packed attention alone, forward and backward, in as many layers. Every decode line
-states the mismatch of its own run. The last line printed is one JSON object.
+The model is the 5M dense Qwen3 of qwen3_dense_5m.json with a longer context, random weights, fp32 on a CPU. The quadratic term of
+training is compared with attention's own: the same packed attention alone, forward and backward, in as many layers. Every decode
+line states the mismatch of its own run. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from machine import machine, versions
+from on_device import add_device, random_model, wall_clock
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.data.documents import Document
@@ -51,18 +53,19 @@ def model_config() -> ModelConfig:
     return config.model_copy(update={"context_tokens": max(LENGTHS)})
 
 
-def median_seconds(act: Callable[[], object], repeats: int) -> float:
+def median_seconds(act: Callable[[], object], repeats: int, device: torch.device) -> float:
     act()
     seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = wall_clock(device)
         act()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(wall_clock(device) - began)
     return statistics.median(seconds)
 
 
 def train_seconds(model: Transformer, count: int, length: int, repeats: int) -> float:
     """Forward and backward over `count` sequences of `length` predicting positions, all at once."""
+    model = copy.deepcopy(model)  # a learner in bf16 takes the gradients of its model to itself
     learner = Learner(model, OptimizerSection(learning_rate=1e-4), total_steps=10, tokens_per_microbatch=count * length)
     generator = np.random.default_rng(0)
     rows = [generator.integers(model.config.vocab_size, size=length + 1) for _ in range(count)]
@@ -73,48 +76,49 @@ def train_seconds(model: Transformer, count: int, length: int, repeats: int) -> 
         for parameter in model.parameters():
             parameter.grad = None
 
-    return median_seconds(act, repeats)
+    return median_seconds(act, repeats, model.head_weight.device)
 
 
-def attention_seconds(config: ModelConfig, count: int, length: int, repeats: int) -> float:
+def attention_seconds(model: Transformer, count: int, length: int, repeats: int) -> float:
     """The packed attention of all layers alone, forward and backward."""
-    attend = PackedAttention([length] * count, torch.device("cpu"))
+    config, like = model.config, model.head_weight
+    attend = PackedAttention([length] * count, like.device)
     layer = AttentionLayer(0, config.scale)
     shapes = [(count * length, heads, config.head_dim) for heads in (config.heads, config.kv_heads, config.kv_heads)]
-    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    upstream = torch.randn(shapes[0])
+    q, k, v = (torch.randn(shape).to(like).requires_grad_() for shape in shapes)
+    upstream = torch.randn(shapes[0]).to(like)
 
     def act() -> None:
         for _ in range(config.layers):
             attend(layer, q, k, v).backward(upstream)
 
-    return median_seconds(act, repeats)
+    return median_seconds(act, repeats, like.device)
 
 
 def decode(model: Transformer, count: int, repeats: int) -> tuple[float, float, float]:
     """Seconds of a decode step with `count` sequences, and the mean and largest mismatch against one full forward pass."""
-    generator = np.random.default_rng(count)
+    generator, device = np.random.default_rng(count), model.head_weight.device
     seconds = []
     for _ in range(repeats):
         engine = LLMEngine(model, count)
         prompts = [tuple(generator.integers(model.config.vocab_size, size=PROMPT).tolist()) for _ in range(count)]
         groups = [engine.add(Request(p, 1, Sampling(NEW, seed=i), str(i))) for i, p in enumerate(prompts)]
         engine.step()
-        began = time.perf_counter()
+        began = wall_clock(device)
         while not engine.idle:
             engine.step()
-        seconds.append((time.perf_counter() - began) / (NEW - 2))
+        seconds.append((wall_clock(device) - began) / (NEW - 2))
     differences = []
     with torch.no_grad():
         for group in groups:
             (sample,) = group.samples
             assert sample is not None, "the engine is idle"
-            ids = torch.tensor([*group.request.prompt_ids, *sample.token_ids])
-            positions = torch.arange(len(ids) - 1)
+            ids = torch.tensor([*group.request.prompt_ids, *sample.token_ids]).to(device)
+            positions = torch.arange(len(ids) - 1).to(device)
             attend = PackedAttention([len(ids) - 1], ids.device)
             logits = model.logits(model(ids[:-1], positions, attend, RouterTrace())[PROMPT - 1 :])
-            logprobs = logits.log_softmax(-1).gather(1, ids[PROMPT:, None]).flatten()
-            differences.append((logprobs - torch.tensor(sample.logprobs)).abs())
+            logprobs = logits.float().log_softmax(-1).gather(1, ids[PROMPT:, None]).flatten()
+            differences.append((logprobs.cpu() - torch.tensor(sample.logprobs)).abs())
     every = torch.cat(differences)
     return statistics.median(seconds), float(every.mean()), float(every.max())
 
@@ -131,12 +135,13 @@ def main() -> None:
     """Every sweep with its fit, then the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each point, at least 1")
-    repeats = parser.parse_args().repeats
+    add_device(parser)
+    arguments = parser.parse_args()
+    repeats = arguments.repeats
     if repeats < 1:
         parser.error("--repeats must be at least 1")
     keep_freed_memory()
-    config = model_config()
-    model = Transformer(config).initialize(0)
+    model = random_model(model_config(), arguments.device)
     with torch.no_grad():
         model.embedding.weight.mul_(8)  # a peaked output: a nearly uniform one hides a mismatch
 
@@ -148,7 +153,7 @@ def main() -> None:
 
     by_length = [train_seconds(model, TRAINED_COUNT, length, repeats) for length in LENGTHS]
     (a, b, c), off_length = fit(LENGTHS, by_length, 2)
-    own = [attention_seconds(config, TRAINED_COUNT, length, repeats) for length in LENGTHS]
+    own = [attention_seconds(model, TRAINED_COUNT, length, repeats) for length in LENGTHS]
     (_, _, c_own), off_own = fit(LENGTHS, own, 2)
     print(
         f"training {TRAINED_COUNT} sequences of T tokens: {1e3 * a:.1f} + {1e3 * b:.4f} T + {1e9 * c:.1f}e-6 T^2 ms, within "
@@ -173,6 +178,7 @@ def main() -> None:
             "largest_error": off_decode,
         },
         "mismatch": {"mean": [m for _, m, _ in decoded], "largest": [m for _, _, m in decoded]},
+        "device": str(arguments.device),
         "machine": machine(),
         "versions": versions("nmoe", "torch"),
     }
