@@ -247,7 +247,7 @@ def wrong_pays(base: Path) -> Path:
         "sampling.max_new_tokens": 48,
         "batch": {"prompts_per_step": 8, "group_size": 8},
         "optimizer": {"learning_rate": 4e-4, "warmup_steps": 0},
-        "eval": {"every_steps": 3, "problems": 200, "temperature": 1.0},
+        "eval": [{"every_steps": 3, "problems": 200, "temperature": 1.0}],
     }
     return trained([wrong], 15, "skills", base, **settings)
 

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 from calibration import calibration_s
 from machine import machine, versions
+from speedrun_seeds import as_measured
 
 from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
 from nmoe.config.tables.sandbox import SandboxSettings
@@ -107,9 +109,10 @@ def nmoe(*arguments: str) -> None:
 
 
 def configuration(name: str) -> str:
-    """12 hexadecimal digits over the recipe's configuration and the base's."""
+    """12 hexadecimal digits over the values of the recipe's configuration and the base's, however their files are written."""
     names = [name, "speedrun_base"] + (["tools_base"] if name == "tools" else [])
-    return hashlib.sha256(b"\0".join((CONFIGS / f"{one}.toml").read_bytes() for one in names)).hexdigest()[:12]
+    settings = [as_measured(tomllib.loads((CONFIGS / f"{one}.toml").read_text())) for one in names]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
 
 def measure(name: str, seed: int) -> Record:

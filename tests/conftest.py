@@ -71,7 +71,7 @@ learning_rate = 2e-3
 warmup_steps = 5
 beta2 = 0.98
 
-[eval]
+[[eval]]
 every_steps = 200
 
 [checkpoint]

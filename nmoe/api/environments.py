@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmoe.config import Locator, Place, parse
-from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
+from nmoe.config.environment import load_environment
 from nmoe.config.registry import hand_over
 from nmoe.envs.decorators import SETTINGS
 from nmoe.envs.environment import Environment
@@ -150,7 +149,8 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | N
             last, value = name, {last: value}
         _merge(tables, last, value)
     for name, table in tables.items():
-        if not isinstance(table, dict) and name != "environment":
+        tables_in_array = isinstance(table, list | tuple) and all(isinstance(one, dict) for one in table)
+        if not isinstance(table, dict) and not tables_in_array and name != "environment":
             raise UserError(f"config: {name} = {table!r} is not a table; write a dict, or a key in it as '{name}.KEY'")
     return None, tables
 
@@ -163,9 +163,3 @@ def _merge(table: dict[str, Any], name: str, value: Any) -> None:
             _merge(inside, str(key), one)
     else:
         table[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def holds_out(table: Mapping[str, Any]) -> bool:
-    """Whether the environment of this table has problems that training never meets. Raises ConfigError for a table with
-    mistakes."""
-    return held_out(parse(dict(table), EnvironmentSettings, Locator(Place("env")))) is not None

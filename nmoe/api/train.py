@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nmoe.api.environments import Env, Reward, environment_table, holds_out, read_config
+from nmoe.api.environments import Env, Reward, environment_table, read_config
 from nmoe.config.commands import RunConfig, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
@@ -121,12 +121,8 @@ def train_rl(
         # A new model has no format yet, and plain text asks for none.
         tables["environment"].setdefault("format", "boxed")
     name = str(tables.get("environment", {}).get("env_id", "rl"))
-    if file is None:
-        if "episodes" not in (length := tables.setdefault("run", {})):
-            length.setdefault("steps", STEPS)
-        evaluation = tables.setdefault("eval", {})
-        if not evaluation.keys() & {"every_steps", "environment"} and not holds_out(tables["environment"]):
-            evaluation["every_steps"] = 0
+    if file is None and "episodes" not in (length := tables.setdefault("run", {})):
+        length.setdefault("steps", STEPS)
     checked = _config(RLConfig, model, file, tables, "train_rl", name)
     with _torch_as_it_was():
         return TrainedRun(train(checked, generate_fn))

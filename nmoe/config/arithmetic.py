@@ -9,30 +9,34 @@ from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, Verif
 
 def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:
     """The lines to print: samples and tokens of a step, micro-batches, the run's totals, evaluations, checkpoints."""
-    supervised = True
     if isinstance(config, PretrainConfig):
         lines = _packed(config, config.data.tokens_per_step)
         evaluated = f"{config.data.held_out_documents:,} documents"
     elif isinstance(config, VerifierConfig):
         lines = _packed(config, config.verifier.tokens_per_step)
-        evaluated = f"at most {config.eval.problems:,} solutions"
+        evaluated = f"at most {sum(one.problems for one in config.eval):,} solutions"
     elif isinstance(config, RecordsConfig):
         lines, evaluated = _packed(config, config.records.tokens_per_step), "the records held out"
     else:
         assert isinstance(config, RLConfig), "no other run has steps of this kind"
-        supervised = False
-        lines, evaluated = _reinforcement_learning(config), f"{config.eval.problems:,} problems"
-    steps, every = config.run.steps, config.eval.every_steps
-    if every:
-        before = 0 if supervised else 1
-        times, first = before + math.ceil(steps / every), "before step 1, " if before else ""
-        lines.append(f"evaluation: {first}every {every:,} steps, at the end = {times:,} times {evaluated}")
-    else:
+        lines = _reinforcement_learning(config)
+        for probe in config.eval:
+            on = "" if len(config.eval) == 1 else f"{(probe.environment or config.environment).env_id}, "
+            lines.append(_evaluations(config.run.steps, probe.every_steps, f"{on}{probe.problems:,} problems"))
+    if not isinstance(config, RLConfig) and config.eval:
+        lines.append(_evaluations(config.run.steps, config.evaluate_every, evaluated, before=0))
+    if not config.eval:
         lines.append("evaluation: none during the run")
     lines.append(
         f"checkpoints: every {config.checkpoint.every_steps:,} steps, the newest {config.checkpoint.keep:,} kept"
     )
     return lines
+
+
+def _evaluations(steps: int, every: int, evaluated: str, before: int = 1) -> str:
+    times = before + math.ceil(steps / every)
+    first = "before step 1, " if before else ""
+    return f"evaluation: {first}every {every:,} steps, at the end = {times:,} times {evaluated}"
 
 
 def _packed(config: RunConfig, tokens: int) -> list[str]:

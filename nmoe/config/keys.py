@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from nmoe.config.base import Section
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.schema import choices_of, sections_of
+from nmoe.config.schema import choices_of, item_of, sections_of
 from nmoe.config.toml import toml_value
 
 _WIDTH, _INDENT = 110, 6
@@ -22,6 +22,8 @@ def key_lines(schema: type[Section], table: str = "") -> Iterator[str]:
     for name, known in schema.model_fields.items():
         key = f"{table}.{name}" if table else name
         below = sections_of(known.annotation)
+        if items := sections_of(item_of(known.annotation, 0)):
+            below, key = items, f"{key}.0"
         if below == (EnvironmentSettings,):
             yield f"  --{key}.path"
             yield from _wrapped(f"{known.description}; for its keys see docs/reference/configuration.md")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.locate import KeyPath, Locator, Place, locate
-from nmoe.config.overrides import lay_over, malformed, override_document, read_override
+from nmoe.config.overrides import indexed, lay_over, malformed, override_document, read_override
 from nmoe.config.problems import ConfigError, Mistake, at, explain, renamed_key
 from nmoe.config.schema import follow, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
@@ -50,8 +50,10 @@ def load(
         if (renamed := renamed_key(override[0], schema)) is not None:
             # Laid over, it would begin a table that the file may not have, with required keys of its own.
             problems.append(Mistake(Place(text, is_override=True), renamed))
+        elif isinstance(key := indexed(override[0], schema, data), str):
+            problems.append(Mistake(Place(text, is_override=True), key))
         else:
-            lay_over(data, where, *override_document(*override, text))
+            lay_over(data, where, *override_document(key, override[1], text))
     return _check(data, schema, where, problems, commands)
 
 
@@ -113,6 +115,11 @@ def _read_sections(
         if not any(isinstance(mark, FromFile) for mark in known.metadata):
             if len(sections) == 1 and isinstance(value, dict):
                 unread += _read_sections(value, sections[0], where, path, problems)
+            items = sections_of(item_of(known.annotation, 0))
+            if len(items) == 1 and isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, dict):
+                        unread += _read_sections(item, items[0], where, (*path, index), problems)
         elif isinstance(value, dict) and "path" in value:
             mark = next(mark for mark in known.metadata if isinstance(mark, FromFile))
             try:

@@ -10,6 +10,8 @@ KEYS = {
 }
 """Dotted, as in a run's file; the keys of an environment as in its own file."""
 
+PROBE_OUTSIDE = '[eval.ood] is an [[eval]] of its own now, with role = "out_of_distribution"'
+
 MODULES = {
     "nmoe.config.dataset": "nmoe.config.tables.records",
     "nmoe.config.rewards": "nmoe.config.tables.rewards",

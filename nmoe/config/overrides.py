@@ -5,8 +5,9 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
+from nmoe.config.base import Section
 from nmoe.config.locate import KeyPath, Locator, Place
-from nmoe.config.schema import TAG
+from nmoe.config.schema import TAG, item_of, sections_of
 
 _KEY = re.compile(r"--[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+")
 _OVERRIDE = re.compile(r"--([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
@@ -33,6 +34,28 @@ def read_value(text: str) -> Any:
     return document["table"]["value"]
 
 
+def indexed(path: KeyPath, schema: type[Section], data: Any) -> KeyPath | str:
+    """The path of an override with the numbers of tables in arrays as such, `("eval", 0, "every_steps")`; or what is wrong with it.
+    The number behind an array's last table, as it stands in `data`, begins another."""
+    found: KeyPath = ()
+    annotation: Any = schema
+    for place, key in enumerate(path):
+        if sections_of(item := item_of(annotation, 0)):
+            array, name = data if isinstance(data, list) else [], ".".join(map(str, path[:place]))
+            if not str(key).isdecimal():
+                example = ".".join(map(str, (name, 0, *path[place:])))
+                return f"{name} is an array of tables; say which, counted from 0, as in --{example}"
+            if int(key) > len(array):
+                return f"{name} has {len(array)} tables, counted from 0; the next is --{name}.{len(array)}"
+            found, annotation = (*found, int(key)), item
+            data = array[int(key)] if int(key) < len(array) else None
+            continue
+        known = [one.model_fields[str(key)] for one in sections_of(annotation) if key in one.model_fields]
+        found, annotation = (*found, key), known[0].annotation if known else None
+        data = data.get(key) if isinstance(data, dict) else None
+    return found
+
+
 def override_document(path: KeyPath, value: Any, text: str) -> tuple[dict[str, Any], Locator]:
     """The document that holds nothing but `value` at `path`, with the override's own text as the place of it all."""
     data: Any = value
@@ -50,6 +73,12 @@ def lay_over(
     for key, value in over.items():
         path = (*table, key)
         below = data.get(key)
+        if isinstance(value, dict) and len(value) == 1 and isinstance(index := next(iter(value)), int):
+            if not isinstance(below, list):
+                below = data[key] = []
+            below += [{}] if index == len(below) else []
+            _lay_over_item(below, where, index, value[index], where_over, path)
+            continue
         if isinstance(value, dict) and not isinstance(below, dict) and path not in where_over.places:
             below = data[key] = {}  # a section that only an override's path names
         if (
@@ -61,6 +90,18 @@ def lay_over(
         else:
             data[key] = value
             where.adopt(path, where_over)
+
+
+def _lay_over_item(
+    array: list[Any], where: Locator, index: int, value: Any, where_over: Locator, table: KeyPath
+) -> None:
+    """Lays what an override says of one item of an array over that item."""
+    path = (*table, index)
+    if isinstance(value, dict) and isinstance(array[index], dict) and path not in where_over.places:
+        lay_over(array[index], where, value, where_over, path)
+    else:
+        array[index] = value
+        where.adopt(path, where_over)
 
 
 def joined(arguments: Sequence[str]) -> list[str]:

@@ -10,8 +10,8 @@ from pydantic_core import ErrorDetails
 
 from nmoe.config.base import ConflictError, Section
 from nmoe.config.locate import KeyPath, Locator, Place
-from nmoe.config.moved import key_today
-from nmoe.config.schema import TAG, choices_of, follow, keys_of, paths_of, sections_of, tag_of
+from nmoe.config.moved import PROBE_OUTSIDE, key_today
+from nmoe.config.schema import TAG, choices_of, follow, item_of, keys_of, paths_of, sections_of, tag_of
 from nmoe.config.toml import toml_value
 from nmoe.errors import UserError
 
@@ -120,7 +120,7 @@ def explain(
     elif kind == "finite_number":
         yield at(where, path, "must be a finite number", value)
     elif kind in _EXPECTED:
-        yield at(where, path, _wrong_type(kind, value, path, where), value)
+        yield at(where, path, _wrong_type(kind, value, path, where, annotations[-1]), value)
     else:
         yield at(where, path, error["msg"], value)
 
@@ -133,7 +133,9 @@ def _unknown_key(
     keys = tuple(key for key in path if isinstance(key, str))
     if (today := key_today(keys)) is not None:
         return _renamed(today)
-    owners = [f"`nmoe {command}`" for command, other in commands.items() if keys in paths_of(other)]
+    if keys == ("eval", "ood"):
+        return PROBE_OUTSIDE
+    owners = [f"`nmoe {command}`" for command, other in commands.items() if keys in paths_of(other, in_arrays=True)]
     if owners:
         this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
         return f"unknown key; {this} does not have it, {', '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
@@ -185,8 +187,13 @@ def _one_of(value: Any, choices: list[str] | tuple[str, ...]) -> str:
     return f"must be one of {', '.join(map(toml_value, choices))}" + (f"; did you mean {alike[0]!r}?" if alike else "")
 
 
-def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator) -> str:
+def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation: Any) -> str:
     message = f"expected {_EXPECTED[kind]}, got {_type_words(value)}"
+    if isinstance(value, dict) and sections_of(item_of(annotation, 0)):
+        name = key_name(path[where.place(path).root :], is_table=True)
+        message += f"; write [{name}], once for each table"
+        if "ood" in value and path == ("eval",):
+            message += f"; {PROBE_OUTSIDE}"
     if kind == "string_type" and isinstance(value, int | float):
         quoted = toml_value(toml_value(value))
         # The shell takes one pair of quotes away before the command sees an override.

@@ -87,10 +87,12 @@ def keys_of(annotation: Any) -> list[str]:
     return list(dict.fromkeys(key for section in sections_of(annotation) for key in section.model_fields))
 
 
-def paths_of(schema: type[Section]) -> Iterator[tuple[str, ...]]:
-    """The path of every key of the schema, tables included; array items are not entered."""
+def paths_of(schema: type[Section], in_arrays: bool = False) -> Iterator[tuple[str, ...]]:
+    """The path of every key of the schema, tables included. With `in_arrays` those of the tables in arrays, too, without
+    their numbers."""
     for key, known in schema.model_fields.items():
         yield (key,)
-        for section in sections_of(known.annotation):
-            for path in paths_of(section):
+        items = sections_of(item_of(known.annotation, 0)) if in_arrays else ()
+        for section in (*sections_of(known.annotation), *items):
+            for path in paths_of(section, in_arrays):
                 yield (key, *path)

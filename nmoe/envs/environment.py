@@ -107,7 +107,7 @@ class Environment:
         if settings is None:
             raise UserError(
                 f"environment {self.settings.env_id!r} has no held-out problems: only generated pools with "
-                'split = "train" do; name another environment in [eval] environment'
+                'split = "train" do; name another environment in [[eval]]'
             )
         return Environment(settings, self._tokenizer, self.pool.shard)
 

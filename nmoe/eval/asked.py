@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.modes import Mode
@@ -21,6 +22,12 @@ class Asked:
     reasoning_effort: str | None = None
     device: str = "auto"
     expert_weights: ExpertWeightsForm = "dequantized"
+
+
+def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:
+    """The settings that results are comparable under, as an evaluation keeps them."""
+    settings = {"temperature": mode.temperature, "samples": mode.samples}
+    return {**settings, "max_tokens": max_tokens, "reasoning_effort": effort}
 
 
 def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentSettings:

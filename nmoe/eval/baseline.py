@@ -21,6 +21,15 @@ def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> l
     return [_since(result, known.get((result["mode"], result["dataset"], result.get("role")))) for result in results]
 
 
+def since_start(result: Mapping[str, Any]) -> str:
+    """What a line says of a result's difference from the start, `", +5.0% [+1.0%, +9.0%] since the start"`; empty without one."""
+    if (since := result.get("since_start")) is None:
+        return ""
+    shown = "+.4f" if result.get("lower_is_better") else "+.1%"
+    difference, low, high = (format(since[key], shown) for key in ("difference", "low", "high"))
+    return f", {difference} [{low}, {high}] since the start"
+
+
 def _since(result: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     left, right = (before or {}).get("outcomes") or {}, result.get("outcomes") or {}
     if before is None or len(right) < 2 or left.keys() != right.keys() or why_not_comparable(before, result):

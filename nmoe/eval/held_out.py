@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nmoe.config.modes import Mode
 from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.eval.asked import sampling_record
 from nmoe.eval.evaluate import Evaluation, refuse_open_problems, sample_problems, summarise
 
 
@@ -42,5 +45,9 @@ class HeldOutProblems:
             seed=self._seed,
             runtime=self._tools,
         )
-        results = summarise(groups, self._environment.settings.env_id, self._mode.temperature)
+        settings = self._environment.settings
+        sampling = sampling_record(self._mode, self._max_new_tokens, settings.reasoning_effort)
+        results = [
+            replace(one, sampling=sampling) for one in summarise(groups, settings.env_id, self._mode.temperature)
+        ]
         return sorted(results, key=lambda one: one.mode != self._mode.name)  # stable: the mode's own results come first

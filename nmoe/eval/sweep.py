@@ -19,7 +19,7 @@ from nmoe.config.listing import columns
 from nmoe.config.modes import why_not_comparable
 from nmoe.envs.pools.order import fingerprint_of
 from nmoe.errors import UserError
-from nmoe.eval.asked import Asked, effortful
+from nmoe.eval.asked import Asked, effortful, sampling_record
 from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
 from nmoe.eval.outcomes import Outcome, outcomes_of
 from nmoe.eval.overlap import refuse_overlap
@@ -195,12 +195,7 @@ class _Pair:
         return found
 
     def cell(self, outcomes: Sequence[Outcome]) -> Cell:
-        sampling = {
-            "temperature": self.asked.mode.temperature,
-            "samples": self.asked.mode.samples,
-            "max_tokens": self.asked.max_tokens,
-            "reasoning_effort": self.settings.reasoning_effort,
-        }
+        sampling = sampling_record(self.asked.mode, self.asked.max_tokens, self.settings.reasoning_effort)
         # Files hold problems in the order in which they were done; the table is the same in every order.
         ordered = sorted(outcomes, key=lambda one: one.key)
         evaluations = [

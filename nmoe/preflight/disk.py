@@ -45,7 +45,7 @@ def first_checkpoint(config: RunConfig, size: Size) -> Check:
 def checkpoints_at_once(config: RunConfig) -> int:
     """The newest that are kept, the best, and the one being written; fewer where the run saves less often."""
     steps, every = config.run.steps, config.checkpoint.every_steps
-    evaluated = isinstance(config, SupervisedConfig | RLConfig) and config.eval.every_steps > 0
+    evaluated = isinstance(config, SupervisedConfig | RLConfig) and bool(config.eval)
     most = config.checkpoint.keep + evaluated + 1
     return most if steps == 0 or evaluated else min(most, math.ceil(steps / every))
 

@@ -82,13 +82,10 @@ def pools_of(config: RunConfig) -> Iterator[object]:
 
 
 def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
-    """The environment that a run trains on, and the one that it is evaluated on."""
+    """The environment that a run trains on, and those that it is evaluated on."""
     if isinstance(config, RLConfig):
         yield config.environment
-        if config.eval.environment is not None:
-            yield config.eval.environment
-        if config.eval.ood is not None:
-            yield config.eval.ood.environment
+        yield from (probe.environment for probe in config.eval if probe.environment is not None)
 
 
 def _on_hub(name: str) -> bool:

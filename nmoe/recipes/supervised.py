@@ -53,7 +53,7 @@ class Supervised(Recipe):
     source: the name of the data in errors.
     next_batch: returns the batch of the next step; it moves `examples`.
     data_notes: lines about the data, printed before the first step.
-    held_out: evaluates, every `eval.every_steps` steps and at the end; None where there is nothing to evaluate on.
+    held_out: evaluates, every `config.evaluate_every` steps and at the end; None where there is nothing to evaluate on.
     metrics: figures of a step beside loss, speed, optimizer and routing.
     save_more: writes files of the recipe's own into a checkpoint, beside weights, optimizer and tokenizer.
     """
@@ -71,7 +71,7 @@ class Supervised(Recipe):
     save_more: Callable[[Path], None] = field(default=_save_nothing)
 
     def __post_init__(self) -> None:
-        self.evaluate_every = 0 if self.held_out is None else self.config.eval.every_steps
+        self.evaluate_every = 0 if self.held_out is None else self.config.evaluate_every
         self.experts = self.learner.model.config.routed_experts
 
     def notes(self) -> list[str]:

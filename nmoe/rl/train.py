@@ -44,7 +44,6 @@ from nmoe.recipes.setup import (
     settle,
 )
 from nmoe.rl.critic import Critic
-from nmoe.rl.early_stopping import outside_of, rates_of, read_outside, read_rates, reason_of_drops, reason_to_end
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.rl.experience import (
     Experience,
@@ -61,7 +60,7 @@ from nmoe.rl.experience import (
 )
 from nmoe.rl.metrics import joined_passes, joined_steps, rollout_metrics, shown, update_metrics
 from nmoe.rl.policy import policy_learner, policy_objective
-from nmoe.rl.probes import Probes, notes_of, probes_of
+from nmoe.rl.probes import Probes, probes_of
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
@@ -101,8 +100,10 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         critic=Critic.build(config, learner, tokenizer),
         teacher=Teacher.build(config, learner.model.config, tokenizer),
     )
-    for loaded in [environment, *(probe.environment for probe in probes)]:
-        loaded.leave_out_overlong(learner.model.config.context_tokens, config.sampling.max_new_tokens)
+    context_tokens = learner.model.config.context_tokens
+    environment.leave_out_overlong(context_tokens, config.sampling.max_new_tokens)
+    for probe in probes:
+        probe.environment.leave_out_overlong(context_tokens, probe.max_tokens(config))
     with ExitStack() as stack:
         tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
         asked = Probes(probes, config, tools, stack)
@@ -142,8 +143,6 @@ class PolicyGradient(Recipe):
             self.learner,
             self._carries_signal,
         )
-        self.rates = read_rates(run.directory.path / "eval")
-        self.outside = read_outside(run.directory.path / "eval")
         self.evaluate_every, self.evaluate_first = probes.every_steps, bool(probes)
         self._at = 0  # the step that was taken last
         self.experts = model.config.routed_experts
@@ -187,9 +186,7 @@ class PolicyGradient(Recipe):
             raise
         if not records:
             return None
-        self.rates += [rates] if (rates := rates_of(records)) else []
-        self.outside += [value] if (value := outside_of(records)) is not None else []
-        return HeldOut({}, "; ".join(notes_of(records)), records)
+        return HeldOut({}, "; ".join(self.probes.notes(records)), records)
 
     def parts(self) -> dict[str, Part]:
         reference, critic = self.policy.reference, self.policy.critic
@@ -212,10 +209,7 @@ class PolicyGradient(Recipe):
         self._skipped = bool(read_metrics(self.run.directory.path)[-1]["skipped"])
 
     def reason_to_end(self) -> str | None:
-        ood = self.config.eval.ood
-        if ood is not None and (reason := reason_of_drops(self.outside, ood.drops)) is not None:
-            return reason
-        return reason_to_end(self.rates, self.config.eval.enough, self.config.eval.patience) if self.rates else None
+        return self.probes.reason_to_end([record["results"] for record in self.run.ledger.evaluations()])
 
     def notes(self) -> list[str]:
         environment = self.environment

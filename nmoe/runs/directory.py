@@ -281,10 +281,13 @@ def _shown(flat: dict[str, Any], key: str) -> str:
 
 
 def flat_keys(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys: `{"optimizer": {"beta": 0.9}}` is `{"optimizer.beta": 0.9}`."""
+    """Nested tables as dotted keys: `{"optimizer": {"beta": 0.9}}` is `{"optimizer.beta": 0.9}`, and `{"eval": [{"problems": 9}]}`
+    is `{"eval.0.problems": 9}`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
+        if value and isinstance(value, list | tuple) and all(isinstance(one, dict) for one in value):
+            flat |= flat_keys({str(index): one for index, one in enumerate(value)}, f"{prefix}{key}.")
+        elif isinstance(value, dict):
             flat |= flat_keys(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value

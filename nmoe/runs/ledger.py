@@ -11,6 +11,9 @@ from nmoe.runs.storage import append_whole, remove_partials, step_name, step_of,
 
 LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl")
 STEP_DIRECTORIES = ("samples", "eval")
+OUTSIDE = "out_of_distribution"
+"""The role of a probe whose problems are others than training's."""
+
 _RESULT_KEYS = {"mode", "dataset", "value", "low", "high", "problems"}
 
 
@@ -58,14 +61,12 @@ class Ledger:
         return step in values and values[step] >= max(values.values())
 
     def probes(self) -> dict[int, float]:
-        """The first result of each evaluation so far, by step, higher being better: of the OOD probe where there is one."""
-        records = [json.loads(path.read_text()) for path in (self._directory / "eval").glob("step_*.json")]
-        outside = any(is_outside(result) for record in records for result in record["results"])
-        found = {
-            record["step"]: probe_of([one for one in record["results"] if is_outside(one) or not outside])
-            for record in records
-        }
-        return {step: value for step, value in found.items() if value is not None}
+        """`probe_values` of the evaluations so far."""
+        return probe_values(self.evaluations())
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of eval/, oldest first."""
+        return [json.loads(path.read_text()) for path in sorted((self._directory / "eval").glob("step_*.json"))]
 
     def failure(self, record: Mapping[str, Any]) -> None:
         """Appends to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
@@ -102,17 +103,18 @@ class Ledger:
         append_whole(self._directory / name, _line(record, f"{name}, step {record['step']}"))
 
 
-def is_outside(result: Mapping[str, Any]) -> bool:
-    """Whether a result is of the probe out of the training distribution, which decides where there is one."""
-    return result.get("role") == "ood"
-
-
-def probe_of(results: Sequence[Mapping[str, Any]]) -> float | None:
-    """The first result of an evaluation as a number of which higher is better; None without results."""
+def probe_values(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """By step, the result that decides which checkpoint is the best, higher being better: that of the first probe out of the
+    training distribution or, without one, of the first probe. `records` are those of eval/, oldest first."""
+    results = [(record["step"], result) for record in records for result in record["results"]]
+    found: dict[int, float] = {}
     if not results:
-        return None
-    value = float(results[0]["value"])
-    return -value if results[0].get("lower_is_better") else value
+        return found
+    decisive = next((one for _, one in results if one.get("role") == OUTSIDE), results[0][1])
+    for step, one in results:
+        if all(one.get(key) == decisive.get(key) for key in ("mode", "dataset", "role")):
+            found.setdefault(step, -one["value"] if one.get("lower_is_better") else one["value"])
+    return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

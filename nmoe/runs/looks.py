@@ -10,7 +10,7 @@ from nmoe.config.commands import COMMANDS
 from nmoe.config.listing import columns
 from nmoe.errors import UserError
 from nmoe.runs.directory import flat_keys
-from nmoe.runs.ledger import probe_of
+from nmoe.runs.ledger import probe_values
 from nmoe.runs.record import RunRecord, find_runs, read_run
 
 # The first of these that a run has is shown in the list.
@@ -75,8 +75,11 @@ def _evaluations(run: RunRecord) -> Iterator[str]:
     if not evaluated:
         return
     yield "evaluations"
-    best = max(evaluated, key=lambda record: (probe_of(record["results"]), record["step"]))
-    for title, record in (("best", best), ("last", evaluated[-1])):
+    # As the run itself chooses: the step before the first is only the baseline.
+    values = probe_values(evaluated)
+    candidates = [step for step in values if step > 0] or list(values)
+    best = max(candidates, key=lambda step: (values[step], step))
+    for title, record in (("best", next(one for one in evaluated if one["step"] == best)), ("last", evaluated[-1])):
         yield from (f"  {title}, step {record['step']}: {result_line(result)}" for result in record["results"])
 
 

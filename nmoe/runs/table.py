@@ -34,7 +34,7 @@ def _rows(group: Sequence[RunRecord]) -> Iterator[list[str]]:
     results = [last_results(run) or _measured(run) for run in group]
     for run, of_run in zip(group, results, strict=True):
         if not of_run:
-            raise UserError(f"{run.path}: has no evaluation; set eval.every_steps, or leave it out of the table")
+            raise UserError(f"{run.path}: has no evaluation; give it an [[eval]], or leave it out of the table")
     name, drawn = group[0].path.name, [run.config.get("run.seed", 0) for run in group]
     if len(group) > 1:
         name += f" and {len(group) - 1} more"

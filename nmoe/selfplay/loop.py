@@ -113,8 +113,8 @@ def selfplay(config: SelfplayConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(selfplay_environment(config), tokenizer)
     held_out = None
-    if config.eval.environment is not None:
-        held_out = Environment.from_settings(config.eval.environment, tokenizer)
+    if config.eval:
+        held_out = Environment.from_settings(config.eval[0].environment, tokenizer)
     roles = Roles.of(config, tokenizer)
     for loaded in [environment, held_out] if held_out is not None else [environment]:
         loaded.leave_out_overlong(roles.context_tokens, config.sampling.max_new_tokens)
@@ -126,7 +126,7 @@ def selfplay(config: SelfplayConfig) -> Path:
             problems = HeldOutProblems(
                 held_out,
                 stack.enter_context(ToolRuntime(held_out, config.sandbox)),
-                problems=config.eval.problems,
+                problems=config.eval[0].problems,
                 mode=mode_of(),
                 max_new_tokens=config.sampling.max_new_tokens,
                 seed=config.run.seed,

@@ -71,15 +71,15 @@ def verifier(config: VerifierConfig) -> Path:
     probe, probe_long = _fitting(whole_solutions(held_out.solutions, section, config.run.seed), form, context)
     # The same solutions at every evaluation; shuffled, since the file may be sorted.
     random.Random(config.run.seed).shuffle(probe)
-    probe = probe[: config.eval.problems]
+    probe = probe[: sum(one.problems for one in config.eval)]
     if not train:
         raise UserError(
             f"{section.prm_source}: no solution is left to train on; {train_long:,} do not fit the model's context"
         )
-    if config.eval.every_steps and not probe:
+    if config.eval and not probe:
         raise UserError(
             f"{section.held_out_source or section.prm_source}: no solution is left to evaluate on; raise "
-            "verifier.held_out_share, name another verifier.held_out_source, or set eval.every_steps = 0"
+            "verifier.held_out_share, name another verifier.held_out_source, or leave out [[eval]]"
         )
     groups = [form.training(one.messages, one.steps, one.labels) for one in train]
     sizes = [sum(len(shown.inputs) for shown in group) for group in groups]

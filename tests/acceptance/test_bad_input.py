@@ -236,7 +236,7 @@ def test_a_prompt_longer_than_the_context(command: Nmoe, nmoe: Nmoe, pool: Calla
 def test_a_generated_prompt_that_outgrows_the_context(nmoe: Nmoe, workshop: Path, base: Path, tmp_path: Path) -> None:
     # The first problem fits; those of the endless pool that do not are passed over as they come, and counted.
     difficulty = "--environment.task_pool.difficulty=[3, 60]"
-    flags = ("--run.steps=2", "--optimizer.warmup_steps=0", "--eval.every_steps=0")
+    flags = ("--run.steps=2", "--optimizer.warmup_steps=0", "--eval=[]")
     result = nmoe("rl", "train", workshop / "rl.toml", "--run.directory=runs", "--run.seed=2", difficulty, *flags)
     assert result.code == 0, result
     steps = [json.loads(line) for line in (tmp_path / "runs" / "rl" / "metrics.jsonl").read_text().splitlines()]
@@ -251,7 +251,7 @@ def test_a_run_is_not_written_over_and_not_resumed_as_another(nmoe: Nmoe, worksh
         "--run.directory=runs",
         "--run.steps=1",
         "--optimizer.warmup_steps=0",
-        "--eval.every_steps=0",
+        "--eval=[]",
     )
     assert nmoe(*verb).code == 0
     before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}

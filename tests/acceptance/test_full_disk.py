@@ -23,7 +23,7 @@ def run_of(workshop: Path, directory: Path) -> list[str]:
         "--optimizer.warmup_steps=2",
         "--checkpoint.every_steps=1",
         "--checkpoint.keep=3",
-        "--eval.every_steps=0",
+        "--eval=[]",
     ]
     return [*NMOE, "pretrain", f"{workshop}/base.toml", f"--run.directory={directory}", *overrides]
 

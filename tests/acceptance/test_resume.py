@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs/reference/metrics.md"
 # Everything that a checkpoint has to carry: curriculum, reference, refills, evaluations, and moments of the optimizer.
 REINFORCEMENT = [
     *("--run.steps=9", "--batch.prompts_per_step=5", "--batch.group_size=4", "--algorithm.kl_coef=0.05"),
-    *("--eval.every_steps=2", "--eval.problems=10", "--checkpoint.every_steps=2", "--checkpoint.keep=2"),
+    *("--eval.0.every_steps=2", "--eval.0.problems=10", "--checkpoint.every_steps=2", "--checkpoint.keep=2"),
 ]
 CURRICULUM = """
 [environment.curriculum]
@@ -38,7 +38,7 @@ gate = { metric = "format_ok", at_least = 0.5 }
 name = "correctness"
 weights = { format = 0.2, correctness = 1.0 }
 """
-PRETRAINING = ["--run.steps=60", "--data.tokens_per_step=256", "--eval.every_steps=5", "--checkpoint.every_steps=3"]
+PRETRAINING = ["--run.steps=60", "--data.tokens_per_step=256", "--eval.0.every_steps=5", "--checkpoint.every_steps=3"]
 
 Start = Callable[..., subprocess.Popen[str]]
 

@@ -114,7 +114,7 @@ max_new_tokens = 4
 [batch]
 prompts_per_step = 2
 group_size = 2
-[eval]
+[[eval]]
 every_steps = 0
 """
 

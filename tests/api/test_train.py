@@ -142,7 +142,7 @@ def test_two_rewards_of_one_name_are_refused() -> None:
 
 
 def test_a_task_of_ones_own_is_graded_and_held_out() -> None:
-    config = {**SHORT, "eval.every_steps": 2, "eval.problems": 3}
+    config = {**SHORT, "eval": [{"every_steps": 2, "problems": 3}]}
     run = nmoe.train_rl(TINY, env=Echo, config=config, generate_fn=says("abc", "jot"))
     for sample in samples_of(run):
         record = json.loads(sample["metadata"]["given"])

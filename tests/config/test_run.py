@@ -59,11 +59,11 @@ def refusals(path: Path, schema: type[RunConfig], *overrides: str) -> list[str]:
 
 
 def test_a_resolved_configuration_reloads_to_an_equal_one(config: Write, tmp_path: Path) -> None:
-    text = SHAPE + ENVIRONMENT + '[eval]\nevery_steps = 10\nenvironment.path = "sort.toml"\n'
-    loaded = load_run(config(text), RLConfig, ["--eval.environment.task_pool.split=eval", "--algorithm.clip_high=3"])
+    text = SHAPE + ENVIRONMENT + '[[eval]]\nevery_steps = 10\nenvironment.path = "sort.toml"\n'
+    loaded = load_run(config(text), RLConfig, ["--eval.0.environment.task_pool.split=eval", "--algorithm.clip_high=3"])
     assert loaded.environment.task_pool == GeneratedPool(type="generated", task_type="sort")
-    assert loaded.eval.environment is not None
-    assert loaded.eval.environment.task_pool == GeneratedPool(type="generated", task_type="sort", split="eval")
+    assert loaded.eval[0].environment is not None
+    assert loaded.eval[0].environment.task_pool == GeneratedPool(type="generated", task_type="sort", split="eval")
     resolved = tmp_path / "elsewhere" / "config.toml"
     resolved.parent.mkdir()
     resolved.write_text(to_toml(loaded))
@@ -98,7 +98,7 @@ def test_each_verb_requires_its_own_table(config: Write) -> None:
 
 # Of each command a table or a key that another has, which it would not look at.
 NOT_ITS_OWN = {
-    "pretrain": ("--critic.gamma=0.5", "--records.path=r", "--eval.problems=5", "--batch.group_size=4"),
+    "pretrain": ("--critic.gamma=0.5", "--records.path=r", "--eval.0.problems=5", "--batch.group_size=4"),
     "sft": ("--critic.gamma=0.5", "--preference.beta=1", "--algorithm.loss=gspo", "--sampling.top_p=0.9"),
     "dpo": (
         "--reward_model.margin=1",
@@ -107,7 +107,7 @@ NOT_ITS_OWN = {
         "--monitor.replay_sample_rate=0",
     ),
     "reward": ("--preference.beta=1", "--records.share_prefixes=true", "--distillation.teacher=t"),
-    "verifier": ("--records.path=r", "--critic.gamma=0.5", "--environment.env_id=e", "--eval.environment.env_id=e"),
+    "verifier": ("--records.path=r", "--critic.gamma=0.5", "--environment.env_id=e", "--eval.0.environment.env_id=e"),
     "rl train": ("--data.documents=d", "--records.path=r", "--preference.beta=1", "--selfplay.rounds=2"),
     "selfplay": (
         *("--algorithm.multi_reward=gdpo", "--algorithm.mask_truncated=true", "--algorithm.kl_coef=0.1"),
@@ -118,7 +118,7 @@ NOT_ITS_OWN = {
             "--batch.max_refills=0",
             "--distillation.teacher=t",
         ),
-        *("--critic.gamma=0.5", "--lora.rank=4", "--eval.every_steps=2", "--monitor.replays_per_failure=2"),
+        *("--critic.gamma=0.5", "--lora.rank=4", "--eval.0.every_steps=2", "--monitor.replays_per_failure=2"),
     ),
 }
 
@@ -134,7 +134,7 @@ def test_a_resolved_configuration_holds_what_applies(config: Write) -> None:
     tables = tomllib.loads(to_toml(loaded))
     assert tables.keys() == {"run", "model", "batch", "optimizer", "monitor", "checkpoint", "sinks", "eval", "data"}
     assert tables["batch"] == {"tokens_per_microbatch": 16384}
-    assert tables["eval"] == {"every_steps": 0}
+    assert tables["eval"] == []
 
 
 def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
@@ -181,10 +181,10 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
             ["--sampling.temperature=0"],
             ["--sampling.temperature=0: at 0 all completions of a group are equal, so nothing is learned"],
         ),
-        (["--eval.every_steps=5"], []),
+        (["--eval.0.every_steps=5"], []),
         (
-            ["--eval.every_steps=5", "--environment.task_pool.split=all"],
-            ["--eval.every_steps=5: the training problems have no eval split; name another in eval.environment"],
+            ["--eval.0.every_steps=5", "--environment.task_pool.split=all"],
+            ["--eval.0.every_steps=5: the training problems have no eval split; name another in eval.environment"],
         ),
         (
             ["--batch.group_size=1"],
@@ -340,16 +340,16 @@ def test_the_learning_rate_is_the_commands_where_none_is_given(
 
 def test_pretraining_evaluates_on_held_out_documents(config: Write) -> None:
     path = config(SHAPE + DATA)
-    assert refusals(path, PretrainConfig, "--eval.every_steps=5") == [
-        "--eval.every_steps=5: nothing to evaluate on; set data.held_out_documents"
+    assert refusals(path, PretrainConfig, "--eval.0.every_steps=5") == [
+        "--eval.0.every_steps=5: nothing to evaluate on; set data.held_out_documents"
     ]
-    overrides = ["--eval.every_steps=5", "--data.held_out_documents=10"]
+    overrides = ["--eval.0.every_steps=5", "--data.held_out_documents=10"]
     assert load_run(path, PretrainConfig, overrides).data.held_out_documents == 10
 
 
 def test_a_conflict_in_one_section_hides_no_errors_of_others(config: Write) -> None:
     path = config(SHAPE + '[environment]\npath = "nope.toml"\n')
-    lines = refusals(path, RLConfig, "--model.shape.heads=3", "--batch.group_size=x", "--eval.every_steps=1")
+    lines = refusals(path, RLConfig, "--model.shape.heads=3", "--batch.group_size=x", "--eval.0.every_steps=1")
     assert lines == [
         "10: [model.shape] kv_heads = 2: must divide heads = 3",
         f"{path.parent}/nope.toml: no such file (named at {path}:15)",
@@ -408,7 +408,7 @@ def test_every_key_is_documented() -> None:
 
 def test_arithmetic_of_a_post_training_run(config: Write) -> None:
     overrides = ["--batch.prompts_per_step=10", "--batch.group_size=6", "--sampling.max_new_tokens=100"]
-    overrides += ["--batch.tokens_per_microbatch=1050", "--eval.every_steps=30", "--batch.max_refills=2"]
+    overrides += ["--batch.tokens_per_microbatch=1050", "--eval.0.every_steps=30", "--batch.max_refills=2"]
     assert batch_arithmetic(load_run(config(SHAPE + ENVIRONMENT), RLConfig, overrides)) == [
         "step: 10 prompts x 6 completions = 60 samples of at most 100 tokens = at most 6,000 sampled tokens",
         "refills: at most 2 a step = at most 180 samples drawn",
@@ -433,7 +433,7 @@ def test_arithmetic_of_several_updates_with_a_critic(config: Write) -> None:
 
 
 def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
-    overrides = ["--batch.tokens_per_microbatch=2048", "--eval.every_steps=25", "--data.held_out_documents=64"]
+    overrides = ["--batch.tokens_per_microbatch=2048", "--eval.0.every_steps=25", "--data.held_out_documents=64"]
     overrides += ["--data.tokens_per_step=5000"]
     assert batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig, overrides)) == [
         "step: at most 5,000 tokens in micro-batches of at most 2,048",

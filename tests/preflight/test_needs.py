@@ -37,7 +37,7 @@ def test_packages_of_task_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert packages(rl(tmp_path)).text == "none beyond what nmoe always has"
     source = {"name": "gym", "weight": 1.0, **POOL}
     mixture = with_environment(tmp_path, task_pool={"type": "mixture", "sources": [source]})
-    evaluated = rl(tmp_path, eval={"every_steps": 5, "environment": TABLES["environment"] | {"task_pool": POOL}})
+    evaluated = rl(tmp_path, eval=[{"environment": TABLES["environment"] | {"task_pool": POOL}}])
     for lacking in (config, mixture, evaluated):
         with pytest.raises(UserError, match=r'pip install "nmoe\[environments\]"'):
             packages(lacking)

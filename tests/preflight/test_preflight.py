@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +51,9 @@ TABLES: dict[str, Any] = {
 }
 
 
-def rl(tmp_path: Path, **tables: dict[str, Any]) -> RLConfig:
+def rl(tmp_path: Path, eval: Sequence[dict[str, Any]] = (), **tables: dict[str, Any]) -> RLConfig:
     joined = {name: {**TABLES.get(name, {}), **tables.get(name, {})} for name in TABLES.keys() | tables.keys()}
+    joined["eval"] = list(eval)
     joined["run"].setdefault("directory", str(tmp_path))
     return load_run_with(None, RLConfig, joined, "test", "run")
 
@@ -218,7 +220,7 @@ def test_the_limit_of_the_control_group(tmp_path: Path) -> None:
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = rl(tmp_path, checkpoint={"every_steps": 10, "keep": 3}, eval={"every_steps": 10})
+    config = rl(tmp_path, checkpoint={"every_steps": 10, "keep": 3}, eval=[{"every_steps": 10}])
     size = size_of(config)
     assert checkpoints_at_once(config) == 5, "three that are kept, the best, and the one being written"
     unevaluated = rl(tmp_path, checkpoint={"every_steps": 50, "keep": 3})

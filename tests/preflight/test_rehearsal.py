@@ -146,13 +146,14 @@ def test_problems_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
         return {"env_id": name, "format": "boxed", "task_pool": pool}
 
     def check(held_out: range) -> Check:
-        evaluation = {"every_steps": 10, "environment": pool("held_out", held_out)}
-        return overlap(rl(tmp_path, environment=pool("training", range(10)), eval=evaluation))
+        probes = [{"environment": pool("first", range(30, 33))}, {"environment": pool("held_out", held_out)}]
+        return overlap(rl(tmp_path, environment=pool("training", range(10)), eval=probes))
 
-    assert check(range(20, 26)).text == "none of 6 is among the 10 problems trained on"
+    assert check(range(20, 26)).text == "; ".join(f"none of {n} is among the 10 problems trained on" for n in (3, 6))
     shared = check(range(7, 17))
     assert (shared.status, shared.text.split(",")[0]) == ("fail", "3 of 10 problems are trained on")
-    assert overlap(rl(tmp_path, eval={"every_steps": 10})).text.startswith("disjoint")
+    assert shared.text.endswith("take others in eval.1.environment")
+    assert overlap(rl(tmp_path, eval=[{"every_steps": 10}])).text.startswith("disjoint")
 
 
 def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
             "run": {"steps": 10},
             "model": {"path": "base"},
             "records": {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / f"{held_out}.jsonl")},
-            "eval": {"every_steps": 5},
+            "eval": [{"every_steps": 5}],
         }
         return overlap(load_run_with(None, SFTConfig, tables, "test", "run"))
 

@@ -46,7 +46,7 @@ RECORDS = """
 path = "HERE/records.jsonl"
 tokens_per_step = 200
 held_out = 0.25
-[eval]
+[[eval]]
 every_steps = 2
 """
 PAIRS = RECORDS.replace("records.jsonl", "pairs.jsonl").replace("200", "400")
@@ -74,7 +74,7 @@ RECIPES: dict[str, tuple[Recipe, type[Any], str]] = {
     "pretrain": (
         pretrain,
         PretrainConfig,
-        '[data]\ndocuments = "HERE/corpus.jsonl"\nheld_out_documents = 10\ntokens_per_step = 256\n[eval]\nevery_steps = 2\n',
+        '[data]\ndocuments = "HERE/corpus.jsonl"\nheld_out_documents = 10\ntokens_per_step = 256\n[[eval]]\nevery_steps = 2\n',
     ),
     "sft": (sft, SFTConfig, RECORDS),
     "sft of an adapter": (sft, SFTConfig, LORA + RECORDS),
@@ -84,12 +84,12 @@ RECIPES: dict[str, tuple[Recipe, type[Any], str]] = {
         verifier,
         VerifierConfig,
         '[verifier]\nprm_source = "HERE/steps.jsonl"\nheld_out_share = 0.25\nhead = "discriminative"\nlanguage_weight = 1.0\n'
-        "tokens_per_step = 256\n[eval]\nevery_steps = 2\nproblems = 4\n",
+        "tokens_per_step = 256\n[[eval]]\nevery_steps = 2\nproblems = 4\n",
     ),
     "grpo with a reference": (
         train,
         RLConfig,
-        "[algorithm]\nkl_coef = 0.1\n[eval]\nevery_steps = 2\nproblems = 2\n" + REINFORCED,
+        "[algorithm]\nkl_coef = 0.1\n[[eval]]\nevery_steps = 2\nproblems = 2\n" + REINFORCED,
     ),
     "grpo of an adapter": (train, RLConfig, LORA + "[algorithm]\nkl_coef = 0.1\n" + REINFORCED),
     "grpo, nucleus": (train, RLConfig, REINFORCED.replace("[batch]", "top_p = 0.9\ntop_k = 20\n[batch]")),

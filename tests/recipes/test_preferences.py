@@ -48,7 +48,7 @@ held_out = 0.25
 [optimizer]
 learning_rate = 1e-3
 
-[eval]
+[[eval]]
 every_steps = 4
 
 [checkpoint]
@@ -219,7 +219,7 @@ def test_a_run_does_not_go_on_with_other_pairs(configure: Configure, pairs: Path
 
 
 def test_epochs_in_place_of_steps(configure: Configure) -> None:
-    config = configure("--run.steps=0", "--records.epochs=0.5", "--records.held_out=0", "--eval.every_steps=0")
+    config = configure("--run.steps=0", "--records.epochs=0.5", "--records.held_out=0", "--eval=[]")
     rows = read_metrics(dpo(config))
     assert sum(row["pairs"] for row in rows) == pytest.approx(160, abs=20)
     assert "held_out_accuracy" not in rows[-1]

@@ -24,7 +24,7 @@ from nmoe.runs.ledger import read_lines, read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
-SHORT = ("--run.steps=1", "--optimizer.warmup_steps=0", "--eval.every_steps=0", "--data.tokens_per_step=64")
+SHORT = ("--run.steps=1", "--optimizer.warmup_steps=0", "--eval=[]", "--data.tokens_per_step=64")
 
 
 def test_every_token_after_the_first_is_predicted() -> None:
@@ -109,7 +109,7 @@ def mixture(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     text = (workshop / "base.toml").read_text()
     text = re.sub("(?m)^documents = .*\n", "", text).replace("[optimizer]", MIXTURE + "[optimizer]")
     (tmp_path / "mixture.toml").write_text(text)
-    fixed = ["--run.steps=8", "--eval.every_steps=4", "--data.held_out_documents=5", "--checkpoint.every_steps=3"]
+    fixed = ["--run.steps=8", "--eval.0.every_steps=4", "--data.held_out_documents=5", "--checkpoint.every_steps=3"]
 
     def configured(*overrides: str) -> PretrainConfig:
         return load_run(tmp_path / "mixture.toml", PretrainConfig, [*fixed, f"--run.directory={tmp_path}", *overrides])

@@ -189,7 +189,7 @@ def test_what_is_held_out_is_never_trained_on_and_its_loss_decides_the_best(
     configure: Configure, workshop: Path
 ) -> None:
     config = configure(
-        "--records.held_out=0.2", "--eval.every_steps=2", "--optimizer.learning_rate=0.05", "--run.steps=12"
+        "--records.held_out=0.2", "--eval.0.every_steps=2", "--optimizer.learning_rate=0.05", "--run.steps=12"
     )
     run = sft(config)
     rows = [row for row in read_metrics(run) if "held_out_loss" in row]
@@ -214,7 +214,7 @@ def test_what_is_held_out_is_never_trained_on_and_its_loss_decides_the_best(
 def test_a_file_of_its_own_is_evaluated_on(configure: Configure, tmp_path: Path) -> None:
     dev = tmp_path / "dev.jsonl"
     dev.write_text(json.dumps({"prompt": "Reverse: 01", "completion": "10"}) + "\n")
-    run = sft(configure(f"--records.held_out_path={dev}", "--eval.every_steps=3"))
+    run = sft(configure(f"--records.held_out_path={dev}", "--eval.0.every_steps=3"))
     assert json.loads((run / "eval" / "step_000003.json").read_text())["results"][0]["dataset"] == str(dev)
     assert "held out: 1 records = 1 sequences" in (run / "log.txt").read_text()
 
@@ -227,7 +227,7 @@ def test_a_split_of_its_own_is_evaluated_on(
     (tmp_path / "train.jsonl").rename(tmp_path / "both" / "train.jsonl")
     (tmp_path / "both" / "test.jsonl").write_text(json.dumps(record("Reverse: 01", "10")) + "\n")
     data = ("--records.path=" + str(tmp_path / "both"), "--records.split=train[:50]", "--records.held_out_split=test")
-    run = sft(configure(*data, "--eval.every_steps=6"))
+    run = sft(configure(*data, "--eval.0.every_steps=6"))
     log = (run / "log.txt").read_text()
     assert "50 records = 50 sequences" in log
     assert "held out: 1 records = 1 sequences" in log
@@ -252,10 +252,10 @@ def test_epochs_come_to_steps(configure: Configure, tmp_path: Path) -> None:
     for overrides, message in (
         (["--records.epochs=2"], r"\[run\] steps = 6: excludes records\.epochs = 2; give one of the two"),
         (["--run.steps=0"], r"run\.steps=0: must be more than 0, unless records\.epochs is given"),
-        (["--eval.every_steps=2"], "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"),
-        (["--records.held_out=0.1"], "records are held out but never evaluated on; set how often"),
+        (["--eval.0.every_steps=2"], "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"),
+        (["--records.held_out=0.1"], r"records are held out but never evaluated on; add \[\[eval\]\] with every_steps"),
         (
-            ["--records.held_out=0.1", "--records.held_out_path=x", "--eval.every_steps=2"],
+            ["--records.held_out=0.1", "--records.held_out_path=x", "--eval.0.every_steps=2"],
             "evaluate on one of the two",
         ),
     ):
@@ -281,7 +281,7 @@ def test_overlong_records_are_left_out_counted_and_logged(configure: Configure, 
 
 def test_a_run_that_was_interrupted_goes_on_number_for_number(configure: Configure, tmp_path: Path) -> None:
     """In its second epoch, whose packs are other ones."""
-    options = ("--records.held_out=0.1", "--eval.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
+    options = ("--records.held_out=0.1", "--eval.0.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
     whole = read_metrics(sft(configure(*options, "--run.name=whole")))
 
     with interrupted_at(5):
@@ -345,7 +345,7 @@ columns = {{prompt = "question", completion = "answer"}}
 
 
 def test_a_mixture_has_its_shares_and_resumes_number_for_number(mixed: Configure, tmp_path: Path) -> None:
-    options = ("--records.held_out=0.1", "--eval.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
+    options = ("--records.held_out=0.1", "--eval.0.every_steps=3", "--run.steps=10", "--records.tokens_per_step=300")
     run = sft(mixed(*options, "--run.name=whole"))
     whole = read_metrics(run)
     names = ("train", "mmlu", "sums")

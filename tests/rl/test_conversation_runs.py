@@ -29,8 +29,8 @@ SETTINGS = (
     "--sampling.max_new_tokens=40",
     "--algorithm.aggregation=sequence",
     "--monitor.replay_sample_rate=1.0",
-    "--eval.every_steps=3",
-    "--eval.problems=6",
+    "--eval.0.every_steps=3",
+    "--eval.0.problems=6",
 )
 
 
@@ -112,7 +112,7 @@ def test_a_task_that_raises_stops_the_run_with_the_sample_saved(
 
     monkeypatch.setattr(ReverseTwice, "respond", broken)
     with pytest.raises(GradingError, match="answering a sample of problem reverse/") as error:
-        reinforce(*SETTINGS, "--eval.every_steps=0")
+        reinforce(*SETTINGS, "--eval=[]")
     assert str(error.value.__cause__) == "no more digits"
     (line,) = (tmp_path / "rl/failures.jsonl").read_text().splitlines()
     assert json.loads(line)["failure"] == "grader_error"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from nmoe.rl.early_stopping import Rates, rates_of, read_rates, reason_to_end
+from nmoe.rl.early_stopping import Rates, rates_of, reason_to_end
 
 CLIMBING: list[Rates] = [{"a": 0.5, "b": 0.1}, {"a": 0.6, "b": 0.1}, {"a": 0.96, "b": 0.1}]
 
@@ -38,13 +35,9 @@ def test_patience_counts_from_the_last_gain(patience: int) -> None:
     assert reason_to_end(history, None, patience) is not None
 
 
-def test_rates_are_those_of_the_sources(tmp_path: Path) -> None:
+def test_rates_are_those_of_the_sources() -> None:
     results = [{"dataset": "skills", "value": 0.5}, {"dataset": "skills/add", "value": 0.4}]
     assert rates_of(results) == {"skills/add": 0.4}
     assert rates_of(results[:1]) == {"skills": 0.5}
     levels = [{"dataset": "math/level=Level 5", "value": 0.1}, {"dataset": "math/subject=Algebra", "value": 1.0}]
     assert rates_of([{"dataset": "math", "value": 0.7}, *levels]) == {"math": 0.7}
-    for step, value in ((20, 0.7), (0, 0.1), (100, 0.9)):
-        record = {"step": step, "results": [{"dataset": "sort", "value": value}]}
-        (tmp_path / f"step_{step:06d}.json").write_text(json.dumps(record))
-    assert read_rates(tmp_path) == [{"sort": 0.1}, {"sort": 0.7}, {"sort": 0.9}]

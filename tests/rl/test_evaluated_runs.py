@@ -15,6 +15,7 @@ import pytest
 
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.recipes.run_loop import Step
+from nmoe.rl.probes import Probes
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.train import PolicyGradient
 from nmoe.runs.ledger import read_metrics
@@ -28,7 +29,7 @@ SMALL = (
     *("--run.steps=4", "--batch.prompts_per_step=4", "--batch.group_size=3", "--batch.max_refills=0"),
     *("--checkpoint.every_steps=9", f'--environment.system="{SYSTEM}"', "--sampling.max_new_tokens=12"),
 )
-EVALUATED = ("--eval.every_steps=1", "--eval.problems=10")
+EVALUATED = ("--eval.0.every_steps=1", "--eval.0.problems=10")
 CASES = {
     "updates": (),
     # No group is both uneven and all right.
@@ -104,16 +105,55 @@ def test_evaluated_or_not_killed_or_not(
     assert found == dict.fromkeys(("plain", "killed", "evaluated", "both"), dict.fromkeys(range(1, 5), 0))
 
 
-def test_a_second_probe_has_its_own_period_and_is_compared_with_the_start(reinforce: Reinforce, workshop: Path) -> None:
-    outside = ("--eval.ood.environment.path=" + str(workshop / "reverse.toml"), "--eval.ood.problems=5")
-    run = reinforce(*EVALUATED, *outside, "--eval.ood.every_steps=2", "--run.steps=3", "--run.name=outside")
+@pytest.fixture
+def outside(workshop: Path) -> tuple[str, ...]:
+    """A second table: problems out of the distribution, at every second step."""
+    where = f"--eval.1.environment.path={workshop / 'reverse.toml'}"
+    return (
+        where,
+        "--eval.1.environment.env_id=beyond",
+        "--eval.1.role=out_of_distribution",
+        "--eval.1.problems=5",
+        "--eval.1.every_steps=2",
+    )
+
+
+def test_probes_have_their_own_periods_and_sampling_and_are_compared_with_the_start(
+    reinforce: Reinforce, outside: tuple[str, ...]
+) -> None:
+    third = ("--eval.2.samples=3", "--eval.2.temperature=0.7", "--eval.2.max_tokens=3", "--eval.2.every_steps=3")
+    run = reinforce(*EVALUATED, *outside, *third, "--eval.2.problems=4", "--run.steps=3", "--run.name=outside")
     records = [json.loads(path.read_text())["results"] for path in sorted((run / "eval").iterdir())]
-    # Step 1 is of the first probe alone; the last step is of both.
-    assert [[one.get("role") for one in results] for results in records] == [
-        ["ood", None],
-        [None],
-        ["ood", None],
-        ["ood", None],
-    ]
-    assert ["since_start" in one for one in records[2]] == [True, True]
-    assert [one["problems"] for one in records[0]] == [5, 10]
+    asked = [[(one["role"][:3], one["mode"], one["problems"]) for one in results] for results in records]
+    inside, beyond = ("in_", "greedy_pass@1", 10), ("out", "greedy_pass@1", 5)
+    sampled = [("in_", mode, 4) for mode in ("sampling_pass@3", "sampling_pass@1", "pass@2", "pass@3")]
+    assert asked == [[beyond, inside, *sampled], [inside], [beyond, inside], [beyond, inside, *sampled]]
+    assert all("since_start" in one for results in records[1:] for one in results)
+    settings = {"temperature": 0.0, "samples": 1, "max_tokens": 20, "reasoning_effort": None}
+    assert records[1][0]["sampling"] == settings
+    assert records[3][2]["sampling"] == {**settings, "temperature": 0.7, "samples": 3, "max_tokens": 3}
+
+
+def test_each_rule_that_ends_a_run_reads_its_own_probe(
+    reinforce: Reinforce, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Probes] = []
+    build = Probes.__init__
+
+    def kept(self: Probes, *arguments: Any) -> None:
+        build(self, *arguments)
+        found.append(self)
+
+    monkeypatch.setattr(Probes, "__init__", kept)
+    reinforce(*EVALUATED, *outside, "--eval.0.enough=0.9", "--run.steps=1", "--run.name=rules")
+
+    def results(inside: float, beyond: float | None) -> list[dict[str, Any]]:
+        rows = [("beyond", beyond), ("reverse", inside)]
+        return [{"mode": "greedy_pass@1", "dataset": name, "value": value} for name, value in rows if value is not None]
+
+    falling = [results(0.1, 0.5), results(0.2, 0.4), results(0.3, None), results(0.4, 0.3)]
+    assert found[0].reason_to_end(falling[:3]) is None
+    said = "greedy_pass@1 out of distribution dropped 2 times in a row, 50.0% -> 40.0% -> 30.0%"
+    assert found[0].reason_to_end(falling) == said
+    assert found[0].reason_to_end([results(0.5, 0.95)]) is None
+    assert found[0].reason_to_end([results(0.9, 0.1)]) == "every source is solved at 90% or more"

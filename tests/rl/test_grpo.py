@@ -209,7 +209,7 @@ def test_a_grader_that_raises_stops_the_run_with_its_sample(
 
 
 def test_the_best_checkpoint_is_marked_also_where_a_kill_came_before_its_mark(reinforce: Reinforce) -> None:
-    evaluated = (*SMALL, "--eval.every_steps=3", "--eval.problems=10")
+    evaluated = (*SMALL, "--eval.0.every_steps=3", "--eval.0.problems=10")
     best = reinforce(*evaluated) / "checkpoints" / "best"
     assert best.readlink() == Path("step_000003")
     best.unlink()
@@ -226,7 +226,7 @@ def test_the_best_step_is_kept_where_no_checkpoint_was_due(
         return [Evaluation("greedy_pass@1", "reverse", 10, next(values), 0.0, 1.0)]
 
     monkeypatch.setattr(HeldOutProblems, "evaluate", falling)
-    run = reinforce(*SMALL, "--eval.every_steps=1", "--checkpoint.every_steps=3", "--checkpoint.keep=1")
+    run = reinforce(*SMALL, "--eval.0.every_steps=1", "--checkpoint.every_steps=3", "--checkpoint.keep=1")
     assert (run / "checkpoints" / "best").readlink() == Path("step_000001")
     assert {path.name for path in (run / "checkpoints").glob("step_*")} == {"step_000001", "step_000003"}
 
@@ -260,8 +260,8 @@ def test_reinforcement_learning_leaves_the_router_s_bias_alone_unless_told(base:
 def test_a_run_ends_when_its_validation_problems_are_solved_and_a_resumed_one_ends_there_too(
     reinforce: Reinforce,
 ) -> None:
-    early = ("--run.steps=8", "--eval.every_steps=2", "--eval.split=validation", "--eval.temperature=1")
-    enough = (*SMALL, *early, "--eval.problems=20", "--eval.enough=0.01")
+    early = ("--run.steps=8", "--eval.0.every_steps=2", "--eval.0.split=validation", "--eval.0.temperature=1")
+    enough = (*SMALL, *early, "--eval.0.problems=20", "--eval.0.enough=0.01")
     run = reinforce(*enough)
     assert len(read_metrics(run)) == 2
     assert resolve_checkpoint(run).name == "step_000002"

@@ -144,7 +144,7 @@ def test_pretraining_goes_on_in_an_adapter(base: Path, workshop: Path, tmp_path:
     shape = text[text.index("[model.shape]") : text.index("[data]")]
     (tmp_path / "more.toml").write_text(text.replace(shape, f'path = "{base}"\n\n{LORA}\n'))
     overrides: Sequence[str] = (
-        *("--run.steps=3", "--optimizer.warmup_steps=2", "--eval.every_steps=3"),
+        *("--run.steps=3", "--optimizer.warmup_steps=2", "--eval.0.every_steps=3"),
         f"--run.directory={tmp_path}",
     )
     run = pretrain(load_run(tmp_path / "more.toml", PretrainConfig, overrides))

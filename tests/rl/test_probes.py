@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from nmoe.eval.baseline import since_baseline
-from nmoe.rl.early_stopping import outside_of, rates_of, reason_of_drops
-from nmoe.rl.probes import notes_of
-from nmoe.runs.ledger import Ledger
+from nmoe.eval.baseline import since_baseline, since_start
+from nmoe.rl.early_stopping import reason_of_drops
+from nmoe.runs.ledger import OUTSIDE, Ledger
 
 
 def result(value: float, role: str | None = None, right: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def result(value: float, role: str | None = None, right: tuple[int, ...] = ()) -
     ],
 )
 def test_two_drops_in_a_row_end_a_run(history: tuple[float, ...], drops: int, ends: bool) -> None:
-    reason = reason_of_drops(history, drops)
+    reason = reason_of_drops(history, drops, OUTSIDE)
     assert (reason is not None) == ends
     if reason is not None:
         assert reason == "greedy_pass@1 out of distribution dropped 2 times in a row, 50.0% -> 40.0% -> 30.0%"
@@ -41,16 +40,20 @@ def test_the_probe_out_of_distribution_decides_which_step_is_best(tmp_path: Path
     (tmp_path / "eval").mkdir()
     ledger = Ledger(tmp_path)
     for step, outside, inside in ((0, 0.1, 0.1), (1, None, 0.9), (2, 0.6, 0.3), (3, None, 0.95), (4, 0.5, 0.99)):
-        first = [] if outside is None else [result(outside, "ood")]
+        first = [] if outside is None else [result(outside, OUTSIDE)]
         ledger.evaluation(step, {"results": [*first, result(inside)]})
     assert ledger.probes() == {0: 0.1, 2: 0.6, 4: 0.5}
     assert [ledger.is_best(step) for step in (1, 2, 3, 4)] == [False, True, False, False]
 
 
-def test_each_rule_reads_its_own_probe() -> None:
-    both = [result(0.2, "ood"), result(0.7)]
-    assert (outside_of(both), rates_of(both)) == (0.2, {"sort": 0.7})
-    assert (outside_of(both[1:]), rates_of(both[:1])) == (None, {})
+def test_without_one_the_first_probe_decides_also_where_others_are_asked_oftener(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    ledger = Ledger(tmp_path)
+    other = {**result(0.9), "dataset": "other"}
+    for step, results in ((0, [result(0.1), other]), (1, [other]), (2, [result(0.5), other]), (3, [other])):
+        ledger.evaluation(step, {"results": results})
+    assert ledger.probes() == {0: 0.1, 2: 0.5}
+    assert [ledger.is_best(step) for step in (1, 2, 3)] == [False, True, False]
 
 
 def test_differences_from_the_start_are_paired_by_problem(tmp_path: Path) -> None:
@@ -60,9 +63,7 @@ def test_differences_from_the_start_are_paired_by_problem(tmp_path: Path) -> Non
     assert found["since_start"]["difference"] == 0.5
     assert found["since_start"]["low"] == pytest.approx(0.5 - 3.182446 * 0.57735 / 2, abs=1e-5)
     assert found["since_start"]["high"] == 1.0
-    (text,) = notes_of([found])
-    assert text == (
-        "held-out greedy_pass@1 on sort 75.0% [0.0%, 100.0%] of 4, +50.0% [-41.9%, +100.0%] since the start"
-    )
-    other = result(0.75, "ood", right=(1, 0, 1, 1))
+    assert since_start(found) == ", +50.0% [-41.9%, +100.0%] since the start"
+    assert since_start(result(0.75)) == ""
+    other = result(0.75, OUTSIDE, right=(1, 0, 1, 1))
     assert since_baseline([other], tmp_path) == [other], "the probe of another role is another set of problems"

@@ -47,6 +47,7 @@ def make_run(
         result = {"mode": "greedy", "dataset": "sort", "problems": 100, "value": rate_}
         bounds = {"low": rate_ - half, "high": rate_ + half / 2}
         run.ledger.evaluation(0, {"results": [result | bounds | {"value": 0.9}]})
+        run.ledger.evaluation(1, {"results": [result | bounds | {"value": 0.8}]})
         run.ledger.evaluation(len(losses), {"results": [result | bounds]})
     return run
 
@@ -84,7 +85,7 @@ def test_a_run_is_shown_with_what_differs_from_the_defaults_its_best_and_last_ev
     assert lines[0] == (f"{tmp_path}/one: sft, finished, step 3/3, started 2026-01-02T03:04:05Z, loss 1.5")
     assert "  optimizer.learning_rate  0.5" in lines
     assert not any("max_grad_norm" in line or "run.seed" in line for line in lines), "they hold their defaults"
-    assert "  best, step 0: greedy on sort: 0.900 [0.500, 0.650] of 100" in lines
+    assert "  best, step 1: greedy on sort: 0.800 [0.500, 0.650] of 100" in lines
     assert "  last, step 3: greedy on sort: 0.600 [0.500, 0.650] of 100" in lines
     assert [line for line in lines if "alert" in line] == [
         "alerts (7; the last 5)",

@@ -15,8 +15,8 @@ SHORT = (
     "--run.steps=4",
     "--batch.prompts_per_step=2",
     "--batch.group_size=3",
-    "--eval.every_steps=2",
-    "--eval.problems=5",
+    "--eval.0.every_steps=2",
+    "--eval.0.problems=5",
 )
 
 

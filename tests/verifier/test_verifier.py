@@ -49,7 +49,7 @@ tokens_per_step = 1024
 [optimizer]
 learning_rate = 1e-2
 
-[eval]
+[[eval]]
 every_steps = 2
 problems = 40
 
@@ -93,7 +93,7 @@ def test_it_learns_to_find_the_wrong_step(here: Path, tmp_path: Path, head: str)
         f"--verifier.head={head}",
         "--run.steps=90" if head == "generative" else "--run.steps=30",
         "--verifier.tokens_per_step=3072" if head == "generative" else "--verifier.tokens_per_step=1024",
-        "--eval.every_steps=1000",
+        "--eval.0.every_steps=1000",
     )
     row = read_metrics(path)[-1]
     assert row["verifier_f1"] > 0.95
@@ -248,7 +248,7 @@ def test_what_is_too_long_is_counted(here: Path, tmp_path: Path, capfd: pytest.C
     assert line in (path / "log.txt").read_text()
     (tmp_path / "long.jsonl").write_text(json.dumps(long))
     with pytest.raises(UserError, match="no solution is left to train on; 1 do not fit"):
-        run(here, tmp_path, f"--verifier.prm_source={tmp_path}/long.jsonl", "--run.name=long", "--eval.every_steps=0")
+        run(here, tmp_path, f"--verifier.prm_source={tmp_path}/long.jsonl", "--run.name=long", "--eval=[]")
 
 
 def test_impossible_settings_are_refused(here: Path, tmp_path: Path) -> None:

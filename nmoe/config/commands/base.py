@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, Section
+from nmoe.config.base import Array, Conflict, Section
 from nmoe.config.tables.batch import MicroBatchSection
-from nmoe.config.tables.evaluation import PeriodSection
+from nmoe.config.tables.evaluation import PeriodSection, only_one
 from nmoe.config.tables.model import LoraSection, ModelSection
 from nmoe.config.tables.monitor import WatchSection
 from nmoe.config.tables.optimizer import OptimizerSection
@@ -58,4 +58,13 @@ class AdaptableConfig(RunConfig):
 class SupervisedConfig(AdaptableConfig):
     """A run that learns from given examples."""
 
-    eval: PeriodSection = Field(default=PeriodSection(), description="evaluation during the run")
+    eval: Array[PeriodSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations; 0: none."""
+        return self.eval[0].every_steps if self.eval else 0
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        yield from only_one(len(self.eval), "the held-out examples are one set, evaluated in one way")

@@ -5,14 +5,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, FromFile
+from nmoe.config.base import Array, Conflict, FromFile
 from nmoe.config.commands.base import AdaptableConfig
 from nmoe.config.environment import EnvironmentSettings, held_out
 from nmoe.config.packaged import find_environment
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.critic import CriticSection, DistillationSection
-from nmoe.config.tables.evaluation import EvalSection
+from nmoe.config.tables.evaluation import ProbeSection, confusable
 from nmoe.config.tables.monitor import MonitorSection
 from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rollout import EngineSection, SamplingSection
@@ -34,7 +34,7 @@ class RLConfig(AdaptableConfig):
     algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
     critic: CriticSection | None = Field(default=None, description="the critic of PPO")
     distillation: DistillationSection | None = Field(default=None, description="a teacher in place of rewards")
-    eval: EvalSection = Field(default=EvalSection(), description="evaluation during the run")
+    eval: Array[ProbeSection] = Field(default=(), description="evaluations during the run, as [[eval]]")
     monitor: MonitorSection = Field(default=MonitorSection(), description="rules that watch the run; kept rollouts")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -54,10 +54,16 @@ class RLConfig(AdaptableConfig):
             yield Conflict("batch.favour_unsolved", "open problems are never solved, so they would be drawn most often")
         if self.sampling.temperature == 0:
             yield Conflict("sampling.temperature", "at 0 all completions of a group are equal, so nothing is learned")
-        if self.eval.every_steps > 0 and self.eval.environment is None and held_out(self.environment) is None:
-            yield Conflict(
-                "eval.every_steps", "the training problems have no eval split; name another in eval.environment"
-            )
+        for index, probe in enumerate(self.eval):
+            if probe.environment is None and held_out(self.environment) is None:
+                yield Conflict(
+                    f"eval.{index}.every_steps",
+                    "the training problems have no eval split; name another in eval.environment",
+                )
+            settings = self.environment if probe.environment is None else probe.environment
+            if probe.reasoning_effort is not None and settings.format == "boxed":
+                yield Conflict(f"eval.{index}.reasoning_effort", "plain text has no place for it; drop it")
+        yield from confusable(self.eval, self.environment.env_id)
 
     def _algorithm_conflicts(self) -> Iterator[Conflict]:
         algorithm, critic = self.algorithm, self.critic

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict, FromFile
+from nmoe.config.base import Array, Conflict, FromFile
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.packaged import find_environment
 from nmoe.config.tables.algorithm import PolicyLossSection
 from nmoe.config.tables.batch import GroupBatchSection
-from nmoe.config.tables.evaluation import SelfplayEvalSection
+from nmoe.config.tables.evaluation import SelfplayEvalSection, only_one
 from nmoe.config.tables.monitor import SampleRateSection
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.config.tables.rollout import EngineSection, SamplingSection
@@ -33,13 +33,14 @@ class SelfplayConfig(RunConfig):
     sampling: SamplingSection = Field(default=SamplingSection(), description="sampling distribution")
     batch: GroupBatchSection = Field(default=GroupBatchSection(), description="batch sizes")
     algorithm: PolicyLossSection = Field(default=PolicyLossSection(), description="policy gradient of the generator")
-    eval: SelfplayEvalSection = Field(default=SelfplayEvalSection(), description="evaluation of the verifier")
+    eval: Array[SelfplayEvalSection] = Field(default=(), description="evaluation of the verifier, as [[eval]]")
     monitor: SampleRateSection = Field(
         default=SampleRateSection(), description="rules that watch the run; kept rollouts"
     )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
+        yield from only_one(len(self.eval), "the verifier is evaluated on one environment")
         if self.environment is not None:
             yield from self._environment_conflicts(self.environment)
         elif self.selfplay.problem_source is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from nmoe.config.base import Conflict
+from nmoe.config.base import Array, Conflict
 from nmoe.config.commands.base import SupervisedConfig
 from nmoe.config.tables.documents import DataSection
 from nmoe.config.tables.evaluation import CountedEvalSection
@@ -25,8 +25,8 @@ class PretrainConfig(SupervisedConfig):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if self.eval.every_steps > 0 and self.data.held_out_documents == 0:
-            yield Conflict("eval.every_steps", "nothing to evaluate on; set data.held_out_documents")
+        if self.eval and self.data.held_out_documents == 0:
+            yield Conflict("eval.0.every_steps", "nothing to evaluate on; set data.held_out_documents")
 
 
 class RecordsConfig(SupervisedConfig):
@@ -42,12 +42,12 @@ class RecordsConfig(SupervisedConfig):
             yield Conflict("run.steps", "must be more than 0, unless records.epochs is given")
         if self.run.steps > 0 and epochs is not None:
             yield Conflict("run.steps", f"excludes records.epochs = {epochs:g}; give one of the two")
-        if self.eval.every_steps > 0 and not self.records.holds_out:
+        if self.eval and not self.records.holds_out:
             yield Conflict(
-                "eval.every_steps", "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"
+                "eval.0.every_steps", "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"
             )
-        if self.records.holds_out and self.eval.every_steps == 0:
-            yield Conflict("eval.every_steps", "records are held out but never evaluated on; set how often")
+        if self.records.holds_out and not self.eval:
+            yield Conflict("eval", "records are held out but never evaluated on; add [[eval]] with every_steps")
 
 
 class SFTConfig(RecordsConfig):
@@ -89,7 +89,7 @@ class VerifierConfig(SupervisedConfig):
     verifier: VerifierSection = Field(
         default=VerifierSection(), description="labelled steps that a verifier learns from"
     )
-    eval: CountedEvalSection = Field(default=CountedEvalSection(), description="evaluation during the run")
+    eval: Array[CountedEvalSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
     optimizer: FineTuningOptimizerSection = Field(
         default=FineTuningOptimizerSection(), description="optimizer and schedule"
     )

@@ -1,4 +1,4 @@
-"""[eval]: when a run evaluates, and on what."""
+"""[[eval]]: when a run evaluates, on what, and how. Every table is one probe, which is asked the same problems each time."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -7,52 +7,30 @@ from pydantic import Field
 
 from nmoe.config.base import Conflict, FromFile, Section
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.config.modes import mode_of
+from nmoe.config.modes import Mode, mode_of
 from nmoe.config.packaged import find_environment
 from nmoe.errors import UserError
 
 
 class PeriodSection(Section):
-    """[eval] of a command that learns from examples, some of which are held out."""
+    """[[eval]] of a command that learns from examples, some of which are held out."""
 
-    every_steps: int = Field(default=0, ge=0, description="steps between evaluations; 0: none during the run")
+    every_steps: int = Field(default=20, gt=0, description="steps between evaluations; the last step is evaluated, too")
 
 
 class CountedEvalSection(PeriodSection):
-    """[eval] of a verifier."""
+    """[[eval]] of a verifier."""
 
     problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
 
 
-class ProbeOutsideSection(CountedEvalSection):
-    """[eval.ood]: a second probe, out of the training distribution, with its own period. It decides which checkpoint is best."""
+class ProbeSection(CountedEvalSection):
+    """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
 
-    every_steps: int = Field(default=20, gt=0, description="steps between evaluations")
-    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
-        description="an environment of other problems than training's, or its `path`"
+    role: Literal["in_distribution", "out_of_distribution"] = Field(
+        default="in_distribution",
+        description="out of the distribution, it decides which checkpoint is best; else the first probe does",
     )
-    mode: str = Field(default="greedy_pass@1", description="mode; docs/guides/evaluation.md")
-    temperature: float | None = Field(default=None, ge=0, description="default: the mode's")
-    drops: int = Field(
-        default=2, ge=0, description="end the run when greedy_pass@1 drops this many times in a row; 0: never"
-    )
-
-    def conflicts(self) -> Iterator[Conflict]:
-        yield from super().conflicts()
-        try:
-            name = mode_of(self.mode, None, self.temperature).name
-        except UserError as error:
-            yield Conflict("mode", str(error))
-            return
-        if "drops" in self.model_fields_set and self.drops and name != "greedy_pass@1":
-            yield Conflict("drops", f"compares greedy_pass@1, and the mode is {name}; set 0")
-
-
-class EvalSection(CountedEvalSection):
-    """[eval]: evaluation during the run, in the training distribution unless `environment` says otherwise."""
-
-    ood: ProbeOutsideSection | None = Field(default=None, description="the probe out of the training distribution")
-
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
         default=None, description="held-out environment, or its `path`; default: a split of the training environment"
     )
@@ -60,28 +38,83 @@ class EvalSection(CountedEvalSection):
         default="eval",
         description="the split of the training environment to evaluate on; use `validation` if evaluations end the run",
     )
-    temperature: float = Field(default=0.0, ge=0, description="0: greedy; otherwise one sample at this temperature")
+    mode: str | None = Field(
+        default=None,
+        description="mode; default: that of `samples` and `temperature`, greedy_pass@1 without them (docs/guides/evaluation.md)",
+    )
+    samples: int | None = Field(default=None, gt=0, description="completions per problem; default: the mode's, or 1")
+    temperature: float | None = Field(default=None, ge=0, description="default: the mode's, or 0, which is greedy")
+    max_tokens: int | None = Field(
+        default=None, gt=0, description="tokens of a completion; default: sampling.max_new_tokens"
+    )
+    reasoning_effort: Literal["low", "medium", "high"] | None = Field(
+        default=None, description="in place of the environment's"
+    )
     enough: float | None = Field(
         default=None, gt=0, le=1, description="end the run when every source of problems is solved at this rate"
     )
     patience: int | None = Field(
         default=None, gt=0, description="end the run after this many evaluations without an improvement in any source"
     )
+    drops: int | None = Field(
+        default=None,
+        ge=0,
+        description="end the run when greedy_pass@1 drops this many times in a row; 0: never; default: 2 out of the distribution",
+    )
+
+    @property
+    def sampled(self) -> Mode:
+        """The mode with its samples and temperature."""
+        return mode_of(self.mode, self.samples, self.temperature)
+
+    @property
+    def fatal_drops(self) -> int:
+        """After how many drops in a row the run ends; 0: never."""
+        if self.drops is not None:
+            return self.drops
+        return 2 if self.role == "out_of_distribution" and self.sampled.name == "greedy_pass@1" else 0
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        for key in ("enough", "patience"):
-            if getattr(self, key) is not None and self.every_steps == 0:
-                yield Conflict(key, "needs evaluations during the run; set every_steps")
+        if self.environment is None and self.role == "out_of_distribution":
+            yield Conflict("environment", "is required: other problems than those of the training environment")
         if self.environment is not None and self.split != "eval":
-            yield Conflict("split", "applies to the training environment, and eval.environment names another")
+            yield Conflict("split", "applies to the training environment, and this table names another")
+        try:
+            name = self.sampled.name
+        except UserError as error:
+            yield Conflict("temperature" if self.mode is None else "mode", str(error))
+            return
+        if self.drops and name != "greedy_pass@1":
+            yield Conflict("drops", f"compares greedy_pass@1, and the mode is {name}; set 0")
 
 
 class SelfplayEvalSection(Section):
-    """[eval] of self-play, which evaluates before the first round and after each round with training."""
+    """[[eval]] of self-play, which evaluates before the first round and after each round with training."""
 
     problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
-    environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None,
-        description="the environment that the verifier is evaluated on, or its `path`; default: no evaluation",
+    environment: Annotated[EnvironmentSettings, FromFile(find_environment)] = Field(
+        description="the environment that the verifier is evaluated on, or its `path`"
     )
+
+
+def only_one(count: int, what: str) -> Iterator[Conflict]:
+    """The conflict of a command that evaluates on one set, where its configuration has several [[eval]]."""
+    if count > 1:
+        yield Conflict("eval.1", f"{what}; leave out all [[eval]] but one")
+
+
+def confusable(probes: tuple[ProbeSection, ...], training: str) -> Iterator[Conflict]:
+    """Probes whose results would have the same mode and dataset. `training` is the training environment's env_id."""
+    first: dict[tuple[str, str], int] = {}
+    for index, probe in enumerate(probes):
+        mode, name = probe.sampled, training if probe.environment is None else probe.environment.env_id
+        # Samples at a temperature give `sampling_pass@1` besides, however many they are.
+        kind = (name, "sampling" if mode.temperature else mode.name)
+        if kind in first:
+            yield Conflict(
+                f"eval.{index}",
+                f"its results could not be told from those of [eval[{first[kind]}]]: both are {kind[1]} on {name}; choose "
+                "another mode, or give its environment another env_id",
+            )
+        first.setdefault(kind, index)
