@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,16 @@ from transformers import AutoTokenizer
 
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.errors import UserError
 from nmoe.eval.likelihood import Continuation, likelihoods
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy
+from nmoe.runs.export import harmony_generation
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Sampling
+
+# Of `generation_kwargs`. The harness's `hf` model keeps the 50 likeliest where top_k is not given; nmoe keeps all.
+_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
@@ -44,6 +50,9 @@ class NmoeLM(TemplateLM):
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.max_length, self.max_gen_toks = self.model.config.context_tokens, max_gen_toks
         self._name = str(checkpoint)
+        # As the exported checkpoint has them: Harmony ends a turn with either of two tokens.
+        named = (self.model.generation or harmony_generation(directory)).get("eos_token_id", [])
+        self._stop_ids = tuple({self.eot_token_id, *(named if isinstance(named, list) else [named])})
 
     @property
     def eot_token_id(self) -> int:
@@ -114,12 +123,20 @@ class NmoeLM(TemplateLM):
 
         async def one(place: int, context: str, given: dict[str, Any]) -> str:
             settings = normalize_gen_kwargs(dict(given), self.max_gen_toks)
+            if unknown := sorted(settings.keys() - _SETTINGS):
+                raise UserError(
+                    f"{', '.join(unknown)}: no setting of nmoe's sampling; known: {', '.join(sorted(_SETTINGS))}"
+                )
             eos = self.tokenizer.decode([self.eot_token_id])
             until = handle_stop_sequences(settings.get("until"), eos=eos)
             limit = settings["max_gen_toks"]
             prompt = self.tok_encode(context)[-(self.max_length - limit) :]
-            temperature = settings.get("temperature", 0.0) if settings["do_sample"] else 0.0
-            sampling = Sampling(limit, temperature, stop_ids=(self.eot_token_id,), seed=place)
+            sampling = Sampling(limit, 0.0, stop_ids=self._stop_ids, seed=place)
+            if settings["do_sample"]:
+                if not settings.get("temperature"):
+                    raise UserError("do_sample needs a temperature above 0; without both, decoding is greedy")
+                warm = replace(sampling, temperature=float(settings["temperature"]))
+                sampling = replace(warm, top_p=float(settings.get("top_p", 1.0)), top_k=int(settings.get("top_k", 0)))
             (sample,) = await engine.generate(Request(tuple(prompt), 1, sampling, f"{place}"))
             text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             return str(postprocess_generated_text(text, until, None))

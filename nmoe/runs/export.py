@@ -54,7 +54,7 @@ def export_checkpoint(
     base = base_of(source) if is_adapter(source) else source
     model, lora = load_policy(source, stored_dtype(base) if dtype is None else getattr(torch, dtype))
     if not model.generation:
-        model.generation = _harmony_generation(source)
+        model.generation = harmony_generation(source)
     partial = directory.with_name(f".{directory.name}.partial")
     with storage_errors(directory):
         try:
@@ -75,7 +75,7 @@ def export_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _harmony_generation(source: Path) -> dict[str, object]:
+def harmony_generation(source: Path) -> dict[str, object]:
     """Generation settings of a model that nmoe trained from scratch: it ends its turn as in Harmony, if its tokenizer has the
     tokens."""
     if not (source / "tokenizer.json").exists():

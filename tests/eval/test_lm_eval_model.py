@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chat_templates
 import pytest
 from tiny_models import DENSE
 
-from nmoe.model.checkpoint import export_model
+from nmoe.errors import UserError
+from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
+from nmoe.runs.export import export_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
 TASK = """
-task: {name}
+task: own_{name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
@@ -28,22 +31,25 @@ ROLLING = 'doc_to_target: "{{question}}"\nmetric_list: [{metric: word_perplexity
 UNTIL = 'doc_to_target: answer\ngeneration_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}\n'
 
 
-@pytest.mark.extras
-def test_its_numbers_are_those_of_the_exported_checkpoint(tmp_path: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
-    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
-    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+@pytest.fixture
+def lm_eval() -> Any:
+    return pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
-    from nmoe.eval.lm_eval_model import NmoeLM
 
-    checkpoint, tasks = tmp_path / "model", tmp_path / "tasks"
-    checkpoint.mkdir()
-    tasks.mkdir()
-    tokenizer = Tokenizer.train(["the answer is what question which of these does not do"] * 3, 320)
-    config = ModelConfig(**DENSE | {"vocab_size": tokenizer.vocab_size})
-    export_model(Transformer(config).initialize(3), checkpoint)
-    tokenizer.save(checkpoint)
-    # The last questions are longer than the context of 64 tokens.
+def save(tokenizer: Tokenizer, context_tokens: int, directory: Path) -> tuple[Path, Path]:
+    """A checkpoint as a run leaves it, and as `nmoe export` writes it."""
+    saved, exported = directory / "saved", directory / "exported"
+    saved.mkdir()
+    shape = DENSE | {"vocab_size": tokenizer.vocab_size, "context_tokens": context_tokens}
+    save_model(Transformer(ModelConfig(**shape)).initialize(3), saved)
+    tokenizer.save(saved)
+    export_checkpoint(saved, exported)
+    return saved, exported
+
+
+def write(tasks: Path, name: str, kind: str, text: str, rest: str) -> None:
+    """The task `own_NAME` over nine questions, of which the last are longer than a context of 64 tokens."""
+    tasks.mkdir(exist_ok=True)
     rows = [
         {
             "question": f"what is {n}" * (1 + n),
@@ -53,26 +59,93 @@ def test_its_numbers_are_those_of_the_exported_checkpoint(tmp_path: Path) -> Non
         }
         for n in range(9)
     ]
-    data = tmp_path / "data.jsonl"
+    data = tasks / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kinds = {"multiple_choice": ("{{question}}", CHOICE), "generate_until": ("{{question}}", UNTIL)}
-    kinds["loglikelihood_rolling"] = ("", ROLLING)
-    for kind, (text, rest) in kinds.items():
-        (tasks / f"{kind}.yaml").write_text(TASK.format(name=f"own_{kind}", data=data, kind=kind, text=text, rest=rest))
+    (tasks / f"{name}.yaml").write_text(TASK.format(name=name, data=data, kind=kind, text=text, rest=rest))
 
-    def evaluated(model: Any) -> dict[str, Any]:
-        manager = TaskManager(include_path=str(tasks), include_defaults=False)
-        return dict(
-            lm_eval.simple_evaluate(
-                model, tasks=[f"own_{kind}" for kind in kinds], task_manager=manager, bootstrap_iters=0
-            )
-        )
 
-    ours, theirs = evaluated(NmoeLM(checkpoint, "cpu")), evaluated(HFLM(str(checkpoint), device="cpu", dtype="float32"))
+def evaluated(lm_eval: Any, model: Any, tasks: Path, **settings: Any) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    names = [f"own_{file.stem}" for file in sorted(tasks.glob("*.yaml"))]
+    return dict(lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, bootstrap_iters=0, **settings))
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for name, samples in theirs["samples"].items():
         for one, other in zip(ours["samples"][name], samples, strict=True):
+            assert one["arguments"] == other["arguments"], name
             for (a,), (b,) in zip(one["resps"], other["resps"], strict=True):
                 assert a == (b if isinstance(b, str) else pytest.approx(b, rel=1e-4, abs=1e-4)), name
         for metric, value in theirs["results"][name].items():
             if isinstance(value, float):
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4), (name, metric)
+
+
+@pytest.mark.extras
+def test_its_numbers_are_those_of_the_exported_checkpoint(tmp_path: Path, lm_eval: Any) -> None:
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+
+    from nmoe.eval.lm_eval_model import NmoeLM
+
+    tokenizer = Tokenizer.train(["the answer is what question which of these does not do"] * 3, 320)
+    (saved, exported), tasks = save(tokenizer, 64, tmp_path), tmp_path / "tasks"
+    write(tasks, "multiple_choice", "multiple_choice", "{{question}}", CHOICE)
+    write(tasks, "generate_until", "generate_until", "{{question}}", UNTIL)
+    write(tasks, "loglikelihood_rolling", "loglikelihood_rolling", "", ROLLING)
+    ours = evaluated(lm_eval, NmoeLM(saved, "cpu"), tasks)
+    assert_same(ours, evaluated(lm_eval, HFLM(str(exported), device="cpu", dtype="float32"), tasks))
+
+
+@pytest.mark.extras
+def test_conversations_are_rendered_by_the_tokenizers_template(tmp_path: Path, lm_eval: Any) -> None:
+    """With a system message and examples as turns."""
+    from lm_eval.models.huggingface import HFLM
+
+    from nmoe.eval.lm_eval_model import NmoeLM
+
+    tokenizer = chat_templates.qwen(tmp_path / "tokenizer")
+    (saved, exported), tasks = save(tokenizer, 512, tmp_path), tmp_path / "tasks"
+    shots = "fewshot_split: test\nfewshot_config: {sampler: first_n}\nnum_fewshot: 2\n"
+    write(tasks, "multiple_choice", "multiple_choice", "{{question}}", CHOICE)
+    # "7" is in no control token: the other model would stop at one whose name has an "e".
+    write(tasks, "generate_until", "generate_until", "{{question}}", UNTIL.replace('"e"', '"7"') + shots)
+    settings = {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": "Be short."}
+    ours = evaluated(lm_eval, NmoeLM(saved, "cpu"), tasks, **settings)
+    assert_same(ours, evaluated(lm_eval, HFLM(str(exported), device="cpu", dtype="float32"), tasks, **settings))
+    asked = ours["samples"]["own_generate_until"][0]["arguments"][0][0]
+    assert asked.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n")
+    assert asked.count("<|im_start|>assistant") == 3
+
+
+@pytest.mark.extras
+def test_sampling_settings_are_followed_or_refused(tmp_path: Path, lm_eval: Any) -> None:
+    """The likeliest of one candidate is what greedy decoding takes, in both; draws are those of their seed."""
+    from lm_eval.models.huggingface import HFLM
+
+    from nmoe.eval.lm_eval_model import NmoeLM
+
+    tokenizer = Tokenizer.train(["the answer is what question which of these does not do"] * 3, 320)
+    (saved, exported), tasks = save(tokenizer, 256, tmp_path), tmp_path / "tasks"
+    write(tasks, "generate_until", "generate_until", "{{question}}", UNTIL)
+    model = NmoeLM(saved, "cpu")
+
+    def drawn(**settings: Any) -> list[str]:
+        # `until` is replaced, too: texts of twelve tokens are hardly ever alike by accident.
+        found = evaluated(lm_eval, model, tasks, gen_kwargs={"until": [], "max_gen_toks": 12} | settings)
+        return [sample["resps"][0][0] for sample in found["samples"]["own_generate_until"]]
+
+    one_candidate = {"do_sample": True, "temperature": 1.5, "top_k": 1}
+    hf = HFLM(str(exported), device="cpu", dtype="float32")
+    assert_same(
+        evaluated(lm_eval, model, tasks, gen_kwargs=one_candidate),
+        evaluated(lm_eval, hf, tasks, gen_kwargs=one_candidate),
+    )
+    greedy, warm = drawn(do_sample=False), drawn(do_sample=True, temperature=1.5)
+    assert drawn(do_sample=True, temperature=1.5, top_p=1e-6) == greedy == drawn(**one_candidate)
+    assert warm == drawn(do_sample=True, temperature=1.5) != greedy
+    with pytest.raises(UserError, match="num_beams: no setting of nmoe's sampling; known: do_sample, max_gen_toks"):
+        drawn(num_beams=4)
+    with pytest.raises(UserError, match="do_sample needs a temperature above 0"):
+        drawn(do_sample=True)
