@@ -219,7 +219,7 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
             f"{settings.path}: an adapter; name its base in model.path and the adapter in lora.path, or merge the two with "
             f"`nmoe export {settings.path} DIRECTORY --format hf`"
         )
-    model = load_model(directory, dtype, device)
+    model = load_model(directory, dtype, device, settings.expert_weights)
     if settings.context_tokens is not None:
         try:
             extend(model, settings.context_tokens)

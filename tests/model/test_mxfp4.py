@@ -2,7 +2,8 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from family_cases import gpt_oss as cases
 from safetensors.torch import load_file, save_file
 from test_gpt_oss import quantise
 
+from nmoe.config import ConfigError
+from nmoe.config.commands import COMMANDS, load_run, load_run_with
+from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.environment import load_environment
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
@@ -25,6 +29,7 @@ from nmoe.model.packed import PackedAttention
 from nmoe.model.peft_format import save_adapter
 from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
+from nmoe.selfplay.loop import Roles
 from nmoe.serve.chat import chat
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Sampling
@@ -74,6 +79,40 @@ def test_only_the_experts_that_were_chosen_are_dequantised(released: Path, monke
     out = packed(torch.tensor([[4, 1], [1, 4]]), torch.float32)
     assert [bool(one.any()) for one in out] == [False, True, False, False, True, False]
     assert torch.equal(out[[1, 4]], whole[[1, 4]])
+
+
+def selfplay_config(released: Path, *overrides: str) -> SelfplayConfig:
+    tables = {
+        "run": {"name": "proofs", "steps": 4},
+        "model": {"path": str(released), "expert_weights": "mxfp4", "tokenizer": "bytes"},
+        "selfplay": {"problem_source": "deepseek_math_v2_inputs:inputs.json", "train": "train" in overrides},
+        "sampling": {"max_new_tokens": 8},
+        "batch": {"prompts_per_step": 1, "group_size": 2},
+    }
+    return load_run_with(None, SelfplayConfig, tables, "test", "proofs")
+
+
+def test_self_play_without_training_samples_from_packed_experts(released: Path) -> None:
+    words = cast(Tokenizer, SimpleNamespace(vocab_size=64))
+    roles = Roles.of(selfplay_config(released), words)
+    assert roles.generator is roles.verifier is roles.meta_verifier
+    assert all(isinstance(moe.down_packed, PackedExperts) for moe in roles.generator.moe_layers())
+    with pytest.raises(
+        ConfigError, match='expert_weights = "mxfp4": experts in mxfp4 can be sampled and not trained; leave it out'
+    ):
+        selfplay_config(released, "train")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("pretrain", "tools_base"), ("sft", "sft"), ("dpo", "dpo"), ("reward", "reward"), ("verifier", "verifier")),
+        *(("rl train", "sort_grpo"), ("rl train", "sort_distillation"), ("rl train", "sort_ppo")),
+    ],
+)
+def test_a_training_run_refuses_packed_experts(command: str, name: str) -> None:
+    with pytest.raises(ConfigError, match='expert_weights = "mxfp4": experts in mxfp4 can be sampled and not trained'):
+        load_run(Path(name), COMMANDS[command], ["--model.expert_weights=mxfp4"])
 
 
 def test_the_engine_samples_the_same_tokens(released: Path) -> None:

@@ -37,6 +37,17 @@ class RunConfig(Section):
                 "batch.tokens_per_microbatch",
                 f"a sequence of model.shape.context_tokens = {shape.context_tokens} does not fit",
             )
+        if self.trains and self.model.expert_weights == "mxfp4":
+            yield Conflict(
+                "model.expert_weights",
+                "experts in mxfp4 can be sampled and not trained; leave it out. Self-play without selfplay.train takes it, and "
+                "nmoe eval, chat and data pairs have --expert-weights",
+            )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run changes weights; self-play may only sample."""
+        return True
 
 
 class AdaptableConfig(RunConfig):

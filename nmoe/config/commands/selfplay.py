@@ -50,6 +50,10 @@ class SelfplayConfig(RunConfig):
         if self.selfplay.train:
             yield from self._training_conflicts()
 
+    @property
+    def trains(self) -> bool:
+        return self.selfplay.train
+
     def _environment_conflicts(self, environment: EnvironmentSettings) -> Iterator[Conflict]:
         if not isinstance(environment.task_pool, SelfplayPool):
             yield Conflict("environment.task_pool.type", 'must be "selfplay": problems without answers')

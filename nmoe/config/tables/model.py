@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, Section
+from nmoe.types import ExpertWeightsForm
 
 # How a device is named.
 DEVICE = r"auto|cpu|cuda(:\d+)?"
@@ -89,6 +90,11 @@ class ModelSection(Section):
     compile: bool = Field(
         default=False, description="compile the feed-forward half of the blocks; on a CPU needs a C++ compiler"
     )
+    expert_weights: ExpertWeightsForm = Field(
+        default="dequantized",
+        description="mxfp4: the experts of a released gpt-oss stay in their four bits, for self-play without training; a run that "
+        "trains refuses it",
+    )
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
@@ -107,6 +113,8 @@ class ModelSection(Section):
             yield Conflict("tokenizer", "a new model needs the directory of a tokenizer")
         if self.path is None and self.context_tokens is not None:
             yield Conflict("context_tokens", "is for a checkpoint; a new model's context is model.shape.context_tokens")
+        if self.path is None and self.expert_weights == "mxfp4":
+            yield Conflict("expert_weights", "mxfp4 is how a released gpt-oss is stored; a new model is not")
         if self.numerics == "exact" and self.precision not in (None, "float32"):
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
         if self.numerics == "exact" and self.compile:
