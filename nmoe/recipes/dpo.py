@@ -20,10 +20,11 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives.dpo import dpo as dpo_objective
 from nmoe.learner.objectives.dpo import implicit_rewards
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.pair_batch import completion_batch
 from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
+from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, supervise
 
 # The most tokens of one batch of pairs that the reference scores.
@@ -34,13 +35,10 @@ def dpo(config: DPOConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
-    model = build_model(config.model, tokenizer, config.run.seed)
-    lora = add_adapter(config, model)
-    data = read_preferences(config, tokenizer, completion_pair, model.config.context_tokens)
+    start = everywhere(Start.of, config, tokenizer)
+    data = read_preferences(config, tokenizer, completion_pair, start.model.config.context_tokens)
     config = with_steps(config, data.stream.steps_per_epoch)
-    learner = Learner(
-        model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
-    )
+    learner = everywhere(start.learner, config)
     # Scored before a resumed run loads its checkpoint: these are the weights at the start of the run.
     reference = [logprobs_N for part in _parts(data.pairs) for logprobs_N in _logprobs(learner, part)]
     held_out = _with_logprobs(learner, data.held_out) if data.held_out else None

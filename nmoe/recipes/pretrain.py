@@ -17,10 +17,10 @@ from nmoe.config.commands.supervised import PretrainConfig
 from nmoe.data.documents import Document, DocumentMixture, DocumentSource, read_documents
 from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
-from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle
+from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.text.tokenizer import Tokenizer
 
@@ -42,13 +42,10 @@ def pretrain(config: PretrainConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
-    model = build_model(config.model, tokenizer, config.run.seed)
-    lora = add_adapter(config, model)
-    sources, held_out = _read_sources(config, tokenizer, model.config.context_tokens)
+    start = everywhere(Start.of, config, tokenizer)
+    sources, held_out = _read_sources(config, tokenizer, start.model.config.context_tokens)
     mixture = DocumentMixture(sources, config.run.seed)
-    learner = Learner(
-        model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
-    )
+    learner = everywhere(start.learner, config)
     shares = [source.weight / sum(source.weight for source in sources) for source in sources]
     several = len(sources) > 1
     tokens_of_step: dict[str, float] = {}

@@ -14,13 +14,13 @@ from pathlib import Path
 from nmoe.config.commands.supervised import RewardConfig
 from nmoe.data.pairs import answer_pair
 from nmoe.learner.batch import Batch
-from nmoe.learner.learner import Learner
 from nmoe.learner.objectives.bradley_terry import bradley_terry
 from nmoe.model.head import Head
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.pair_batch import reward_batch
 from nmoe.recipes.preferences import held_out_pairs, read_preferences, reward_metrics
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
+from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, supervise
 
 
@@ -28,19 +28,10 @@ def train_reward_model(config: RewardConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
-    model = build_model(config.model, tokenizer, config.run.seed)
-    lora = add_adapter(config, model)
-    data = read_preferences(config, tokenizer, answer_pair, model.config.context_tokens)
+    start = everywhere(Start.of, config, tokenizer)
+    data = read_preferences(config, tokenizer, answer_pair, start.model.config.context_tokens)
     config = with_steps(config, data.stream.steps_per_epoch)
-    learner = Learner(
-        model,
-        optimizer_settings(config),
-        config.run.steps,
-        config.batch.tokens_per_microbatch,
-        lora=lora,
-        head=Head(model.config.hidden_size, 1, "reward"),
-        head_only=True,
-    )
+    learner = everywhere(start.learner, config, Head(start.model.config.hidden_size, 1, "reward"), head_only=True)
     held_out = reward_batch(data.held_out) if data.held_out else None
 
     def next_batch() -> Batch:

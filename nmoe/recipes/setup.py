@@ -5,23 +5,26 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from nmoe.config.commands.base import AdaptableConfig, RunConfig
+from nmoe.config.commands.base import AdaptableConfig, RunConfig, SupervisedConfig
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.model import ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
+from nmoe.learner.learner import Learner
 from nmoe.model.checkpoint import load_model, new_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.context import extend
 from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
+from nmoe.model.head import Head
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.transformer import Transformer
@@ -148,6 +151,32 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
     lora = adapter.attach(model, base, own)
     lora.notes = (*adapter.notes, *base_notes(directory, base, own))
     return lora
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a supervised run starts from: its model, and the adapter where that alone is trained."""
+
+    model: Transformer
+    lora: Lora | None
+
+    @classmethod
+    def of(cls, config: SupervisedConfig, tokenizer: Tokenizer) -> Start:
+        """Raises UserError as `build_model` and `add_adapter` do."""
+        model = build_model(config.model, tokenizer, config.run.seed)
+        return cls(model, add_adapter(config, model))
+
+    def learner(self, config: SupervisedConfig, head: Head | None = None, head_only: bool = False) -> Learner:
+        """The learner of the run."""
+        return Learner(
+            self.model,
+            optimizer_settings(config),
+            config.run.steps,
+            config.batch.tokens_per_microbatch,
+            lora=self.lora,
+            head=head,
+            head_only=head_only,
+        )
 
 
 class ModelIdentity(BaseModel):

@@ -23,8 +23,9 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle, with_steps
+from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, held_out_source, records_source, supervise
 from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer
@@ -73,17 +74,14 @@ def sft(config: SFTConfig) -> Path:
     """Runs the configuration to its last step and returns the run directory."""
     config, threads = settle(config)
     tokenizer = load_tokenizer(config.model)
-    model = build_model(config.model, tokenizer, config.run.seed)
-    lora = add_adapter(config, model)
-    sources, held_out, notes = _read(config, tokenizer, model.config.context_tokens)
+    start = everywhere(Start.of, config, tokenizer)
+    sources, held_out, notes = _read(config, tokenizer, start.model.config.context_tokens)
     if config.records.sources:
         stream: _Mixed | _Packed = _Mixed(config, sources)
     else:
         stream = _Packed(config, sources[0])
         config = with_steps(config, stream.steps_per_epoch)
-    learner = Learner(
-        model, optimizer_settings(config), config.run.steps, config.batch.tokens_per_microbatch, lora=lora
-    )
+    learner = everywhere(start.learner, config)
     notes += stream.notes(config.run.steps)
 
     def next_batch() -> Batch:

@@ -24,6 +24,7 @@ from nmoe.learner.objectives import Objective, value_loss
 from nmoe.learner.objectives.value import explained_variance
 from nmoe.learner.optimizer import StepResult
 from nmoe.model.head import DESCRIPTION, Head, load_head
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.setup import build_model, optimizer_settings
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
@@ -35,6 +36,32 @@ def value_head(hidden_size: int, checkpoint: str | None) -> Head:
     if checkpoint is not None and ((directory := resolve_checkpoint(Path(checkpoint))) / DESCRIPTION).exists():
         return load_head(directory, hidden_size, "value")
     return Head(hidden_size, 1, "value")
+
+
+def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, context_tokens: int) -> Learner:
+    """The learner of a critic's own model, for a policy of this vocabulary and context. Raises UserError as `Critic.build` does."""
+    section = config.critic
+    assert section is not None, "a critic has a section"
+    path = section.path or config.model.path
+    assert path is not None, "the configuration requires a critic's checkpoint"
+    settings = config.model.model_copy(update={"path": path, "shape": None})
+    model = build_model(settings, tokenizer, config.run.seed, balance=False)
+    for name, least in (("vocab_size", vocab_size), ("context_tokens", context_tokens)):
+        if getattr(model.config, name) < least:
+            raise UserError(
+                f"{path}: this critic's {name} is {getattr(model.config, name)} and the policy's {least}, "
+                "so that it cannot read all that the policy writes; name another "
+                "checkpoint in critic.path"
+            )
+    updates = config.batch.updates
+    return Learner(
+        model,
+        optimizer_settings(config, updates).model_copy(update={"learning_rate": section.learning_rate}),
+        config.run.steps * updates,
+        config.batch.tokens_per_microbatch,
+        head=value_head(model.config.hidden_size, path),
+        head_only=True,
+    )
 
 
 class Critic:
@@ -58,27 +85,10 @@ class Critic:
             return None
         if section.shared:
             return cls(section, policy, None)
-        path = section.path or config.model.path
-        assert path is not None, "the configuration requires a critic's checkpoint"
-        settings = config.model.model_copy(update={"path": path, "shape": None})
-        model = build_model(settings, tokenizer, config.run.seed, balance=False)
-        for name in ("vocab_size", "context_tokens"):
-            if getattr(model.config, name) < getattr(policy.model.config, name):
-                raise UserError(
-                    f"{path}: this critic's {name} is {getattr(model.config, name)} and the policy's "
-                    f"{getattr(policy.model.config, name)}, so that it cannot read all that the policy writes; name another "
-                    "checkpoint in critic.path"
-                )
-        updates = config.batch.updates
-        learner = Learner(
-            model,
-            optimizer_settings(config, updates).model_copy(update={"learning_rate": section.learning_rate}),
-            config.run.steps * updates,
-            config.batch.tokens_per_microbatch,
-            head=value_head(model.config.hidden_size, path),
-            head_only=True,
+        shape = policy.model.config
+        return cls(
+            section, policy, everywhere(critic_learner, config, tokenizer, shape.vocab_size, shape.context_tokens)
         )
-        return cls(section, policy, learner)
 
     def with_values(self, batch: Batch) -> Batch:
         """The batch with the critic's present values of its states."""

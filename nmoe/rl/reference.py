@@ -11,11 +11,13 @@ from torch import Tensor
 
 from nmoe.config.commands.rl import RLConfig
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import batch_logprobs
+from nmoe.learner.forward import Scores, Share, in_order, on_each_rank, share_logprobs
 from nmoe.learner.learner import Learner
 from nmoe.model.checkpoint import load_weights, snapshot_model
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import command
+from nmoe.parallel.ranks import full_state
 from nmoe.recipes.setup import build_model
 from nmoe.text.tokenizer import Tokenizer
 
@@ -44,16 +46,23 @@ class Reference:
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities of the batch's scored tokens, `[N]`."""
         learner = self._learner
+        return in_order(
+            on_each_rank(self._share_logprobs, batch.without_routes(), learner.tokens_per_microbatch, learner.ranks)
+        )
+
+    def _share_logprobs(self, share: Share) -> Scores:
+        learner = self._learner
         with nullcontext(self._model) if learner.lora is None else learner.lora.holding(self._start) as model:
             assert model is not None, "without an adapter there is a model"
-            return batch_logprobs(model, batch.without_routes(), learner.tokens_per_microbatch, learner.temperature)
+            return share_logprobs(model, share, learner.temperature)
 
+    @command
     @torch.no_grad()
     def renew(self, step: int) -> None:
         """Makes the present policy the reference, every `every_steps` steps."""
         if self._every_steps and step % self._every_steps == 0:
             assert self._model is not None, "a renewed reference is refused with an adapter"
-            self._model.load_state_dict(self._learner.model.state_dict())
+            self._model.load_state_dict(full_state(self._learner.model))
 
     @property
     def renewed(self) -> bool:
@@ -64,6 +73,7 @@ class Reference:
         assert self._model is not None, "a renewed reference is a model"
         return snapshot_model(self._model, copied)
 
+    @command
     def load(self, directory: Path, state: None) -> None:
         assert self._model is not None, "a renewed reference is a model"
         load_weights(self._model, directory)

@@ -96,7 +96,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         environment.token_limit(config.sampling.max_new_tokens),
         sizes=config.batch,
         seed=config.run.seed,
-        reference=Reference.build(config, learner, tokenizer),
+        reference=everywhere(Reference.build, config, learner, tokenizer),
         critic=Critic.build(config, learner, tokenizer),
         teacher=Teacher.build(config, learner.model.config, tokenizer),
     )

@@ -25,12 +25,14 @@ from nmoe.config.modes import mode_of
 from nmoe.config.tables.curriculum import Rubric
 from nmoe.config.tables.pools import SelfplayPool
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.ranks import RanksEngine, sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import (
     build_model,
@@ -143,18 +145,23 @@ class Roles:
     generator: Transformer
     verifier: Transformer
     meta_verifier: Transformer
+    learners: Mapping[str, Learner]
 
     @classmethod
     def of(cls, config: SelfplayConfig, tokenizer: Tokenizer) -> Roles:
-        """Loads the models. Raises UserError as `build_model` does."""
-        section, seed = config.selfplay, config.run.seed
+        """Loads the models, with their learners where they are trained. Raises UserError as `build_model` does."""
+        section, seed, judges = config.selfplay, config.run.seed, _judges_config(config)
+        if section.train:
+            steps = section.rounds * section.generator_steps
+            learners = {
+                GENERATOR: everywhere(role_learner, config, tokenizer, steps),
+                VERIFIER: everywhere(role_learner, judges, tokenizer, config.run.steps),
+            }
+            meta_verifier = build_model(judges.model, tokenizer, seed, balance=False)
+            return cls(learners[GENERATOR].model, learners[VERIFIER].model, meta_verifier, learners)
         generator = build_model(config.model, tokenizer, seed, balance=False)
-        judges = _judges_config(config).model
-        apart = section.train or section.verifier is not None
-        verifier = build_model(judges, tokenizer, seed, balance=False) if apart else generator
-        return cls(
-            generator, verifier, build_model(judges, tokenizer, seed, balance=False) if section.train else verifier
-        )
+        verifier = generator if section.verifier is None else build_model(judges.model, tokenizer, seed, balance=False)
+        return cls(generator, verifier, verifier, {})
 
     @property
     def models(self) -> list[Transformer]:
@@ -165,6 +172,18 @@ class Roles:
     def context_tokens(self) -> int:
         """The shortest context of the models."""
         return min(model.config.context_tokens for model in self.models)
+
+
+def role_learner(config: SelfplayConfig, tokenizer: Tokenizer, steps: int) -> Learner:
+    """The learner of one role, which starts from the model of the configuration and takes `steps` optimizer steps."""
+    model = build_model(config.model, tokenizer, config.run.seed, balance=False)
+    return Learner(
+        model,
+        optimizer_settings(config),
+        steps,
+        config.batch.tokens_per_microbatch,
+        config.sampling.temperature,
+    )
 
 
 class Selfplay(Recipe):
@@ -187,10 +206,13 @@ class Selfplay(Recipe):
         assert isinstance(environment.pool.order, OpenProblems), "the environment's pool is self-play's"
         self.problems, self.schedule = environment.pool.order, schedule
         self.roles = roles
-        self.engines = {
-            id(model): NativeEngine(model, config.engine.max_sequences, config.engine.cache_mb)
-            for model in roles.models
+        self.learners = roles.learners
+        sizes = config.engine.max_sequences, config.engine.cache_mb
+        self.engines: dict[int, NativeEngine | RanksEngine] = {
+            id(learner.model): sampling_engine(learner, *sizes) for learner in self.learners.values()
         }
+        for model in roles.models:
+            self.engines.setdefault(id(model), NativeEngine(model, *sizes))
         own = model_identity(config, None).model_dump(exclude_none=True)
         judge = model_identity(_judges_config(config), None).model_dump(exclude_none=True)
         context = roles.context_tokens
@@ -209,20 +231,7 @@ class Selfplay(Recipe):
             Judges(section.verifications, section.meta_verifications, section.confirmations),
             context,
         )
-        self.learners: dict[str, Learner] = {}
         if section.train:
-            steps = section.rounds * section.generator_steps
-            for role, model, total in (
-                (GENERATOR, roles.generator, steps),
-                (VERIFIER, roles.verifier, config.run.steps),
-            ):
-                self.learners[role] = Learner(
-                    model,
-                    optimizer_settings(config),
-                    total,
-                    batch.tokens_per_microbatch,
-                    config.sampling.temperature,
-                )
             algorithm, longest = generator_algorithm(config), config.sampling.max_new_tokens
             self.policy = PolicyUpdate(self.learners[GENERATOR], algorithm, config.sampling, longest)
         self.training: tuple[int, RoundTraining] | None = None

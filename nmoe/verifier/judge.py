@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_head_outputs, batch_logprobs
+from nmoe.learner.learner import Learner
 from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
@@ -63,14 +64,17 @@ class Description:
         return make_form(tokenizer, self.head, self.mode, self.neutral)
 
 
+TOKENS_PER_MICROBATCH = 16384
+
+
 @dataclass
 class Judge:
-    """A model, with its head if it has one, and the form in which it is asked."""
+    """A model, with its head if it has one, and the form in which it is asked; with the learner, where it is trained meanwhile."""
 
     model: Transformer
     head: Head | None
     form: Form
-    tokens_per_microbatch: int = 16384
+    learner: Learner | None = None
 
     @classmethod
     def load(cls, path: Path, device: str = "auto") -> tuple[Judge, Description]:
@@ -111,7 +115,12 @@ class Judge:
             return torch.zeros(0, classes)
         batch = form_batch(groups)
         if self.head is not None:
-            return batch_head_outputs(self.model, self.head, batch, self.tokens_per_microbatch)
-        logprobs_N = batch_logprobs(self.model, batch, self.tokens_per_microbatch, 1.0)
+            if self.learner is not None:
+                return self.learner.head_outputs(batch).result()
+            return batch_head_outputs(self.model, self.head, batch, TOKENS_PER_MICROBATCH)
+        if self.learner is not None:
+            logprobs_N = self.learner.logprobs(batch).result()
+        else:
+            logprobs_N = batch_logprobs(self.model, batch, TOKENS_PER_MICROBATCH, 1.0)
         answers = logprobs_N.split([len(shown.scored) for group in groups for shown in group])
         return torch.stack([answer_N.sum() for answer_N in answers]).view(-1, classes)

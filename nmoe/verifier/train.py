@@ -22,12 +22,12 @@ from nmoe.data.stream import ExampleStream
 from nmoe.envs.pools.order import stable_hash
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
-from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import classification, cross_entropy
 from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
 from nmoe.model.head import Head, load_head
+from nmoe.parallel.gang import everywhere
 from nmoe.recipes.run_loop import HeldOut
-from nmoe.recipes.setup import add_adapter, build_model, load_tokenizer, optimizer_settings, settle
+from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Message
@@ -60,13 +60,12 @@ def verifier(config: VerifierConfig) -> Path:
     tokenizer = load_tokenizer(config.model)
     described = Description(section.mode, section.head, section.neutral == "own")
     form = described.form(tokenizer)
-    model = build_model(config.model, tokenizer, config.run.seed)
-    lora = add_adapter(config, model)
+    start = everywhere(Start.of, config, tokenizer)
     head = None
     if section.head == "discriminative":
-        head = _head(config, model.config.hidden_size, len(form.classes))
+        head = _head(config, start.model.config.hidden_size, len(form.classes))
     reading, held_out = read_data(section)
-    context = model.config.context_tokens
+    context = start.model.config.context_tokens
     train, train_long = _fitting(judged_solutions(reading.solutions, section, config.run.seed), form, context)
     probe, probe_long = _fitting(whole_solutions(held_out.solutions, section, config.run.seed), form, context)
     # The same solutions at every evaluation; shuffled, since the file may be sorted.
@@ -84,16 +83,8 @@ def verifier(config: VerifierConfig) -> Path:
     groups = [form.training(one.messages, one.steps, one.labels) for one in train]
     sizes = [sum(len(shown.inputs) for shown in group) for group in groups]
     examples = ExampleStream(groups, sizes, config.run.seed)
-    learner = Learner(
-        model,
-        optimizer_settings(config),
-        config.run.steps,
-        config.batch.tokens_per_microbatch,
-        lora=lora,
-        head=head,
-        head_only=head is not None and section.language_weight == 0,
-    )
-    judge = Judge(model, head, form, config.batch.tokens_per_microbatch)
+    learner = everywhere(start.learner, config, head, head_only=head is not None and section.language_weight == 0)
+    judge = Judge(start.model, head, form, learner=learner)
     epochs = config.run.steps * section.tokens_per_step / sum(sizes)
     counts = Counter(label for one in train for label in one.labels if label is not None)
     recipe = Supervised(

@@ -1,0 +1,59 @@
+"""Runs recipes on the ranks of torchrun: what test_recipes_on_ranks.py runs in a process of its own.
+
+    torchrun --nproc_per_node=2 recipes_on_ranks.py JOBS.json
+
+JOBS.json is a list of `[recipe, configuration, [override, ...]]`, with recipes by the names in `RECIPES`.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.commands import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
+from nmoe.parallel.gang import Controller, Member
+from nmoe.parallel.join import join, leave
+from nmoe.recipes.dpo import dpo
+from nmoe.recipes.pretrain import pretrain
+from nmoe.recipes.reward_model import train_reward_model
+from nmoe.recipes.sft import sft
+from nmoe.rl.train import train
+from nmoe.selfplay.loop import selfplay
+from nmoe.verifier.train import verifier
+
+RECIPES: dict[str, tuple[Callable[[Any], Path], Any]] = {
+    "pretrain": (pretrain, PretrainConfig),
+    "sft": (sft, SFTConfig),
+    "dpo": (dpo, DPOConfig),
+    "reward": (train_reward_model, RewardConfig),
+    "rl": (train, RLConfig),
+    "verifier": (verifier, VerifierConfig),
+    "selfplay": (selfplay, SelfplayConfig),
+}
+
+
+def run(jobs: list[tuple[str, str, list[str]]]) -> list[Path]:
+    """Runs every job and returns the run directories."""
+    return [RECIPES[name][0](load_run(Path(path), RECIPES[name][1], more)) for name, path, more in jobs]
+
+
+if __name__ == "__main__":
+    gang = join(sys.argv[1:])
+    if isinstance(gang, Member):
+        code = gang.serve()
+        leave()
+        sys.exit(code)
+    assert isinstance(gang, Controller)
+    try:
+        run(json.loads(Path(sys.argv[1]).read_text()))
+    except BaseException:
+        gang.close(1)
+        raise
+    gang.close(0)
+    leave()
+    os._exit(0)

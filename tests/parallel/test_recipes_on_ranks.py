@@ -1,0 +1,137 @@
+"""Every recipe under torchrun: two ranks take the steps of one process, number for number but for the rounding of fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes_on_ranks import run
+
+from nmoe.runs.ledger import read_metrics
+
+SCRIPT = Path(__file__).with_name("recipes_on_ranks.py")
+
+SUPERVISED = """
+[run]
+directory = "HERE"
+steps = 3
+threads = 1
+[model]
+path = "BASE"
+numerics = "exact"
+[records]
+path = "RECORDS"
+tokens_per_step = 512
+held_out = 0.25
+[eval]
+every_steps = 2
+"""
+VERIFIER = """
+[run]
+name = "verifier"
+directory = "HERE"
+steps = 3
+threads = 1
+[model]
+tokenizer = "TOKENIZER"
+numerics = "exact"
+[model.shape]
+hidden_size = 32
+layers = 2
+heads = 2
+kv_heads = 1
+head_dim = 16
+experts = 4
+experts_per_token = 2
+expert_width = 32
+context_tokens = 400
+[verifier]
+prm_source = "HERE/steps.jsonl"
+held_out_share = 0.2
+tokens_per_step = 512
+[eval]
+every_steps = 2
+problems = 20
+"""
+SMALL = ["--run.steps=3", "--batch.prompts_per_step=4", "--batch.group_size=4", "--model.numerics=exact"]
+
+
+@pytest.fixture
+def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, list[str]]]:
+    rng = random.Random(3)
+    digits = ["".join(rng.choices("0123456789", k=3)) for _ in range(60)]
+    turns = [
+        [
+            {"role": "assistant", "content": thought, "channel": "analysis"},
+            {"role": "assistant", "content": answer, "channel": "final"},
+        ]
+        for one in digits
+        for thought, answer in (("back", one[::-1]), ("same", one + "0"))
+    ]
+    pairs = [
+        {"prompt": f"Reverse: {one}", "chosen": turns[2 * i], "rejected": turns[2 * i + 1]}
+        for i, one in enumerate(digits)
+    ]
+    conversations = [
+        {"messages": [{"role": "user", "content": f"Reverse: {one}"}, *turns[2 * i]]} for i, one in enumerate(digits)
+    ]
+    steps = [
+        {"prompt": f"Reverse: {one}", "completions": [one, one[::-1]], "labels": [bool(i % 3), True]}
+        for i, one in enumerate(digits)
+    ]
+    for name, lines in (("pairs", pairs), ("conversations", conversations), ("steps", steps)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, records in (("sft", "conversations"), ("dpo", "pairs"), ("reward", "pairs")):
+        text = SUPERVISED.replace("HERE", str(tmp_path)).replace("BASE", str(base))
+        text = text.replace("RECORDS", f"{tmp_path}/{records}.jsonl").replace("[run]", f'[run]\nname = "{name}"', 1)
+        (tmp_path / f"{name}.toml").write_text(text)
+    (tmp_path / "verifier.toml").write_text(
+        VERIFIER.replace("HERE", str(tmp_path)).replace("TOKENIZER", f"{workshop}/tokenizer")
+    )
+    rl = (workshop / "rl.toml").read_text().replace("reverse.toml", f"{workshop}/reverse.toml")
+    (tmp_path / "rl.toml").write_text(rl)
+
+    def reinforce(name: str, *more: str) -> tuple[str, str, list[str]]:
+        return "rl", f"{tmp_path}/rl.toml", [*SMALL, f"--run.name={name}", *more]
+
+    critic = ("--algorithm.advantage=gae", "--critic.learning_rate=1e-3")
+    return [
+        ("pretrain", str(workshop / "base.toml"), ["--run.steps=3", "--model.router_aux_loss_coef=0.01"]),
+        *((name, f"{tmp_path}/{name}.toml", []) for name in ("sft", "dpo", "reward", "verifier")),
+        ("verifier", f"{tmp_path}/verifier.toml", ["--run.name=judge", "--verifier.head=discriminative"]),
+        reinforce("reference", "--algorithm.kl_coef=0.05", "--algorithm.reference_every_steps=2"),
+        reinforce("critic", *critic, "--batch.updates_per_step=2"),
+        reinforce("shared", *critic, "--critic.shared=true"),
+        reinforce("taught", f"--distillation.teacher={base}", "--distillation.coef=1.0"),
+    ]
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_are_one_process(jobs: list[tuple[str, str, list[str]]], tmp_path: Path) -> None:
+    (tmp_path / "jobs.json").write_text(
+        json.dumps([(name, path, [*more, f"--run.directory={tmp_path}/two"]) for name, path, more in jobs])
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *(str(SCRIPT), str(tmp_path / "jobs.json")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    for alone in run([(name, path, [*more, f"--run.directory={tmp_path}/one"]) for name, path, more in jobs]):
+        together = read_metrics(tmp_path / "two" / alone.name)
+        assert len(together) == 3
+        for ours, theirs in zip(together, read_metrics(alone), strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in ours.items():
+                if not name.startswith("time") and not name.endswith("per_second"):
+                    assert value == pytest.approx(theirs[name], rel=2e-4, abs=2e-6), (alone.name, ours["step"], name)
