@@ -13,10 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 
 from nmoe.config.tables.records import DatasetSettings
 from nmoe.data.examples import Example, Examples, read_examples
+from nmoe.data.rows import is_pattern
 from nmoe.errors import StorageError, UserError
 from nmoe.text.renderers import IGNORED, RenderFormat, make_renderer
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
@@ -33,15 +35,28 @@ def export_masked(
     Raises UserError, with file and line, for a bad record, or for an `out` that is among what is read, and StorageError. `out` is
     written whole or not at all.
     """
-    read = Path(_SLICE.sub("", settings.path)).resolve()
-    if out.exists() and (out.resolve() == read or read in out.resolve().parents):
-        raise UserError(f"{out}: is among what is read; name another file to write")
+    read = _SLICE.sub("", settings.path)
+    if _is_read(out, read):
+        raise UserError(f"{out}: is among what is read, {read}; name another file to write")
     tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY) if directory is None else Tokenizer.load(directory)
     renderer = make_renderer(tokenizer, form)
     examples = read_examples(settings, renderer, tokenizer, context_tokens or sys.maxsize)
     _write(out, examples)
     yield from examples.notes()
     yield f"{out}: {len(examples):,} sequences"
+
+
+def _is_read(out: Path, read: str) -> bool:
+    """Whether a path is, or would be once it is written, among the files that a name or pattern stands for."""
+    target = out.resolve()
+    if not is_pattern(read):
+        return out.exists() and (target == Path(read).resolve() or Path(read).resolve() in target.parents)
+    pattern = Path.cwd() / read
+    if "**" in pattern.parts:
+        # `**/` stands for no directory, too.
+        return any(fnmatch(str(target), sign) for sign in (str(pattern), str(pattern).replace("**/", "")))
+    parts = zip(target.parts, pattern.parts, strict=False)
+    return len(target.parts) == len(pattern.parts) and all(fnmatchcase(part, sign) for part, sign in parts)
 
 
 def masked(example: Example) -> dict[str, list[int]]:

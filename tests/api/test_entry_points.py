@@ -114,8 +114,6 @@ max_new_tokens = 4
 [batch]
 prompts_per_step = 2
 group_size = 2
-[[eval]]
-every_steps = 0
 """
 
 Install = Callable[[str, str, str], None]

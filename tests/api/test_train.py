@@ -239,7 +239,7 @@ def test_functions_and_tasks_of_one_name_in_two_threads_stay_apart() -> None:
             return samples
 
         waited: list[bool] = []
-        config = {**SHORT, "run.name": f"constant_{value}", "run.steps": 1, "eval.every_steps": 0}
+        config = {**SHORT, "run.name": f"constant_{value}", "run.steps": 1}
         env, rewards = {"task": Always, "env_id": "always"}, [constant]
         return samples_of(nmoe.train_rl(TINY, env=env, rewards=rewards, config=config, generate_fn=wait_and_say))
 

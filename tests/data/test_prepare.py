@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import sys
@@ -340,6 +341,36 @@ def test_a_second_preparation_replaces_the_first(source: Path, tmp_path: Path) -
     prepare(made(source, tmp_path))
     prepare(made(source, tmp_path, splits=dict.fromkeys(SMALL, 0) | {"dev": 3}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dev.jsonl", "manifest.json"]
+
+
+@pytest.mark.parametrize("written", range(7))
+def test_one_that_is_killed_is_done_anew_over_what_it_left(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """Killed at each of its seven files, from the list of what it writes to the manifest, in a new directory and in a whole one."""
+    prepare(made(source, tmp_path / "whole"))
+    replace_ = os.replace
+
+    def killed(settings: PreparationSettings) -> None:
+        left = [None] * written
+
+        def replace(partial: Path, path: Path) -> None:
+            if not left:
+                raise KeyboardInterrupt
+            left.pop()
+            replace_(partial, path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(settings)
+
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert len(contents) == 6
+    for begun in ({"splits": SMALL | {"rl_pool": 29}}, {}):
+        killed(made(source, tmp_path / "out", **begun))
+        prepare(made(source, tmp_path / "out"))
+        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == contents
 
 
 def test_the_packaged_preparation_has_the_guidelines_numbers() -> None:

@@ -88,11 +88,19 @@ def test_a_bad_record_leaves_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
 
 
-@pytest.mark.parametrize("path", ["{}/data.jsonl", "{}/data.jsonl@[:1]", "{}"])
+@pytest.mark.parametrize(
+    "path", ["{}/data.jsonl", "{}/data.jsonl@[:1]", "{}", "{}/*.jsonl", "{}/*.jsonl@[:1]", "{}/**/*.jsonl"]
+)
 def test_what_is_read_is_not_written_over(tmp_path: Path, path: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps(TEXTS[0]) + "\n")
     settings = DatasetSettings(path=path.format(tmp_path))
-    with pytest.raises(UserError, match=r"data.jsonl: is among what is read; name another file"):
+    with pytest.raises(UserError, match=r"data.jsonl: is among what is read, .*; name another file"):
         list(export_masked(settings, file, None, "auto", None))
     assert file.read_text() == json.dumps(TEXTS[0]) + "\n"
+    if "*" in path:
+        with pytest.raises(UserError, match=r"new.jsonl: is among what is read"):
+            list(export_masked(settings, tmp_path / "new.jsonl", None, "auto", None))
+        out = tmp_path / "new.masked"
+        list(export_masked(settings, out, None, "auto", None))
+        assert out.exists(), "the pattern does not stand for it"

@@ -21,6 +21,8 @@ from nmoe.errors import StorageError, UserError
 from nmoe.text.tokenizer import Tokenizer
 
 _MANIFEST = "manifest.json"
+# The names of the files of a preparation that is being written: what a killed one leaves is known by it.
+_UNFINISHED = ".preparation.json"
 _WITH_OUTPUT = ("sft", "dev")
 _ANSWER_FIELDS = ("answer", "label")
 
@@ -81,7 +83,10 @@ def report(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _refuse_to_mix(directory: Path) -> None:
-    is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    begun = f"{_UNFINISHED}.partial"
+    is_free = not directory.exists() or (
+        directory.is_dir() and all(entry.name == begun for entry in directory.iterdir())
+    )
     if not is_free and _earlier_files(directory) is None:
         raise UserError(
             f"{directory}: holds other things than an earlier preparation; name another one: --directory=DIR"
@@ -89,8 +94,13 @@ def _refuse_to_mix(directory: Path) -> None:
 
 
 def _earlier_files(directory: Path) -> list[str] | None:
-    """The names of the files that the preparation in a directory wrote; None where there is none. A manifest.json may be another
-    program's."""
+    """The names of the files that the preparation in a directory wrote, or was writing when it was killed; None without one.
+    A manifest.json may be another program's."""
+    try:
+        unfinished = json.loads((directory / _UNFINISHED).read_bytes())
+        return [name for name in unfinished["files"] if Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
     try:
         manifest = json.loads((directory / _MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -202,16 +212,23 @@ def _problems_md5(lines: Sequence[str]) -> str:
 
 def _write(directory: Path, files: Mapping[str, bytes]) -> None:
     """Writes the files one after another, each whole or not at all. Files of an earlier preparation that this one has not are
-    removed."""
+    removed, also where that was killed before its end."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if (names := _earlier_files(directory)) is not None:
-            (directory / _MANIFEST).unlink()
-            for name in set(names) - set(files):
-                (directory / name).unlink(missing_ok=True)
+        earlier = set(_earlier_files(directory) or ())
+        _replace(directory / _UNFINISHED, json.dumps({"files": sorted(earlier | set(files))}).encode())
+        (directory / _MANIFEST).unlink(missing_ok=True)
+        for name in earlier - set(files):
+            (directory / name).unlink(missing_ok=True)
+            (directory / f"{name}.partial").unlink(missing_ok=True)
         for name, content in files.items():
-            partial = directory / f"{name}.partial"
-            partial.write_bytes(content)
-            os.replace(partial, directory / name)
+            _replace(directory / name, content)
+        (directory / _UNFINISHED).unlink()
     except OSError as error:
         raise StorageError(f"{directory}: cannot be written: {error.strerror or error}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
