@@ -111,7 +111,7 @@ def test_self_play_without_training_samples_from_packed_experts(released: Path) 
     ],
 )
 def test_a_training_run_refuses_packed_experts(command: str, name: str) -> None:
-    with pytest.raises(ConfigError, match='expert_weights = "mxfp4": experts in mxfp4 can be sampled and not trained'):
+    with pytest.raises(ConfigError, match="expert_weights=mxfp4: experts in mxfp4 can be sampled and not trained"):
         load_run(Path(name), COMMANDS[command], ["--model.expert_weights=mxfp4"])
 
 
