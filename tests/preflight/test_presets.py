@@ -166,6 +166,16 @@ def test_the_guidelines_numbers(tmp_path: Path) -> None:
         assert (config.optimizer.min_lr_ratio, config.environment.reasoning_effort) == (0.1, "medium")
 
 
+def test_the_probe_out_of_the_distribution_decides(tmp_path: Path) -> None:
+    """As the guidelines have it: greedy, on other problems than the pool's, and two drops in a row end the run."""
+    config = preset("numina_grpo", tmp_path)
+    within, outside = config.eval
+    assert (within.role, within.problems, within.fatal_drops) == ("in_distribution", 200, 0)
+    assert (outside.role, outside.sampled.name, outside.fatal_drops) == ("out_of_distribution", "greedy_pass@1", 2)
+    assert outside.environment is not None
+    assert outside.environment.task_pool.dataset == "HuggingFaceH4/MATH-500"  # type: ignore[union-attr]
+
+
 def test_what_fits_a_gpu_of_80_gb(tmp_path: Path) -> None:
     """Beside its cache, which takes what is left. Adapters of 20B and 30B fit, 120B takes 234 GB in weights alone."""
 
