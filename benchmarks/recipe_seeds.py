@@ -68,14 +68,43 @@ def sampled_correctness(run: Path, environment: str, max_new_tokens: int) -> flo
     return results[0].value
 
 
+def stages_opened(run: Path) -> float:
+    return max(row["curriculum_stage"] for row in read_metrics(run)) + 1
+
+
+def stage_by_stage(run: Path) -> Record:
+    """The step at which each stage but the first opened; and, over ten steps before the last one opened and the last ten, how long
+    a completion was, its calls, the share of right answers, and the tokens that were sampled for each right answer."""
+    rows = read_metrics(run)
+    stages = range(1, int(stages_opened(run)))
+    opened = [next(place for place, row in enumerate(rows) if row["curriculum_stage"] == stage) for stage in stages]
+
+    def over(part: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        length, calls, right = (
+            statistics.fmean(row[name] for row in part)
+            for name in ("response_length_mean", "tool_calls_mean", "correctness")
+        )
+        return {"tokens": length, "calls": calls, "correctness": right, "tokens_per_right_answer": length / right}
+
+    before, after = rows[max(0, opened[-1] - 10) : opened[-1]], rows[-10:]
+    return {"opened_at_step": [place + 1 for place in opened], "before_last": over(before), "at_end": over(after)}
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a run of a seed, and the figure that it is judged by; `before` runs once for all seeds."""
+    """What makes a run of a seed, and the figure that it is judged by. `before` runs once for all seeds, each command where the run
+    or file that it is said to make is missing. `more` is kept beside the figure."""
 
     verb: tuple[str, ...]
     figure: Callable[[Path], float]
     wanted: float
-    before: tuple[tuple[str, ...], ...] = ()
+    before: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    more: Callable[[Path], Record] = lambda _: {}
+
+    @property
+    def configurations(self) -> list[str]:
+        """The names of the packaged configurations that its result depends on, but for its own and the base's."""
+        return [command[1] for _, command in self.before if command[0] == "pretrain"]
 
 
 def last(name: str) -> Callable[[Path], float]:
@@ -83,9 +112,14 @@ def last(name: str) -> Callable[[Path], float]:
 
 
 PAIRS = (
-    *("data", "pairs", "runs/speedrun/base", "skills", "runs/speedrun/pairs.jsonl"),
-    *("--problems", "4000", "--samples", "6"),
+    "pairs.jsonl",
+    (
+        *("data", "pairs", "runs/speedrun/base", "skills", "runs/speedrun/pairs.jsonl"),
+        *("--problems", "4000", "--samples", "6"),
+    ),
 )
+TOOLS_BASE = ("tools_base", ("pretrain", "tools_base"))
+STAGES_BASE = ("five_stages_base", ("pretrain", "five_stages_base"))
 RECIPES: Mapping[str, Recipe] = {
     "sort_grpo": Recipe(("rl", "train"), lambda run: sampled_correctness(run, "sort", 48), 0.9),
     "sort_ppo": Recipe(("rl", "train"), lambda run: sampled_correctness(run, "sort", 48), 0.9),
@@ -93,8 +127,9 @@ RECIPES: Mapping[str, Recipe] = {
         ("rl", "train"),
         lambda run: sampled_correctness(run, "tools", 96),
         0.9,
-        (("pretrain", "tools_base"),),
+        (TOOLS_BASE,),
     ),
+    "five_stages": Recipe(("rl", "train"), stages_opened, 5, (TOOLS_BASE, STAGES_BASE), stage_by_stage),
     "verifier": Recipe(("verifier",), last("verifier_f1"), 0.9),
     "dpo": Recipe(("dpo",), last("held_out_accuracy"), 0.93, (PAIRS,)),
     "reward": Recipe(("reward",), last("held_out_accuracy"), 0.85, (PAIRS,)),
@@ -110,7 +145,7 @@ def nmoe(*arguments: str) -> None:
 
 def configuration(name: str) -> str:
     """12 hexadecimal digits over the values of the recipe's configuration and the base's, however their files are written."""
-    names = [name, "speedrun_base"] + (["tools_base"] if name == "tools" else [])
+    names = [name, "speedrun_base", *RECIPES[name].configurations]
     settings = [as_measured(tomllib.loads((CONFIGS / f"{one}.toml").read_text())) for one in names]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
@@ -135,6 +170,7 @@ def measure(name: str, seed: int) -> Record:
         "steps_s": round(sum(row.get("time_step_s", 0.0) for row in read_metrics(run)), 1),
         "figure": recipe.figure(run),
         "wanted": recipe.wanted,
+        **recipe.more(run),
     }
 
 
@@ -167,9 +203,9 @@ def main() -> None:
         for name in arguments.recipes:
             done = {record["seed"] for record in read() if record["recipe"] == name}
             missing = [seed for seed in arguments.seeds if seed not in done]
-            for command in RECIPES[name].before if missing else ():
-                made = ROOT / (command[4] if command[0] == "data" else "runs/speedrun/tools_base/checkpoints/latest")
-                if not made.exists():
+            for made, command in RECIPES[name].before if missing else ():
+                file = SPEEDRUN / made
+                if not (file.is_file() or (file / "checkpoints/latest").exists()):
                     nmoe(*command)
             for seed in missing:
                 record = measure(name, seed)
