@@ -23,6 +23,7 @@ from nmoe.cli.data_export import export as export_data
 from nmoe.cli.data_pairs import pairs
 from nmoe.cli.data_prepare import prepare
 from nmoe.cli.data_show import show as show_data
+from nmoe.cli.data_solve_rates import solve_rates
 from nmoe.cli.doctor import doctor
 from nmoe.cli.dpo import dpo
 from nmoe.cli.env_check import check
@@ -131,7 +132,7 @@ def reinforcement_learning() -> None:
 
 @data.callback()
 def datasets() -> None:
-    """Look into datasets, and make them: filtered pools, preference pairs.
+    """Look into datasets, and make them: filtered pools, preference pairs, solve rates.
 
     \b
     Example:
@@ -196,6 +197,7 @@ for training_verb in (train, selfplay, verifier):
     _configured_verb(rl, training_verb)
 data.command("show", cls=Verb)(show_data)
 data.command(cls=Verb)(pairs)
+data.command("solve-rates", cls=Verb)(solve_rates)
 _configured_verb(data, prepare)
 data.command(cls=Verb)(download)
 data.command("export", cls=Verb)(export_data)

@@ -513,6 +513,8 @@ def test_easy_problems_come_first_in_the_first_pass(environment: Make, tmp_path:
     by_level = golds('easy_first = "level"\n', 10)
     assert by_level[2:5] == ["4", "0", "2"]
     assert by_level[5:] == golds("", 10)[5:], "later passes are shuffled as without it"
+    hard = '[task_pool]\ntype = "jsonl"\npath = "records.jsonl"\ntask_type = "math"\nlevels = ["1", "5"]\neasy_first = "-rate"\n'
+    assert [problem.gold for problem in environment(hard).pool.take(3)] == ["1", "3", "2"], "of the chosen levels alone"
     seeds = {tuple(golds(f'easy_first = "level"\nseed = {seed}\n')[:2]) for seed in range(9)}
     assert seeds == {("1", "3"), ("3", "1")}, "equally hard ones are shuffled"
     with pytest.raises(

@@ -72,8 +72,8 @@ class DatasetKeys(Section):
     easy_first: str | None = Field(
         default=None,
         min_length=1,
-        description="a field with each problem's difficulty, `level`, or, with a minus, its measured solve rate, `-solve_rate`: "
-        "the first pass begins with the easiest; later passes are shuffled",
+        description="a field with each problem's difficulty, `level`, or, with a minus, its measured solve rate, `-solve_rate` "
+        "(`nmoe data solve-rates`): the first pass begins with the easiest; later passes are shuffled",
     )
     levels: Array[str] = Field(
         default=(),

@@ -43,8 +43,9 @@ def record_order(
             if fields is None and not task.own_records:
                 fields = fields_of(settings, record, task.has_gold)
             problem = _problem(name, settings, fields, number, record, columns)
-            if not settings.levels or level_of(problem) in settings.levels:
-                problems.append(problem)
+            if settings.levels and level_of(problem) not in settings.levels:
+                continue
+            problems.append(problem)
             if settings.easy_first is not None:
                 difficulties.append(_difficulty(settings.easy_first, record))
         except UserError as error:
