@@ -137,6 +137,11 @@ class Learner:
         self.ranks = ranks or Ranks()
         if lora is not None and self.ranks.size > 1:
             raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
+        if model.config.expert_profile is not None and self.ranks.size > 1:
+            raise UserError(
+                f"{self.ranks.size} ranks: experts in {model.config.expert_profile} are trained by one process; start it without "
+                "torchrun, or leave model.expert_profile out"
+            )
         if head_only and model.head is not None:
             model.head.requires_grad_(False)  # it never runs, and would be a parameter without a gradient
         moes = model.moe_layers()
@@ -228,14 +233,16 @@ class Learner:
 
     @command
     def optim_step(self) -> Future[StepResult]:
-        """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), advances the schedule and
-        clears the gradient."""
+        """Clips, steps, moves the router biases (unless the base, which they belong to, is frozen), quantises experts that have a
+        profile, advances the schedule and clears the gradient."""
         release(self.model)
         self.ranks.sum_gradients(self.optimizer.masters)  # of those that are sharded FSDP does it
         result = self.optimizer.step()
         self.ranks.sum(self._load_YE)
         if not result.overflow and self.lora is None:
             move_router_bias(self.model, self._load_YE)
+        for moe in self.model.moe_layers():
+            moe.quantise()
         self._load_YE.zero_()
         return Done(result)
 

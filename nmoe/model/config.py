@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from nmoe.config import Array, Conflict, Locator, Place
 from nmoe.config.problems import explain
-from nmoe.config.tables.model import ModelShape
+from nmoe.config.tables.model import ExpertProfile, ModelShape
 from nmoe.errors import UserError
 
 Numerics = Literal["fast", "exact"]
@@ -103,9 +103,11 @@ class ModelConfig(ModelShape):
     `router_groups_kept` groups whose two best scores sum highest (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
     `shared_gate` weighs the shared experts by a sigmoid of the hidden state.
     `router_aux_loss_coef` scales the auxiliary loss (Fedus et al. 2021, arXiv:2101.03961, eq. 4).
+    `expert_profile` is what routed experts are computed in (`nmoe.model.expert_profile`); None: as the rest.
     """
 
     vocab_size: int = Field(gt=0)
+    expert_profile: ExpertProfile | None = None
     router_bias_rate: float = Field(default=0.0, ge=0)
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     rope_scaling: RopeScaling | None = None
@@ -185,6 +187,8 @@ class ModelConfig(ModelShape):
             yield from self._expert_conflicts()
         elif self.dense_layers:
             yield Conflict("dense_layers", "means something only beside experts")
+        if self.expert_profile is not None:
+            yield from self._profile_conflicts(self.expert_profile)
 
     def _expert_conflicts(self) -> Iterator[Conflict]:
         if any(not 0 <= layer < self.layers for layer in self.dense_layers):
@@ -203,6 +207,16 @@ class ModelConfig(ModelShape):
             yield Conflict(
                 "router_groups_kept",
                 f"{self.router_groups_kept} of {self.router_groups} groups hold too few experts to choose from",
+            )
+
+    def _profile_conflicts(self, profile: ExpertProfile) -> Iterator[Conflict]:
+        if not self.moe_layers:
+            yield Conflict("expert_profile", f"{profile} is for routed experts, of which this model has none: leave it out")
+        elif profile == "nvfp4" and (self.hidden_size % 16 or self.expert_width % 16):
+            yield Conflict(
+                "expert_profile",
+                f"nvfp4 has blocks of 16 inputs: hidden_size = {self.hidden_size} and expert_width = {self.expert_width} have to be "
+                "multiples of 16; fp8 takes any width",
             )
 
     @property

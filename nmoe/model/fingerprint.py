@@ -14,7 +14,7 @@ from nmoe.model.shards import Shards
 # Settings that decoders had not when fingerprints were first written into adapters. At 0 or empty they leave a decoder as it was.
 _LATER = (
     *("rotary_dim", "window_rope_theta", "gelu", "output_norms", "norm_offset", "scale_embedding"),
-    *("short_factors", "long_factors"),
+    *("short_factors", "long_factors", "expert_profile"),
 )
 
 

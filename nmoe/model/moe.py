@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmoe.model.config import ModelConfig
+from nmoe.model.expert_profile import ProfiledExperts
 from nmoe.model.linear import Linear
 from nmoe.model.low_rank import ExpertsLowRank
 from nmoe.model.mxfp4 import PackedExperts
@@ -117,6 +118,8 @@ class ExpertWeights:
     down_adapter: ExpertsLowRank | None = None
     own: Callable[[Tensor], Tensor] | None = None
     """What takes these experts' part of the adapters' weights, if those are of more experts than these."""
+    rows: Callable[[Tensor], Tensor] | None = None
+    """What quantises the rows before each product, if the experts' profile does so."""
 
 
 class Dispatcher(Protocol):
@@ -200,7 +203,7 @@ def _through(
         return narrow(rows, weight_E if own is None else own(weight_E))
 
     def layer(x: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, adapter: ExpertsLowRank | None) -> Tensor:
-        out = product(x, weight_EDF)
+        out = product(x if weights.rows is None else weights.rows(x), weight_EDF)
         if adapter is not None:
             out = out + adapter(x, update)
         return out if bias_EF is None else out + spread(bias_EF)
@@ -268,6 +271,7 @@ class MoE(nn.Module):
         super().__init__()
         self.exact = False
         self.dispatcher: Dispatcher | None = None
+        self.profile = None if config.expert_profile is None else ProfiledExperts(config.expert_profile)
         self.limit = config.swiglu_limit
         self.router = Router(config)
         experts, width, expert_width = config.experts, config.hidden_size, config.expert_width
@@ -305,18 +309,33 @@ class MoE(nn.Module):
         return out_TD + shared_TD
 
     def _projections(self, chosen_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gate and up `[E, D, 2F]`, and down `[E, F, D]`; packed ones are dequantised for this pass alone."""
+        """Gate and up `[E, D, 2F]`, and down `[E, F, D]`, in the experts' profile if there is one; packed ones are dequantised for
+        this pass alone."""
         if self.gate_up_packed is not None and self.down_packed is not None:
             return self.gate_up_packed(chosen_TK, dtype), self.down_packed(chosen_TK, dtype)
         assert self.gate_up is not None
         assert self.down is not None
-        return self.gate_up, self.down
+        if self.profile is None or not self.profile.changes(dtype):
+            return self.gate_up, self.down
+        return self.profile.weight("gate_up", self.gate_up), self.profile.weight("down", self.down)
+
+    @torch.no_grad()
+    def quantise(self) -> None:
+        """Renews the experts in their profile, if there is one. A forward pass does so as well; a recorded step of the engine cannot."""
+        if self.profile is not None and self.gate_up is not None:
+            self._projections(self.gate_up.new_empty(0, dtype=torch.int64), self.gate_up.dtype)
+
+    def _quantise_rows(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        profile = self.profile
+        return profile.rows if profile is not None and profile.rounds_rows and profile.changes(dtype) else None
 
     def _at_once(
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor
     ) -> Tensor | None:
         """All experts by one kernel; None if there is no such kernel."""
         if self.gate_up_adapter is not None or self.down_adapter is not None or self.dispatcher is not None:
+            return None
+        if self._quantise_rows(x_TD.dtype) is not None:  # which the kernel does not do between its two products
             return None
         weights = (gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias)
         return ops_for(x_TD).experts(x_TD, chosen_TK, weights_TK, *weights, self.limit)
@@ -334,7 +353,9 @@ class MoE(nn.Module):
         rows_RD = ops_for(x_TD).dispatch(x_TD, order_R.div(k, rounding_mode="floor"), row_TK)
         adapters = (self.gate_up_adapter, self.down_adapter)
         weights = ExpertWeights(
-            gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias, self.limit, self.exact, *adapters
+            *(gate_up_EDF, down_EFD, self.gate_up_bias, self.down_bias, self.limit, self.exact),
+            *adapters,
+            rows=self._quantise_rows(x_TD.dtype),
         )
         if self.dispatcher is None:
             out_RD = experts_way(rows_RD, counts_E, weights)(rows_RD, counts_E, weights)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from nmoe.config.tables.model import ExpertProfile
+from nmoe.model.config import ModelConfig
 from nmoe.model.device import Precision
+from nmoe.model.expert_profile import ProfiledExperts
 from nmoe.model.moe import Router
 from nmoe.model.transformer import Transformer
 
@@ -21,4 +24,15 @@ def cast(model: Transformer, dtype: torch.dtype) -> Transformer:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(torch.float32 if isinstance(module, Router) else dtype)
+    return model
+
+
+def set_expert_profile(model: Transformer, profile: ExpertProfile | None) -> Transformer:
+    """Computes the routed experts in this profile from now on; None is the precision of the rest. The weights stay as they are.
+    Raises UserError for a model without experts, and for one whose widths the profile does not fit."""
+    if profile is not None:
+        ModelConfig.from_dict(model.config.to_dict() | {"expert_profile": profile})
+    model.config = model.config.model_copy(update={"expert_profile": profile})
+    for moe in model.moe_layers():
+        moe.profile = None if profile is None else ProfiledExperts(profile)
     return model

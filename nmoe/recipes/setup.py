@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nmoe.config.commands.base import AdaptableConfig, RunConfig, SupervisedConfig
 from nmoe.config.commands.supervised import RecordsConfig
-from nmoe.config.tables.model import ModelSection
+from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
@@ -27,6 +27,7 @@ from nmoe.model.fingerprint import fingerprint
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
+from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere, gang
 from nmoe.runs.directory import recorded_precision, recorded_threads
@@ -182,7 +183,7 @@ class Start:
 class ModelIdentity(BaseModel):
     """The model that a run samples from, as its trajectories record it. `start` is the fingerprint of the `checkpoint` that the run
     started from, or the seed of a new model; the weight version of each token says how far it was trained since. `context_tokens`
-    is the longer context that the run gave the checkpoint."""
+    is the longer context that the run gave the checkpoint, and `expert_profile` what it computed routed experts in."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -191,6 +192,7 @@ class ModelIdentity(BaseModel):
     numerics: Literal["fast", "exact"]
     precision: Literal["float32", "bfloat16", "float16"]
     context_tokens: int | None = None
+    expert_profile: ExpertProfile | None = None
 
 
 def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
@@ -206,6 +208,7 @@ def model_identity(config: RunConfig, lora: Lora | None) -> ModelIdentity:
         numerics=section.numerics,
         precision=precision_for(choose_device(section.device), section.precision, section.numerics == "exact"),
         context_tokens=section.context_tokens,
+        expert_profile=section.expert_profile,
     )
 
 
@@ -220,6 +223,11 @@ def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
 def describe(config: RunConfig, lora: Lora | None) -> list[str]:
     """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
     lines = [] if lora is None else lora.describe()
+    if (profile := config.model.expert_profile) is not None:
+        lines.append(
+            f"experts: {profile} by its reference, quantised once a step and multiplied dequantised: the numbers of a kernel for "
+            f"{profile}, at no gain in speed or memory"
+        )
     if (numerics := numerics_here(config.model.numerics, choose_device(config.model.device))) != config.model.numerics:
         inexact = numerics.removeprefix("exact, but for ")
         lines.insert(
@@ -267,6 +275,10 @@ def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Tran
     asked = {"router_bias_rate": settings.router_bias_rate, "router_aux_loss_coef": settings.router_aux_loss_coef}
     changes: dict[str, Any] = {name: value or 0.0 for name, value in asked.items() if value is not None or not balance}
     model.config = model.config.model_copy(update=changes)
+    try:
+        set_expert_profile(model, settings.expert_profile)
+    except UserError as error:
+        raise UserError(f"model.expert_profile = {settings.expert_profile!r}: {error}") from None
     model.set_numerics(settings.numerics)
     model.checkpoint_activations = settings.checkpoint_activations
     return model.compile_feed_forward() if settings.compile else model

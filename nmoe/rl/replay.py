@@ -18,6 +18,7 @@ from nmoe.model.context import extend
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.peft_format import is_adapter
 from nmoe.model.policy import load_policy
+from nmoe.model.precision import set_expert_profile
 from nmoe.recipes.setup import ModelIdentity
 from nmoe.rl.experience import policy_batch
 from nmoe.rollout.bundle import Bundle, read_bundle
@@ -136,6 +137,7 @@ def rescored(bundle: Bundle, trajectory: Trajectory, directory: Path) -> Check:
     _refuse_other_weights(bundle, recorded, versions[0], directory)
     torch.set_num_threads(choose_threads(0))
     model = load_policy(directory, getattr(torch, recorded.precision))[0].set_numerics(recorded.numerics)
+    set_expert_profile(model, recorded.expert_profile)
     if recorded.context_tokens is not None:
         extend(model, recorded.context_tokens)
     batch = policy_batch([trajectory], torch.zeros(1), "token", 1)

@@ -9,6 +9,9 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict, Section
 from nmoe.types import ExpertWeightsForm
 
+# What routed experts are computed in (`nmoe.model.expert_profile`).
+ExpertProfile = Literal["bf16", "fp8", "nvfp4"]
+
 # How a device is named.
 DEVICE = r"auto|cpu|cuda(:\d+)?"
 
@@ -75,6 +78,11 @@ class ModelSection(Section):
         description="dtype of weights and activations; default: float32 on a CPU and with exact numerics, bfloat16 on a GPU; "
         "below float32 the optimizer keeps float32 master weights",
     )
+    expert_profile: ExpertProfile | None = Field(
+        default=None,
+        description="routed experts in fewer bits, trained through the rounding: fp8 (weights and activations), nvfp4 (weights), "
+        "bf16; default: in the run's precision",
+    )
     router_bias_rate: float | None = Field(
         default=None,
         ge=0,
@@ -117,6 +125,10 @@ class ModelSection(Section):
             yield Conflict("expert_weights", "mxfp4 is how a released gpt-oss is stored; a new model is not")
         if self.numerics == "exact" and self.precision not in (None, "float32"):
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
+        if self.expert_profile is not None and self.shape is not None and not self.shape.experts:
+            yield Conflict("expert_profile", f"{self.expert_profile} is for routed experts, and shape.experts = 0: leave it out")
+        if self.expert_profile is not None and self.compile:
+            yield Conflict("expert_profile", "quantised experts are not compiled: leave expert_profile or compile out")
         if self.numerics == "exact" and self.compile:
             yield Conflict("numerics", "exact fixes the order of sums, and compile changes it")
 

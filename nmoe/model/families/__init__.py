@@ -61,7 +61,7 @@ def register_family(family: F) -> F:
 
 
 # Settings of training, which no family's checkpoint has.
-_OF_TRAINING = {"router_bias_rate", "router_aux_loss_coef"}
+_OF_TRAINING = {"router_bias_rate", "router_aux_loss_coef", "expert_profile"}
 # Settings without meaning in a model without experts.
 _OF_EXPERTS = {
     "experts_per_token",

@@ -1,0 +1,151 @@
+"""Routed experts in few bits: what a profile makes of their weights and of the rows that they multiply.
+
+A profile is defined by its reference: quantise, dequantise, then multiply as without one. The reference is what runs, on every
+device, in sampling as in training; a kernel that multiplies quantised numbers has to agree with it. The parameters stay as they are,
+in the run's precision, and are what the optimizer steps: the gradient passes the rounding as if it were not there (straight-through,
+Bengio et al. 2013, arXiv:1308.3432).
+
+- bf16: weights and rows rounded to bf16, without scales. In a run in bf16 it changes nothing.
+- fp8: E4M3 and a scale in fp32 of amax / 448 for each row and for each output of a weight (compressed-tensors' FP8_DYNAMIC).
+- nvfp4: weights alone, E2M1 in blocks of 16 inputs with a scale in E4M3 each, and one scale in fp32 of amax / (6 * 448) for an
+  expert's gate and up together, and one for its down (compressed-tensors' NVFP4A16).
+"""
+
+# Shapes: E experts, D inputs, N outputs, R rows, G blocks of 16 inputs.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmoe.config.tables.model import ExpertProfile
+from nmoe.errors import UserError
+
+BLOCK = 16
+_LARGEST_E4M3, _LARGEST_E2M1 = 448.0, 6.0
+# Keeps scales normal numbers: what is smaller becomes 0.
+_SMALLEST_SCALE, _SMALLEST_AMAX = 2.0**-126, 2.0**-100
+
+# The magnitudes of E2M1, and what separates them. Of a number halfway the one whose code is even is taken (IEEE 754's rule).
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def fp8(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Numbers in E4M3 and their scales in fp32, one for all along `axis`, which the scales keep with size 1."""
+    wide = x.float()
+    scale = (wide.abs().amax(axis, keepdim=True) / _LARGEST_E4M3).clamp_min(_SMALLEST_SCALE)
+    return (wide / scale).to(torch.float8_e4m3fn), scale
+
+
+def nvfp4(weight_ND: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of E2M1 `[N, D]` as bytes, the sign in bit 3; scales of their blocks `[N, G]` in E4M3; and the factor `[1]` in fp32 that
+    those are divided by, 6 * 448 / amax. `amax` is the largest magnitude of all that share the factor. D is a multiple of 16."""
+    blocks_NGW = weight_ND.float().unflatten(-1, (-1, BLOCK))
+    factor = (_LARGEST_E2M1 * _LARGEST_E4M3 / amax.float().clamp_min(_SMALLEST_AMAX)).reshape(1)
+    scales_NG = (blocks_NGW.abs().amax(-1) / _LARGEST_E2M1 * factor).to(torch.float8_e4m3fn)
+    # A block whose scale is 0, far below the rest, becomes 0.
+    divisors_NG1 = (scales_NG.float() / factor).unsqueeze(-1)
+    scaled_NGW = torch.where(divisors_NG1 > 0, blocks_NGW / divisors_NG1, 0.0)
+    magnitudes = scaled_NGW.abs()
+    codes = torch.zeros_like(magnitudes, dtype=torch.uint8)
+    for code, halfway in enumerate(_HALFWAY):
+        # Up to the even code above from halfway on, but to the odd one only from beyond it.
+        codes += magnitudes >= halfway if code % 2 else magnitudes > halfway
+    return (codes + 8 * (scaled_NGW < 0).to(torch.uint8)).flatten(-2), scales_NG, factor
+
+
+def from_nvfp4(codes_ND: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
+    """What the three of `nvfp4` stand for, `[N, D]` in fp32."""
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes_ND.device)
+    blocks_NGW = values[codes_ND.int()].unflatten(-1, (-1, BLOCK))
+    return (blocks_NGW * (scales_NG.float() / factor).unsqueeze(-1)).flatten(-2)
+
+
+def dequantised(weight_DN: Tensor, profile: ExpertProfile) -> Tensor:
+    """One expert's projection `[D, N]` as the profile holds it, dequantised."""
+    if profile == "bf16":
+        return weight_DN.bfloat16()
+    if profile == "fp8":
+        codes_DN, scale_1N = fp8(weight_DN, 0)
+        return codes_DN.float() * scale_1N
+    return from_nvfp4(*nvfp4(weight_DN.t(), weight_DN.abs().amax())).t()
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantised numbers in the place of others, which take their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantised: Tensor) -> Tensor:
+        return quantised.view_as(quantised)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def straight_through(x: Tensor, quantised: Tensor) -> Tensor:
+    """`quantised`, whose gradient becomes that of x."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return quantised
+    out: Tensor = _StraightThrough.apply(x, quantised)
+    return out
+
+
+class ProfiledExperts:
+    """The experts of one layer in a profile. Each weight is quantised once for each of its states, however many passes of sampling
+    and training read it, and is kept dequantised beside it, in its dtype."""
+
+    def __init__(self, profile: ExpertProfile) -> None:
+        self.profile = profile
+        self._kept: dict[str, _Kept] = {}
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Whether the profile changes anything of an expert in this dtype."""
+        return self.profile != "bf16" or dtype != torch.bfloat16
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the rows are quantised, too."""
+        return self.profile != "nvfp4"
+
+    def rows(self, x_RD: Tensor) -> Tensor:
+        """The rows as the profile multiplies them."""
+        if self.profile == "bf16":
+            return straight_through(x_RD, x_RD.detach().bfloat16().to(x_RD.dtype))
+        codes_RD, scale_R1 = fp8(x_RD.detach(), -1)
+        return straight_through(x_RD, (codes_RD.float() * scale_R1).to(x_RD.dtype))
+
+    def weight(self, name: str, weight_EDN: nn.Parameter) -> Tensor:
+        """The weight of this name as the profile multiplies it, `[E, D, N]`. Raises UserError for NaN and infinite weights."""
+        kept = self._kept.get(name)
+        state = (weight_EDN.data_ptr(), -1 if weight_EDN.is_inference() else weight_EDN._version)
+        if kept is None or kept.state != state or kept.of is not weight_EDN or weight_EDN.is_inference():
+            kept = self._kept[name] = _Kept(weight_EDN, state, self._quantised(weight_EDN, kept))
+        return straight_through(weight_EDN, kept.value)
+
+    def _quantised(self, weight_EDN: nn.Parameter, before: _Kept | None) -> nn.Parameter:
+        """A parameter, because packed forms are kept of those alone. It stays in its place, where a recorded step reads it."""
+        with torch.inference_mode(False), torch.no_grad():
+            out = None if before is None else before.value
+            if out is None or (out.shape, out.dtype, out.device) != (
+                weight_EDN.shape,
+                weight_EDN.dtype,
+                weight_EDN.device,
+            ):
+                out = nn.Parameter(torch.empty_like(weight_EDN), requires_grad=False)
+            if not all(bool(bound.isfinite()) for bound in torch.aminmax(weight_EDN)):
+                raise UserError(f"NaN or infinite weights of experts have no {self.profile}")
+            # One expert at a time, because what lies between takes several times its memory.
+            for expert, weight_DN in enumerate(weight_EDN):
+                out[expert].copy_(dequantised(weight_DN, self.profile))
+            return out
+
+
+class _Kept:
+    """A quantised weight, with the parameter that it was made of and the state that this had."""
+
+    def __init__(self, of: nn.Parameter, state: tuple[int, int], value: nn.Parameter) -> None:
+        self.of, self.state, self.value = of, state, value
