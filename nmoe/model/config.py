@@ -211,12 +211,14 @@ class ModelConfig(ModelShape):
 
     def _profile_conflicts(self, profile: ExpertProfile) -> Iterator[Conflict]:
         if not self.moe_layers:
-            yield Conflict("expert_profile", f"{profile} is for routed experts, of which this model has none: leave it out")
+            yield Conflict(
+                "expert_profile", f"{profile} is for routed experts, of which this model has none: leave it out"
+            )
         elif profile == "nvfp4" and (self.hidden_size % 16 or self.expert_width % 16):
             yield Conflict(
                 "expert_profile",
-                f"nvfp4 has blocks of 16 inputs: hidden_size = {self.hidden_size} and expert_width = {self.expert_width} have to be "
-                "multiples of 16; fp8 takes any width",
+                f"nvfp4 has blocks of 16 inputs: hidden_size = {self.hidden_size} and expert_width = {self.expert_width} have to "
+                "be multiples of 16; fp8 takes any width",
             )
 
     @property

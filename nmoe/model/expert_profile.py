@@ -1,9 +1,9 @@
 """Routed experts in few bits: what a profile makes of their weights and of the rows that they multiply.
 
-A profile is defined by its reference: quantise, dequantise, then multiply as without one. The reference is what runs, on every
-device, in sampling as in training; a kernel that multiplies quantised numbers has to agree with it. The parameters stay as they are,
-in the run's precision, and are what the optimizer steps: the gradient passes the rounding as if it were not there (straight-through,
-Bengio et al. 2013, arXiv:1308.3432).
+A profile is defined by its reference: quantise, dequantise, then multiply as without one. The reference is what runs, on
+every device, in sampling as in training; a kernel that multiplies quantised numbers has to agree with it. The parameters stay as
+they are, in the run's precision, and are what the optimizer steps: the gradient passes the rounding as if it were not there
+(straight-through, Bengio et al. 2013, arXiv:1308.3432).
 
 - bf16: weights and rows rounded to bf16, without scales. In a run in bf16 it changes nothing.
 - fp8: E4M3 and a scale in fp32 of amax / 448 for each row and for each output of a weight (compressed-tensors' FP8_DYNAMIC).
@@ -41,8 +41,8 @@ def fp8(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4(weight_ND: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of E2M1 `[N, D]` as bytes, the sign in bit 3; scales of their blocks `[N, G]` in E4M3; and the factor `[1]` in fp32 that
-    those are divided by, 6 * 448 / amax. `amax` is the largest magnitude of all that share the factor. D is a multiple of 16."""
+    """Codes of E2M1 `[N, D]` as bytes, the sign in bit 3; scales of their blocks `[N, G]` in E4M3; and the factor `[1]` in fp32
+    that divides those, 6 * 448 / amax. `amax` is the largest magnitude of all that share the factor. D is a multiple of 16."""
     blocks_NGW = weight_ND.float().unflatten(-1, (-1, BLOCK))
     factor = (_LARGEST_E2M1 * _LARGEST_E4M3 / amax.float().clamp_min(_SMALLEST_AMAX)).reshape(1)
     scales_NG = (blocks_NGW.abs().amax(-1) / _LARGEST_E2M1 * factor).to(torch.float8_e4m3fn)
@@ -96,11 +96,19 @@ def straight_through(x: Tensor, quantised: Tensor) -> Tensor:
 
 class ProfiledExperts:
     """The experts of one layer in a profile. Each weight is quantised once for each of its states, however many passes of sampling
-    and training read it, and is kept dequantised beside it, in its dtype."""
+    and training read it, and is kept dequantised beside it, in its dtype.
+
+    A change in place shows in the weight's version. That of a fused optimizer does not, so that `expire` has to follow it.
+    """
 
     def __init__(self, profile: ExpertProfile) -> None:
         self.profile = profile
         self._kept: dict[str, _Kept] = {}
+
+    def expire(self) -> None:
+        """Has every weight quantised again when it is next used."""
+        for kept in self._kept.values():
+            kept.of = None
 
     def changes(self, dtype: torch.dtype) -> bool:
         """Whether the profile changes anything of an expert in this dtype."""
@@ -145,7 +153,8 @@ class ProfiledExperts:
 
 
 class _Kept:
-    """A quantised weight, with the parameter that it was made of and the state that this had."""
+    """A quantised weight, with the parameter that it was made of, None once this has changed, and the state that it had."""
 
     def __init__(self, of: nn.Parameter, state: tuple[int, int], value: nn.Parameter) -> None:
-        self.of, self.state, self.value = of, state, value
+        self.of: nn.Parameter | None = of
+        self.state, self.value = state, value

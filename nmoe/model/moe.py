@@ -321,8 +321,9 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def quantise(self) -> None:
-        """Renews the experts in their profile, if there is one. A forward pass does so as well; a recorded step of the engine cannot."""
+        """Renews the experts in their profile, if there is one."""
         if self.profile is not None and self.gate_up is not None:
+            self.profile.expire()
             self._projections(self.gate_up.new_empty(0, dtype=torch.int64), self.gate_up.dtype)
 
     def _quantise_rows(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:

@@ -278,7 +278,7 @@ def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Tran
     try:
         set_expert_profile(model, settings.expert_profile)
     except UserError as error:
-        raise UserError(f"model.expert_profile = {settings.expert_profile!r}: {error}") from None
+        raise UserError(f"model.{error}") from None
     model.set_numerics(settings.numerics)
     model.checkpoint_activations = settings.checkpoint_activations
     return model.compile_feed_forward() if settings.compile else model

@@ -50,7 +50,9 @@ class Teacher:
         section = config.distillation
         if section is None:
             return None
-        settings = config.model.model_copy(update={"path": section.teacher, "shape": None, "tokenizer": None, "expert_profile": None})
+        settings = config.model.model_copy(
+            update={"path": section.teacher, "shape": None, "tokenizer": None, "expert_profile": None}
+        )
         if not load_tokenizer(settings).same_ids(tokenizer):
             raise UserError(
                 f"{section.teacher}: the teacher in distillation.teacher has other tokens than the policy, or other ids for them; "

@@ -173,6 +173,14 @@ def test_a_model_is_a_checkpoint_or_a_shape(config: Write) -> None:
         ),
         (["--batch.tokens_per_microbatch=512"], []),
         (
+            ["--model.expert_profile=fp8"],
+            ["--model.expert_profile=fp8: fp8 is for routed experts, and shape.experts = 0: leave it out"],
+        ),
+        (
+            ["--model.expert_profile=nvfp"],
+            ['--model.expert_profile=nvfp: must be one of "bf16", "fp8", "nvfp4"; did you mean \'nvfp4\'?'],
+        ),
+        (
             ["--sampling.max_new_tokens=512"],
             ["--sampling.max_new_tokens=512: leaves no room for a prompt in model.shape.context_tokens = 512"],
         ),

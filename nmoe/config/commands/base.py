@@ -62,8 +62,8 @@ class AdaptableConfig(RunConfig):
         if self.lora is not None and self.model.expert_profile is not None:
             yield Conflict(
                 "model.expert_profile",
-                "an adapter is trained beside experts in the run's precision: merged into quantised ones it would be another policy; "
-                "leave [lora] or model.expert_profile out",
+                "an adapter is trained beside experts in the run's precision: merged into quantised ones it would be another "
+                "policy; leave [lora] or model.expert_profile out",
             )
         if self.lora is not None and self.model.context_tokens is not None:
             yield Conflict(

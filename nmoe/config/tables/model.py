@@ -126,7 +126,9 @@ class ModelSection(Section):
         if self.numerics == "exact" and self.precision not in (None, "float32"):
             yield Conflict("numerics", f"exact is for float32, and precision is {self.precision}")
         if self.expert_profile is not None and self.shape is not None and not self.shape.experts:
-            yield Conflict("expert_profile", f"{self.expert_profile} is for routed experts, and shape.experts = 0: leave it out")
+            yield Conflict(
+                "expert_profile", f"{self.expert_profile} is for routed experts, and shape.experts = 0: leave it out"
+            )
         if self.expert_profile is not None and self.compile:
             yield Conflict("expert_profile", "quantised experts are not compiled: leave expert_profile or compile out")
         if self.numerics == "exact" and self.compile:
