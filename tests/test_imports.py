@@ -19,6 +19,7 @@ LEVELS = [
     {"recipes"},
     {"eval"},
     {"rollout"},
+    {"cluster"},
     {"envs"},
     {"grading"},
     {"sandbox"},

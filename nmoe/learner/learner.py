@@ -106,8 +106,9 @@ class Learner:
         >>> learner.forward_backward(batch, cross_entropy).result().loss < first
         True
 
-    It runs in one process or, without an adapter, on all ranks of the default group of `torch.distributed`: each rank gets the same
-    model and makes the same calls, runs a part of every batch, holds a part of the weights, and returns what one process would.
+    It runs in one process or on all ranks of the default group of `torch.distributed`: each rank gets the same model and makes the
+    same calls, runs a part of every batch, holds a part of the weights, and returns what one process would. Adapter and head are
+    whole on every rank.
 
     `tokens_per_microbatch` bounds the memory of a pass and never changes a gradient. `temperature` is that of sampling, so that
     log-probabilities are those of the distribution that was sampled from. With `head_only` no pass computes the vocabulary, which
@@ -135,8 +136,6 @@ class Learner:
         if head is not None:
             head.to(model.device)
         self.ranks = ranks or Ranks()
-        if lora is not None and self.ranks.size > 1:
-            raise UserError(f"{self.ranks.size} ranks: an adapter is trained by one process; start it without torchrun")
         if model.config.expert_profile is not None and self.ranks.size > 1:
             raise UserError(
                 f"{self.ranks.size} ranks: experts in {model.config.expert_profile} are trained by one process; start it without "
@@ -145,7 +144,8 @@ class Learner:
         if head_only and model.head is not None:
             model.head.requires_grad_(False)  # it never runs, and would be a parameter without a gradient
         moes = model.moe_layers()
-        dispatcher = self.ranks.shard(model, model.blocks, moes, model.config.routed_experts)
+        kept = [] if lora is None else lora.parameters()
+        dispatcher = self.ranks.shard(model, model.blocks, moes, model.config.routed_experts, kept)
         for moe in moes:
             moe.dispatcher = dispatcher
         self.optimizer = Optimizer(model, optimizer, total_steps, head, head_learning_rate)
@@ -203,13 +203,14 @@ class Learner:
 
     @torch.no_grad()
     def _load_shares(self, share: Share) -> Tensor:
-        """The share of the batch's router picks per layer and expert, `[Y, E]`, from a forward pass of all parts. With the shares
-        of one part alone, the gradient of the auxiliary loss would depend on how the batch is split."""
+        """The share of the batch's router picks per layer and expert, `[Y, E]`, from recorded routes or, without them, from a
+        forward pass of all parts. With the shares of one part alone, the gradient of the auxiliary loss would depend on how the
+        batch is split."""
         load_YE = self._no_load()
         for on_host, _, counts in share.parts:
-            micro = on_host.to(self.model.device)
-            trace = RouterTrace(replay=micro.routes_TYK)
-            scored_states(self.model, micro, trace)
+            trace = RouterTrace(replay=on_host.routes_TYK)
+            if trace.replay is None:
+                scored_states(self.model, on_host.to(self.model.device), trace)
             if counts:
                 load_YE += fetch(count_load(trace, self.model.config.experts))[0]
         self.ranks.sum(load_YE)
@@ -289,10 +290,11 @@ class Learner:
         that the model fits, with an adapter merged into its base; "peft" the adapter alone. The tokenizer is not part of it:
         `tokenizer.save(directory)` adds it. Raises UserError (`export_model`)."""
         if format == "hf":
-            with nullcontext(self._unsharded()) if self.lora is None else self.lora.merged() as model:
+            lora = self.lora if self.ranks.size == 1 else None
+            with nullcontext(self._unsharded()) if lora is None else lora.merged() as model:
                 if self.ranks.rank == 0:
                     export_model(model, directory)
-        else:
+        elif self.ranks.rank == 0:
             assert self.lora is not None, "a learner of the whole model has no adapter"
             save_adapter(self.lora, directory)
         self.ranks.wait()
@@ -315,12 +317,16 @@ class Learner:
             self.version = state["version"]
 
     def _unsharded(self) -> Transformer:
-        """The model with whole weights: itself, or a copy if ranks shard it. Every rank has to call this."""
+        """The model with whole weights: itself, or a copy if ranks shard it, in which an adapter is merged. Every rank has to call
+        this."""
         if self.ranks.size == 1:
             return self.model
         copy = Transformer(self.model.config)
-        copy.load_state_dict(full_state(self.model), assign=True)
+        state = full_state(self.model)
+        copy.load_state_dict({name: state[name] for name in copy.state_dict()}, assign=True)
         copy.generation = self.model.generation
+        if self.lora is not None:
+            self.lora.merge_into(copy)
         return copy
 
 

@@ -5,6 +5,7 @@ Every rank calls the same functions in the same order. A single process is one r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -145,10 +146,28 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all gradients and all ranks."""
-    norms = [whole(nn.utils.get_total_norm(group)) for group in by_mesh(gradients)]
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    # One sum over the ranks for all meshes, so that all ranks get the same bits.
+    shared, own = torch.zeros(2, dtype=torch.float64, device=gradients[0].device)
+    for group in by_mesh(gradients):
+        square = nn.utils.get_total_norm([_local(gradient) for gradient in group]).double().square()
+        if isinstance(first := group[0], DTensor):
+            shared += square / _copies(first)
+        else:
+            own += square
+    dist.all_reduce(shared)
+    return (shared + own).sqrt().to(gradients[0].dtype)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(tensor: DTensor) -> int:
+    """How many ranks hold the same part of a tensor."""
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

@@ -18,9 +18,12 @@ _CARRIED = (
 )
 
 
-def exchange(rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def exchange(
+    rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Sends the first `send[0]` rows to the group's first rank, the next `send[1]` to its second, and so on, and returns the rows
-    that came, `[S, D]`, by rank. `receive[i]` rows come from rank i. All ranks of the group call this.
+    that came, `[S, D]`, by rank. `receive[i]` rows come from rank i. All ranks of the group, by default of the world, call
+    this.
 
     A dtype that the group's backend does not carry, such as int16 or fp8, travels as bytes.
     """

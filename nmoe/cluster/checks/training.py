@@ -1,0 +1,329 @@
+"""Checks of the learner: many ranks train as one process does, along every axis."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nmoe.cluster.checks.cases import EXPERTS, FAMILIES, batch_of, model_of, with_routes
+from nmoe.cluster.checks.twins import Twins
+from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.parallel import ParallelSection
+from nmoe.errors import ShortfallError
+from nmoe.learner.batch import Batch
+from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import cross_entropy, total, value_loss
+from nmoe.model.head import Head
+from nmoe.model.lora import Lora, LoraSettings, choose
+from nmoe.model.transformer import Transformer
+from nmoe.parallel.ranks import Ranks, whole
+
+EXACT = 1e-9
+"""The bound in fp64, where both sides run the same micro-batches and differ in the order of sums alone."""
+ROUNDED = 1e-5
+"""The bound where parts that stay in fp32 are summed in another order. Weights have none: AdamW divides by gradients, small ones
+too."""
+SETTINGS = OptimizerSection(learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, weight_decay=0.1)
+STEPS = 10
+
+
+def all_axes(world: int, experts: int = EXPERTS) -> list[ParallelSection]:
+    """Every way to divide a model among so many ranks: each number of replicas and each size of an expert group."""
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    return [
+        ParallelSection(dp_replicate=replicas, ep=ep)
+        for replicas in divisors
+        for ep in divisors
+        if (world // replicas) % ep == 0 and experts % ep == 0
+    ]
+
+
+def some_axes(brief: bool) -> list[ParallelSection]:
+    """All axes or, in brief, the largest expert group, and one beside replicas or shards."""
+    axes = all_axes(dist.get_world_size())
+    return [one for one in axes if one.ep != 1][-2:] or axes if brief else axes
+
+
+def batches(world: int, count: int = STEPS) -> list[Batch]:
+    """Batches of which every rank has one micro-batch, but for a first one with too few sequences for all."""
+    few = batch_of((9,), 0)
+    return [few, *(batch_of(tuple(12 - (step + i) % 5 for i in range(2 * world)), step) for step in range(1, count))]
+
+
+def learner_of(model: Transformer, ranks: Ranks, **more: Any) -> Learner:
+    """In fp64 sequences run one by one, so that the parts that stay in fp32 round alike however the ranks deal them."""
+    return Learner(model, SETTINGS, STEPS, 1, ranks=ranks, **more)
+
+
+def twins(make: Callable[[Ranks], Learner], parallel: ParallelSection, what: str, bound: float = EXACT) -> Twins:
+    """The same learner on all ranks and alone."""
+    shown = f"{what}, dp_replicate {parallel.dp_replicate}, ep {parallel.ep}"
+    return Twins(make(Ranks(parallel)), make(Ranks.alone()), bound, shown)
+
+
+def check_families(brief: bool) -> str:
+    """Gradients, clipped AdamW steps and metrics of five families on all axes are those of one process, in fp64. In brief the
+    families take turns on the axes."""
+    world, worst, pairs, steps = dist.get_world_size(), 0.0, 0, 2 if brief else STEPS
+    for number, family in enumerate(FAMILIES):
+        axes = all_axes(world) if family != "dense" else all_axes(world, 1)
+        for parallel in axes[number % 4 :: 4] or axes[-1:] if brief else axes:
+            pair = twins(lambda ranks, family=family: learner_of(model_of(family), ranks), parallel, family)  # type: ignore[misc]
+            pair.train(batches(world, steps), cross_entropy)
+            worst, pairs = max(worst, pair.worst), pairs + 1
+    return f"{pairs} pairs of family and axes, {steps} steps each, off by at most {worst:.0e}"
+
+
+def check_single_precision(brief: bool) -> str:
+    """Gradients in fp32 with fast numerics and batches that ranks split otherwise than one process differ by rounding only."""
+    world, worst = dist.get_world_size(), 0.0
+    batch = batch_of(tuple(9 + i % 7 for i in range(3 * world)), 1)
+    for parallel in some_axes(brief):
+        ours, alone = (
+            Learner(model_of("qwen3_moe", torch.float32), SETTINGS, STEPS, 4096, ranks=ranks)
+            for ranks in (Ranks(parallel), Ranks.alone())
+        )
+        for learner in (ours, alone):
+            learner.forward_backward(batch, cross_entropy).result()
+        squares = difference = 0.0
+        for own, other in zip(ours.optimizer.parameters, alone.optimizer.parameters, strict=True):
+            assert own.grad is not None, "every parameter of this model is used"
+            assert other.grad is not None, "every parameter of this model is used"
+            squares += float(other.grad.double().square().sum())
+            difference += float((whole(own.grad).double() - other.grad.double()).square().sum())
+        worst = max(worst, (difference / squares) ** 0.5)
+        if not worst <= 1e-5:
+            raise ShortfallError(f"fp32 gradients with ep {parallel.ep} are off by {worst:.1e}, more than 1e-05")
+    return f"gradients off by at most {worst:.0e} of their norm"
+
+
+def check_balance(brief: bool) -> str:
+    """The routers' biases and auxiliary loss are those of the whole batch, from recorded routes without a second forward pass."""
+    world, worst = dist.get_world_size(), 0.0
+    for parallel in some_axes(brief):
+        for replayed in (False, True):
+            pair = twins(lambda ranks: learner_of(_balanced(), ranks), parallel, "balance")
+            one = batch_of(tuple(7 + i % 4 for i in range(2 * world)), 3)
+            batch = with_routes(one, pair.alone.model, 4) if replayed else one
+            runs = 0
+
+            def count(*_: object) -> None:
+                nonlocal runs
+                runs += 1
+
+            hook = pair.ours.model.register_forward_pre_hook(count)
+            result = pair.forward_backward(batch, cross_entropy)
+            hook.remove()
+            pair.equal("forward passes", runs, 2 if replayed else 4)
+            if not result.auxiliary_loss > 0:
+                raise ShortfallError(f"the auxiliary loss is {result.auxiliary_loss}")
+            pair.gradients()
+            pair.step()
+            pair.weights()
+            worst = max(worst, pair.worst)
+    return f"off by at most {worst:.0e}"
+
+
+def _balanced() -> Transformer:
+    model = model_of("deepseek_v3")
+    model.config = model.config.model_copy(update={"router_aux_loss_coef": 0.5, "router_bias_rate": 0.01})
+    return model
+
+
+def check_hybrid(brief: bool) -> str:
+    """An expert group over several nodes, whose rows travel in two hops, trains as one process does. Nodes of half the ranks are
+    made up where there is only one."""
+    world, ep = dist.get_world_size(), max(one.ep for one in all_axes(dist.get_world_size()) if isinstance(one.ep, int))
+    if ep == 1:
+        return "one rank: no nodes"
+    parallel = ParallelSection(dp_replicate=world // ep, ep=ep, rdep="hybrid")
+    kept = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(ep // 2, 1))
+    try:
+        pair = twins(lambda ranks: learner_of(model_of("qwen3_moe"), ranks), parallel, "hybrid")
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if kept is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = kept
+    pair.train(batches(world, 3 if brief else STEPS), cross_entropy)
+    axes = pair.ours.ranks.axes
+    assert axes is not None, "the learner sharded its model"
+    return f"ep {axes.ep} over {axes.nodes} nodes, off by at most {pair.worst:.0e}"
+
+
+def check_splits(brief: bool) -> str:
+    """Micro-batches of several sequences with shared beginnings, in numbers that ranks do not divide: the parts of the model that
+    stay in fp32 round in another order then."""
+    world, worst = dist.get_world_size(), 0.0
+    lengths = (5, 12, 3, 20, 9, 1, 12, 30, 4)
+    for family in ("gpt_oss",) if brief else FAMILIES:
+        make = lambda ranks, family=family: Learner(model_of(family), SETTINGS, STEPS, 25, ranks=ranks)  # noqa: E731
+        pair = twins(make, ParallelSection(), "splits", ROUNDED)
+        for batch in (
+            _shared(batch_of(lengths, 1)),
+            _shared(batch_of(lengths[:3], 2)),
+            _shared(batch_of(lengths * world, 3)),
+        ):
+            pair.near("log-probabilities", *(one.logprobs(batch).result() for one in (pair.ours, pair.alone)))
+            pair.forward_backward(batch, cross_entropy)
+            pair.gradients()
+        worst = max(worst, pair.worst)
+    return f"off by at most {worst:.0e}"
+
+
+def _shared(batch: Batch) -> Batch:
+    """The batch with a last sequence that begins as the first one does."""
+    batch.inputs_T[-batch.lengths[-1] :][:2] = batch.inputs_T[:2]
+    last = len(batch.lengths) - 1
+    return replace(batch, prefixes=tuple((0 if i == last else i, 2) for i in range(last + 1)))
+
+
+def check_one_expert(brief: bool) -> str:
+    """Every token goes to the same experts, which one rank owns: no token is lost, and the other ranks' experts learn nothing."""
+    world, worst = dist.get_world_size(), 0.0
+
+    def crowded(ranks: Ranks) -> Learner:
+        model = model_of("gpt_oss")
+        for moe in model.moe_layers():
+            moe.router.bias[-2:] = 100.0
+        return learner_of(model, ranks)
+
+    for parallel in some_axes(brief):
+        pair = twins(crowded, parallel, "one expert")
+        batch = batch_of(tuple(5 + i for i in range(world)), 5)
+        result = pair.forward_backward(batch, cross_entropy)
+        assert result.routing is not None
+        pair.equal("load", result.routing.load_YE.sum(0).tolist(), [0] * (EXPERTS - 2) + [2 * batch.tokens] * 2)
+        pair.gradients()
+        pair.step()
+        pair.weights()
+        worst = max(worst, pair.worst)
+    return f"off by at most {worst:.0e}"
+
+
+def check_adapters(brief: bool) -> str:
+    """An adapter at attention and experts learns on all ranks as in one process, is saved and resumed, and merged for export."""
+    world, worst = dist.get_world_size(), 0.0
+    for parallel in some_axes(brief):
+        pair = twins(
+            lambda ranks: learner_of(model := model_of("qwen3_moe"), ranks, lora=_adapter(model)), parallel, "lora"
+        )
+        pair.train(batches(world, 3), cross_entropy)
+        worst = max(worst, pair.worst)
+    with _directory() as directory:
+        names = ("ours", "alone")
+        for name, learner in zip(names, (pair.ours, pair.alone), strict=True):
+            (directory / name).mkdir(exist_ok=True)
+            if learner is pair.ours or dist.get_rank() == 0:
+                learner.export(directory / name / "merged")
+        dist.barrier()
+        _same_files(pair, *(directory / name / "merged" / "model.safetensors" for name in names))
+        pair.ours.save(directory / "ours")
+        resumed = twins(
+            lambda ranks: learner_of(model := model_of("qwen3_moe"), ranks, lora=_adapter(model)),
+            parallel,
+            "resumed lora",
+        )
+        resumed.alone = pair.alone
+        resumed.ours.load(directory / "ours")
+        resumed.train(batches(world, 2), cross_entropy)
+    return f"off by at most {max(worst, resumed.worst):.0e}"
+
+
+def _adapter(model: Transformer) -> Lora:
+    targets = ("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")
+    lora = Lora(model, LoraSettings(4, 8.0), choose(model, targets), "base", "0" * 64).initialize(0)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in lora.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return lora
+
+
+def _same_files(pair: Twins, ours: Path, alone: Path) -> None:
+    from safetensors.torch import load_file
+
+    mine, other = load_file(ours), load_file(alone)
+    pair.equal("the set of exported tensors", sorted(mine), sorted(other))
+    for name in sorted(mine):
+        pair.near(f"the exported {name}", mine[name], other[name])
+
+
+def check_heads(brief: bool) -> str:
+    """A policy with a critic's head, and a critic that has no vocabulary, learn as in one process."""
+    world, worst = dist.get_world_size(), 0.0
+    for head_only in (False, True):
+        objective = value_loss() if head_only else total(cross_entropy, value_loss())
+        for parallel in some_axes(brief):
+
+            def make(ranks: Ranks, head_only: bool = head_only) -> Learner:
+                model = model_of("qwen3_moe")
+                head = Head(model.config.hidden_size, 1, "value").double()
+                torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
+                return learner_of(model, ranks, head=head, head_only=head_only, head_learning_rate=3e-2)
+
+            pair = twins(make, parallel, "critic" if head_only else "policy with a head")
+            pair.train(batches(world, 3), objective)
+            batch = batch_of((6, 5, 9), 8)
+            pair.near("head outputs", *(one.head_outputs(batch).result() for one in (pair.ours, pair.alone)))
+            worst = max(worst, pair.worst)
+    return f"off by at most {worst:.0e}"
+
+
+def check_checkpoints(brief: bool) -> str:
+    """What all ranks save is resumed along any other axes and in one process, with the same metrics from there on."""
+    world, worst = dist.get_world_size(), 0.0
+    steps = batches(world, 4)
+    axes = some_axes(brief)
+    with _directory() as directory:
+        for number, parallel in enumerate(axes):
+            saved = directory / str(number)
+            saved.mkdir(exist_ok=True)
+            pair = twins(lambda ranks: learner_of(model_of("gpt_oss"), ranks), parallel, "checkpoint")
+            pair.train(steps[:2], cross_entropy)
+            pair.ours.save(saved)
+            for other in (Ranks(axes[number - 1]), Ranks.alone()):
+                resumed = learner_of(_emptied(model_of("gpt_oss")), other)
+                resumed.load(saved)
+                again = Twins(resumed, _after(pair.alone), EXACT, f"resumed from ep {parallel.ep}")
+                again.train(steps[2:], cross_entropy)
+                worst = max(worst, again.worst)
+    return f"{2 * len(axes)} resumptions, off by at most {worst:.0e}"
+
+
+def _emptied(model: Transformer) -> Transformer:
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    return model
+
+
+def _after(learner: Learner) -> Learner:
+    """A copy of a learner in one process, with its optimizer."""
+    copy = learner_of(model_of("gpt_oss"), Ranks.alone())
+    with tempfile.TemporaryDirectory() as directory:
+        learner.save(Path(directory))
+        copy.load(Path(directory))
+    return copy
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """A directory that all ranks share, removed at the end."""
+    name: list[Any] = [tempfile.mkdtemp(prefix="nmoe-checks-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    try:
+        yield Path(name[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(name[0])

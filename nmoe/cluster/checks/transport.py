@@ -1,0 +1,125 @@
+"""Checks of what moves between ranks: dtypes, the mesh, and rows that travel to experts and back."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nmoe.cluster.checks.training import all_axes
+from nmoe.config.tables.parallel import ParallelSection
+from nmoe.errors import ShortfallError
+from nmoe.parallel.axes import Axes, resolve
+from nmoe.parallel.mesh import make_meshes
+from nmoe.parallel.rdep.dispatcher import Dispatcher
+from nmoe.parallel.rdep.exchange import exchange
+
+EXPERTS, WIDTH = 24, 3
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def check_dtypes() -> str:
+    """Rows of every dtype reach the rank they are sent to, in uneven numbers and in none."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in DTYPES:
+        # Rank r sends (r + 2 * i) % 3 rows to rank i, all of the value 1 + r.
+        send = [(rank + 2 * i) % 3 for i in range(world)]
+        receive = [(i + 2 * rank) % 3 for i in range(world)]
+        rows = torch.full((sum(send), WIDTH), 1 + rank).to(dtype)
+        came = exchange(rows, send, receive)
+        expected = torch.repeat_interleave(torch.arange(1, world + 1), torch.tensor(receive))
+        if came.dtype != dtype or not torch.equal(came.float(), expected.float().unsqueeze(1).expand(-1, WIDTH)):
+            raise ShortfallError(f"{dtype}: rank {rank} received {came.tolist()}, not the values {expected.tolist()}")
+    return f"{len(DTYPES)} dtypes over {dist.get_backend()}"
+
+
+def check_meshes() -> str:
+    """Replicas and expert groups are made up of the ranks that the axes say."""
+    world, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for parallel in all_axes(world):
+        axes = resolve(parallel, world, world, EXPERTS)
+        meshes = make_meshes(axes, "cpu")
+        replica = rank // axes.dp_shard
+        _equal(
+            "the ranks that share a replica",
+            _ranks(meshes.dense),
+            range(replica * axes.dp_shard, (replica + 1) * axes.dp_shard),
+        )
+        if meshes.ep is not None:
+            first = rank // axes.ep * axes.ep
+            _equal("the expert group", _ranks(meshes.ep), range(first, first + axes.ep))
+            sharing = range(replica * axes.dp_shard + rank % axes.ep, (replica + 1) * axes.dp_shard, axes.ep)
+            _equal("the ranks that share an expert", _ranks(meshes.experts), sharing)
+        found.append(f"{axes.dp_replicate} x {axes.efsdp} x {axes.ep}")
+    return ", ".join(found)
+
+
+def _ranks(mesh: torch.distributed.device_mesh.DeviceMesh) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+
+
+def _equal(name: str, found: list[int], expected: range) -> None:
+    if found != list(expected):
+        raise ShortfallError(f"{name}, of rank {dist.get_rank()}: {found}, not {list(expected)}")
+
+
+def check_dispatch() -> str:
+    """Rows reach the owners of their experts, sorted by expert and by the rank they came from, and return to their places; so do
+    gradients. Two hops give what one gives, bit for bit. Some ranks send nothing, and some experts get nothing."""
+    world, tried = dist.get_world_size(), []
+    for ep in (n for n in range(2, world + 1) if world % n == 0 and EXPERTS % n == 0):
+        for per_node in (n for n in range(1, ep + 1) if ep % n == 0):
+            axes = resolve(ParallelSection(ep=ep), world, per_node, EXPERTS)
+            dispatcher = make_meshes(axes, "cpu").dispatcher
+            assert dispatcher is not None, "ep is at least 2"
+            for loads in ("random", "one expert", "one rank sends"):
+                _check_rows(dispatcher, axes, loads)
+            tried.append(f"ep {ep} over {axes.nodes}")
+    return ", ".join(tried) or "one rank: nothing travels"
+
+
+def _check_rows(dispatcher: Dispatcher, axes: Axes, loads: str) -> None:
+    rank, each = dist.get_rank(), EXPERTS // axes.ep
+    first = rank // axes.ep * axes.ep
+    counts = [_counts(loads, first + i, first) for i in range(axes.ep)]
+    own = counts[rank - first]
+    rows = _rows(own, rank).requires_grad_()
+    came, counts_e, handle = dispatcher.dispatch(rows, own)
+    # What this rank has to receive, by definition: its experts' rows of every rank of the group, by expert and then by rank.
+    place = (rank - first) * each
+    expected = [
+        _rows(c, first + i)[int(c[:e].sum()) : int(c[: e + 1].sum())]
+        for e in range(place, place + each)
+        for i, c in enumerate(counts)
+    ]
+    if not torch.equal(came.detach(), torch.cat(expected)):
+        raise ShortfallError(
+            f"ep {axes.ep} over {axes.nodes} nodes, {loads}: rank {rank} received other rows than its experts'"
+        )
+    if counts_e.tolist() != torch.stack(counts).sum(0)[place : place + each].tolist():
+        raise ShortfallError(f"ep {axes.ep}, {loads}: rank {rank} counted {counts_e.tolist()} rows")
+    back = dispatcher.combine(came * 2, handle)
+    if not torch.equal(back.detach(), 2 * rows.detach()):
+        raise ShortfallError(
+            f"ep {axes.ep} over {axes.nodes} nodes, {loads}: rows of rank {rank} came back to other places"
+        )
+    weight = _rows(own, rank + 100)
+    (gradient,) = torch.autograd.grad((back * weight).sum(), rows)
+    if not torch.equal(gradient, 2 * weight):
+        raise ShortfallError(f"ep {axes.ep} over {axes.nodes} nodes, {loads}: rank {rank} has gradients of other rows")
+
+
+def _counts(loads: str, rank: int, first: int) -> Tensor:
+    """How many rows this rank has for each expert."""
+    generator = torch.Generator().manual_seed(rank)
+    counts = torch.randint(4, (EXPERTS,), generator=generator)
+    if loads == "one expert":
+        counts[torch.arange(EXPERTS) != 1] = 0
+    return counts * (rank == first) if loads == "one rank sends" else counts
+
+
+def _rows(counts: Tensor, seed: int) -> Tensor:
+    return torch.randn(int(counts.sum()), WIDTH, generator=torch.Generator().manual_seed(seed))
