@@ -100,15 +100,25 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+def paired_difference(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
     """The mean of b - a over problems, with the paired t interval (95%).
+
+    With `weights`, such as the tokens of each sequence, the weighted mean: a ratio of means, whose error is that of the weighted
+    differences in excess of it (Cochran, Sampling Techniques, 1977, section 6.4).
 
     `a[i]` and `b[i]` are two results on problem i. The difficulty that they share cancels, so the interval is narrower than
     that of two separate means. Raises ValueError for lengths that differ or fewer than two problems.
     """
     if len(a) != len(b):
         raise ValueError(f"results on {len(a)} and {len(b)} problems cannot be paired")
-    return clustered_mean([after - before for before, after in zip(a, b, strict=True)], range(len(a)))
+    differences = [after - before for before, after in zip(a, b, strict=True)]
+    if weights is None:
+        return clustered_mean(differences, range(len(a)))
+    mean_weight = sum(weights) / len(weights)
+    mean = sum(w * one for w, one in zip(weights, differences, strict=True)) / sum(weights)
+    beyond = [mean + w / mean_weight * (one - mean) for w, one in zip(weights, differences, strict=True)]
+    error = clustered_mean(beyond, range(len(a)))
+    return Estimate(mean, error.standard_error, error.interval)
 
 
 def paired_p_value(a: Sequence[float], b: Sequence[float]) -> float:

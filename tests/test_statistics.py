@@ -93,6 +93,15 @@ def test_paired_difference_by_hand() -> None:
     assert estimate.interval.high == pytest.approx(0.5 + 3.182446 / math.sqrt(12), abs=1e-6)
 
 
+def test_weighted_paired_difference_by_hand() -> None:
+    # Weights 1, 2, 3 of differences 1, 0, 1: mean 4/6; w (d - mean) is 1/3, -4/3, 1. Error^2: 3/2 of their squares, 26/9, over 6^2.
+    estimate = paired_difference([0, 1, 0], [1, 1, 1], [1, 2, 3])
+    assert estimate.value == pytest.approx(2 / 3)
+    assert estimate.standard_error == pytest.approx(math.sqrt(1.5 * 26 / 9 / 36))
+    equal = paired_difference([0, 1, 0, 0], [1, 1, 1, 0], [2, 2, 2, 2])
+    assert equal.interval.high == pytest.approx(paired_difference([0, 1, 0, 0], [1, 1, 1, 0]).interval.high)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=20))
 def test_paired_difference_is_scipys(pairs: list[tuple[float, float]]) -> None:
     before, after = map(list, zip(*pairs, strict=True))

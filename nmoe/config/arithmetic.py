@@ -24,7 +24,7 @@ def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:
             on = "" if len(config.eval) == 1 else f"{(probe.environment or config.environment).env_id}, "
             lines.append(_evaluations(config.run.steps, probe.every_steps, f"{on}{probe.problems:,} problems"))
     if not isinstance(config, RLConfig) and config.eval:
-        lines.append(_evaluations(config.run.steps, config.evaluate_every, evaluated, before=0))
+        lines.append(_evaluations(config.run.steps, config.evaluate_every, evaluated))
     if not config.eval:
         lines.append("evaluation: none during the run")
     lines.append(
@@ -33,10 +33,9 @@ def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:
     return lines
 
 
-def _evaluations(steps: int, every: int, evaluated: str, before: int = 1) -> str:
-    times = before + math.ceil(steps / every)
-    first = "before step 1, " if before else ""
-    return f"evaluation: {first}every {every:,} steps, at the end = {times:,} times {evaluated}"
+def _evaluations(steps: int, every: int, evaluated: str) -> str:
+    times = 1 + math.ceil(steps / every)
+    return f"evaluation: before step 1, every {every:,} steps, at the end = {times:,} times {evaluated}"
 
 
 def _packed(config: RunConfig, tokens: int) -> list[str]:

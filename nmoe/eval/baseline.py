@@ -34,6 +34,11 @@ def _since(result: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
     left, right = (before or {}).get("outcomes") or {}, result.get("outcomes") or {}
     if before is None or len(right) < 2 or left.keys() != right.keys() or why_not_comparable(before, result):
         return dict(result)
-    estimate = paired_difference([left[key] for key in right], list(right.values()))
-    low, high = max(-1.0, estimate.interval.low), min(1.0, estimate.interval.high)
+    weights = result.get("weights")
+    estimate = paired_difference(
+        [left[key] for key in right], list(right.values()), weights and [weights[key] for key in right]
+    )
+    low, high = estimate.interval.low, estimate.interval.high
+    if not result.get("lower_is_better"):  # a share's difference has bounds, a loss's has none
+        low, high = max(-1.0, low), min(1.0, high)
     return {**result, "since_start": {"difference": estimate.value, "low": low, "high": high}}

@@ -65,7 +65,7 @@ def dpo(config: DPOConfig) -> Path:
 
     def evaluate() -> HeldOut:
         assert held_out is not None, "called where pairs are held out"
-        return held_out_pairs(rewards(held_out, learner.logprobs(held_out).result()), config)
+        return held_out_pairs(rewards(held_out, learner.logprobs(held_out).result()), data.held_out, config)
 
     recipe = Supervised(
         config,

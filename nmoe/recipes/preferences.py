@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from nmoe.config.commands.supervised import PreferenceConfig
 from nmoe.data.packing import PackedStream
 from nmoe.data.pairs import MakePair, Pair, read_pairs
 from nmoe.eval.evaluate import Evaluation
+from nmoe.recipes.held_out import content_keys
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.supervised import held_out_source
 from nmoe.statistics import wilson
@@ -70,8 +72,9 @@ def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
     }
 
 
-def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> HeldOut:
-    """The share of pairs whose preferred side has the higher reward, with the Wilson interval. Equal rewards count as wrong."""
+def held_out_pairs(rewards_B: Tensor, pairs: Sequence[Pair], config: PreferenceConfig) -> HeldOut:
+    """The share of pairs whose preferred side has the higher reward, with the Wilson interval. Equal rewards count as wrong, as all
+    are at the start of DPO."""
     margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
     right = sum(margin > 0 for margin in margins)
     interval = wilson(right, len(margins))
@@ -82,6 +85,11 @@ def held_out_pairs(rewards_B: Tensor, config: PreferenceConfig) -> HeldOut:
         right / len(margins),
         interval.low,
         interval.high,
+        outcomes=dict(zip(_keys(pairs), (float(margin > 0) for margin in margins), strict=True)),
     )
     figures = {"held_out_accuracy": accuracy.value, "held_out_margin": sum(margins) / len(margins)}
     return HeldOut(figures, f"held-out {accuracy}", [accuracy.record()])
+
+
+def _keys(pairs: Sequence[Pair]) -> list[str]:
+    return content_keys(json.dumps([[side.ids, side.labels] for side in pair.sides]).encode() for pair in pairs)

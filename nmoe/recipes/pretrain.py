@@ -19,6 +19,7 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
+from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_result
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
@@ -49,6 +50,13 @@ def pretrain(config: PretrainConfig) -> Path:
     shares = [source.weight / sum(source.weight for source in sources) for source in sources]
     several = len(sources) > 1
     tokens_of_step: dict[str, float] = {}
+    names = " and ".join(source.path for source in config.data.mixture)
+    held_out_name = f"{names}, the last {config.data.held_out_documents} documents"
+    # A document may be in two sources.
+    held_out_keys = [
+        [f"{number}:{key}" for key in content_keys(document.ids.tobytes() for document in documents)]
+        for number, documents in enumerate(held_out)
+    ]
 
     def next_batch() -> Batch:
         taken = mixture.take(config.data.tokens_per_step)
@@ -59,13 +67,20 @@ def pretrain(config: PretrainConfig) -> Path:
         return document_batch([document for _, document in taken])
 
     def evaluate() -> HeldOut:
-        losses = [float(-learner.logprobs(document_batch(documents)).result().mean()) for documents in held_out]
+        losses: list[float] = []
+        parts: list[tuple[float, SequenceLosses]] = []
+        for share, documents, keys in zip(shares, held_out, held_out_keys, strict=True):
+            batch = document_batch(documents)
+            logprobs_N = learner.logprobs(batch).result()
+            losses.append(float(-logprobs_N.mean()))
+            parts.append((share, SequenceLosses.of(batch, logprobs_N, keys)))
         loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         by_source = {f"held_out_loss/{source.name}": loss for source, loss in zip(sources, losses, strict=True)}
         note = ", ".join(f"{source.name} {loss:.4f}" for source, loss in zip(sources, losses, strict=True))
         return HeldOut(
             {"held_out_loss": loss} | (by_source if several else {}),
             f"held-out loss {loss:.4f}" + (f" ({note})" if several else ""),
+            [loss_result(held_out_name, loss, parts)],
         )
 
     recipe = Supervised(
@@ -74,10 +89,10 @@ def pretrain(config: PretrainConfig) -> Path:
         tokenizer,
         cross_entropy,
         mixture,
-        " and ".join(source.path for source in config.data.mixture),
+        names,
         next_batch=next_batch,
         data_notes=_shares_and_epochs(config, sources, shares),
-        held_out=evaluate,
+        held_out=evaluate if config.data.held_out_documents else None,
         metrics=lambda batch, result: tokens_of_step,
     )
     return supervise(recipe, threads)

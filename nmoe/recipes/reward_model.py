@@ -39,7 +39,7 @@ def train_reward_model(config: RewardConfig) -> Path:
 
     def evaluate() -> HeldOut:
         assert held_out is not None, "called where pairs are held out"
-        return held_out_pairs(learner.head_outputs(held_out).result()[:, 0], config)
+        return held_out_pairs(learner.head_outputs(held_out).result()[:, 0], data.held_out, config)
 
     recipe = Supervised(
         config,

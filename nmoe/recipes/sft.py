@@ -8,7 +8,6 @@ by weight.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +23,7 @@ from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
+from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_result
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, held_out_source, records_source, supervise
@@ -50,24 +50,14 @@ def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) 
 
 
 def held_out_loss(learner: Learner, examples: Sequence[Example], source: str) -> HeldOut:
-    """The mean loss over all learned tokens, with its 95% interval over sequences. It is a ratio of means, whose error is that of
-    each sequence's loss in excess of the mean (Cochran, Sampling Techniques, 1977, section 6.4)."""
+    """The mean loss over all learned tokens, with its 95% interval over sequences."""
     batch = example_batch(examples)
     logprobs_N = learner.logprobs(batch).result().double().cpu()
     loss = float(-logprobs_N.mean())
-    beyond_T = torch.zeros(batch.tokens, dtype=torch.float64)
-    beyond_T[batch.scored_T] = -logprobs_N - loss
-    error = math.sqrt(sum(float(part.sum()) ** 2 for part in beyond_T.split(list(batch.lengths)))) / len(logprobs_N)
-    result = {
-        "mode": "held_out_loss",
-        "dataset": source,
-        "problems": len(examples),
-        "value": loss,
-        "low": loss - 1.96 * error,
-        "high": loss + 1.96 * error,
-        "lower_is_better": True,
-    }
-    return HeldOut({"held_out_loss": loss}, f"held-out loss {loss:.4f} +- {1.96 * error:.4f}", [result])
+    keys = content_keys(example.ids.tobytes() + example.labels.tobytes() for example in examples)
+    losses = SequenceLosses.of(batch, logprobs_N, keys)
+    result = loss_result(source, loss, [(1.0, losses)])
+    return HeldOut({"held_out_loss": loss}, f"held-out loss {loss:.4f} +- {1.96 * losses.error:.4f}", [result])
 
 
 def sft(config: SFTConfig) -> Path:

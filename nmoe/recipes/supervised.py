@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands.base import SupervisedConfig
 from nmoe.config.tables.records import RecordsSection
 from nmoe.errors import UserError
+from nmoe.eval.baseline import since_baseline, since_start
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import Objective
@@ -53,9 +54,10 @@ class Supervised(Recipe):
     source: the name of the data in errors.
     next_batch: returns the batch of the next step; it moves `examples`.
     data_notes: lines about the data, printed before the first step.
-    held_out: evaluates, every `config.evaluate_every` steps and at the end; None where there is nothing to evaluate on.
+    held_out: evaluates, before the first step, every `config.evaluate_every` steps and at the end; None without held-out data.
     metrics: figures of a step beside loss, speed, optimizer and routing.
     save_more: writes files of the recipe's own into a checkpoint, beside weights, optimizer and tokenizer.
+    evaluations: the run's directory `eval`, from the opening of the run on.
     """
 
     config: SupervisedConfig
@@ -69,9 +71,11 @@ class Supervised(Recipe):
     held_out: Callable[[], HeldOut] | None = None
     metrics: Callable[[Batch, PassResult], Mapping[str, float]] = field(default=_no_metrics)
     save_more: Callable[[Path], None] = field(default=_save_nothing)
+    evaluations: Path | None = None
 
     def __post_init__(self) -> None:
         self.evaluate_every = 0 if self.held_out is None else self.config.evaluate_every
+        self.evaluate_first = bool(self.evaluate_every)
         self.experts = self.learner.model.config.routed_experts
 
     def notes(self) -> list[str]:
@@ -95,7 +99,12 @@ class Supervised(Recipe):
         return Step(metrics, {"loss": result.loss, "tokens/s": speed})
 
     def evaluate(self) -> HeldOut | None:
-        return None if self.held_out is None else self.held_out()
+        if self.held_out is None:
+            return None
+        found = self.held_out()
+        assert self.evaluations is not None, "set as the run is opened"
+        results = since_baseline(found.results, self.evaluations)
+        return replace(found, results=results, note=found.note + since_start(results[0]))
 
     def parts(self) -> dict[str, Part]:
         return {
@@ -119,6 +128,7 @@ def supervise(recipe: Supervised, threads: int) -> Path:
     """Runs the recipe to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
     signal asked it to stop."""
     with open_run(recipe.config, threads) as run:
+        recipe.evaluations = run.directory.path / "eval"
         run.follow(recipe)
     return run.directory.path
 

@@ -157,7 +157,10 @@ def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval, str]:
     """The interval of the difference of two results, and how they are paired."""
     left, right = a.get("outcomes") or {}, b.get("outcomes") or {}
     if len(left) > 1 and left.keys() == right.keys():
-        paired = paired_difference(list(left.values()), [right[key] for key in left])
+        weights = a.get("weights")
+        paired = paired_difference(
+            list(left.values()), [right[key] for key in left], weights and [weights[key] for key in left]
+        )
         return paired.interval, "paired by problem"
     return newcombe(*((result["value"], result["low"], result["high"]) for result in (a, b))), "unpaired"
 

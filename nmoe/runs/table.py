@@ -11,7 +11,7 @@ from nmoe.runs.record import RunRecord
 from nmoe.runs.report import markdown_table
 from nmoe.statistics import clustered_mean
 
-# The first that a run has stands for it where its evaluations are but metrics, as in pretraining; of losses less is better.
+# The first that a run has stands for it where it was kept in metrics alone, as pretraining once did; of losses less is better.
 _METRICS = ("held_out_accuracy", "held_out_loss")
 _HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [95%]", "machine", "commit")
 

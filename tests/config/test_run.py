@@ -446,7 +446,7 @@ def test_arithmetic_of_a_pretraining_run(config: Write) -> None:
     assert batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig, overrides)) == [
         "step: at most 5,000 tokens in micro-batches of at most 2,048",
         "run: 100 optimizer steps = at most 500,000 tokens",
-        "evaluation: every 25 steps, at the end = 4 times 64 documents",
+        "evaluation: before step 1, every 25 steps, at the end = 5 times 64 documents",
         "checkpoints: every 50 steps, the newest 2 kept",
     ]
     assert "evaluation: none during the run" in batch_arithmetic(load_run(config(SHAPE + DATA), PretrainConfig))

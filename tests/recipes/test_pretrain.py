@@ -51,6 +51,9 @@ def test_the_held_out_loss_is_that_of_the_last_documents(workshop: Path, base: P
     assert len(logprobs_N) == sum(document.positions for document in held_out)
     assert rows[-1]["held_out_loss"] == pytest.approx(float(-logprobs_N.mean()), abs=1e-6)
     assert rows[-1]["held_out_loss"] < rows[0]["loss"] / 10
+    start, last = (json.loads((base / "eval" / f"step_{step:06}.json").read_text())["results"][0] for step in (0, 600))
+    assert last["since_start"]["difference"] == pytest.approx(last["value"] - start["value"], abs=1e-5)
+    assert (last["problems"], last["value"]) == (50, rows[-1]["held_out_loss"])
 
 
 def test_a_run_goes_on_with_the_threads_it_began_with(workshop: Path, tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def test_what_is_held_out_is_never_trained_on_and_its_loss_decides_the_best(
     evaluations = [json.loads((run / "eval" / f"step_{row['step']:06}.json").read_text())["results"][0] for row in rows]
     assert [one["value"] for one in evaluations] == [row["held_out_loss"] for row in rows]
     assert all(one["low"] < one["value"] < one["high"] and one["problems"] == 12 for one in evaluations)
+    start = json.loads((run / "eval" / "step_000000.json").read_text())["results"][0]
+    assert "since_start" not in start
+    for one in evaluations:
+        weighed = [one["weights"][key] * loss for key, loss in one["outcomes"].items()]
+        assert sum(weighed) / sum(one["weights"].values()) == pytest.approx(one["value"])
+        assert one["since_start"]["difference"] == pytest.approx(one["value"] - start["value"], abs=1e-6)
+        assert one["since_start"]["low"] < one["since_start"]["difference"] < one["since_start"]["high"]
     best = min(rows, key=lambda row: row["held_out_loss"])
     directory = run / "checkpoints" / "best"
     assert directory.resolve().name == f"step_{best['step']:06}"
