@@ -1,21 +1,24 @@
 """Every recipe set up for released shapes of 20B, 30B and 120B parameters on torch's `meta` device, which has shapes and no values:
-model, adapter, head, optimizer, engine, and a pass forward and backward."""
+all models that it trains or reads, adapters, heads, optimizers, an engine, and a pass forward and backward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.native.cache import bytes_per_block
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.learner.batch import Batch
-from nmoe.learner.forward import score, split
+from nmoe.learner.forward import deal, score
 from nmoe.learner.learner import Learner, _scored
 from nmoe.learner.objectives import (
     Objective,
@@ -26,6 +29,7 @@ from nmoe.learner.objectives import (
     total,
     value_loss,
 )
+from nmoe.learner.objectives.base import Outputs, Scored
 from nmoe.learner.objectives.dpo import dpo
 from nmoe.learner.routing import auxiliary_loss, count_load, load_shares
 from nmoe.model.checkpoint import new_model
@@ -34,7 +38,6 @@ from nmoe.model.head import Head
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.moe import RouterTrace
 from nmoe.model.transformer import Transformer
-from nmoe.parallel.ranks import Ranks
 
 META = torch.device("meta")
 
@@ -86,77 +89,139 @@ def model(name: str) -> Transformer:
     return new_model(config, torch.bfloat16, META)
 
 
-def batch(columns: tuple[str, ...], pairs: bool) -> Batch:
-    """Two sequences of 96 and 32 tokens."""
-    tokens = 128
-    scored_T = torch.arange(tokens) % 4 > 0
-    values = {name: torch.zeros(tokens, dtype=torch.int64 if name == "labels_T" else torch.float32) for name in columns}
+def batch(columns: tuple[str, ...], pairs: bool, last_only: bool) -> Batch:
+    """Two sequences of 96 and 32 tokens, scored at three of four tokens or at the last of each alone."""
+    place_T = torch.arange(128)
+    scored_T = (place_T == 95) | (place_T == 127) if last_only else place_T % 4 > 0
+    values = {name: torch.zeros(128, dtype=torch.int64 if name == "labels_T" else torch.float32) for name in columns}
     given = {"pairs": ((0, True), (0, False))} if pairs else {}
-    ids_T = torch.zeros(tokens, dtype=torch.int64)
+    ids_T = torch.zeros(128, dtype=torch.int64)
     return Batch((96, 32), ids_T, ids_T, scored_T, scored_T.float(), **values, **given)
 
 
-POLICY = ("advantages_T", "behaviour_logprobs_T", "reference_logprobs_T")
-# Of each recipe: what it minimises, the head's outputs (0: none), whether the head is all that is computed, and its columns.
-RECIPES: dict[str, tuple[Callable[[], Objective], int, bool, tuple[str, ...]]] = {
-    "pretrain and sft": (lambda: cross_entropy, 0, False, ()),
-    "dpo": (lambda: dpo("sigmoid", 0.1), 0, False, ("reference_logprobs_T",)),
-    "verifier": (lambda: classification, 2, False, ("labels_T",)),
-    "grpo": (lambda: total(clip(0.2, 0.28, None), reference_divergence(0.1, "k3", False)), 0, False, POLICY),
-    "ppo's critic": (lambda: value_loss(0.2), 1, True, ("returns_T", "old_values_T")),
-    "ppo on one trunk": (
-        lambda: total(clip(0.2, 0.28, None), value_loss(0.2, 0.5)),
-        1,
+@dataclass(frozen=True)
+class Trained:
+    """A model that a recipe trains: what it minimises, its head's outputs and kind (None: no head), whether the head is all that
+    is computed, and the columns that the loss reads."""
+
+    objective: Callable[[], Objective]
+    columns: tuple[str, ...] = ()
+    head: tuple[int, str] | None = None
+    head_only: bool = False
+    pairs: bool = False
+    last_only: bool = False
+
+
+def preference(outputs: Outputs, scored: Scored) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley-Terry of one pair, without the check of the batch's values, which `meta` does not have."""
+    assert outputs.head_NK is not None
+    return softplus(outputs.head_NK[1] - outputs.head_NK[0]).sum(), {}
+
+
+SAMPLED = ("advantages_T", "behaviour_logprobs_T")
+COMPARED = (*SAMPLED, "reference_logprobs_T")
+RETURNS = ("returns_T", "old_values_T")
+IMITATION = Trained(lambda: cross_entropy)
+POLICY = Trained(lambda: clip(0.2, 0.28), SAMPLED)
+CLOSE_POLICY = Trained(lambda: total(clip(0.2, 0.28), reference_divergence(0.1, "k3", False)), COMPARED)
+CRITIC = Trained(lambda: value_loss(0.2), RETURNS, (1, "value"), head_only=True)
+# Of each recipe the models that it trains, and whether it reads another: a reference, a teacher, a meta-verifier.
+RECIPES: dict[str, tuple[tuple[Trained, ...], bool]] = {
+    "pretrain and sft": ((IMITATION,), False),
+    "dpo": ((Trained(lambda: dpo("sigmoid", 0.1), ("reference_logprobs_T",), pairs=True),), True),
+    "reward model": (
+        (Trained(lambda: preference, (), (1, "reward"), head_only=True, pairs=True, last_only=True),),
         False,
-        (*POLICY, "returns_T", "old_values_T"),
     ),
+    "verifier": ((Trained(lambda: classification, ("labels_T",), (2, "step")),), False),
+    "grpo": ((CLOSE_POLICY,), True),
+    "ppo with a critic": ((CLOSE_POLICY, CRITIC), True),
+    "ppo on one trunk": (
+        (Trained(lambda: total(clip(0.2, 0.28), value_loss(0.2, 0.5)), (*SAMPLED, *RETURNS), (1, "value")),),
+        False,
+    ),
+    "distillation": ((POLICY,), True),
+    "self-play": ((POLICY, IMITATION), True),
 }
 
 
 def passed(learner: Learner, whole: Batch, objective: Objective) -> Tensor:
     """One pass, as `Learner.forward_backward` makes it, up to what it would bring to the host."""
-    ((micro, _, _),) = split(whole, learner.model, 4096, Ranks())
+    ((on_host, _, _),) = deal(whole, 4096, 1)[0].parts
+    micro = on_host.to(learner.model.device)
     trace = RouterTrace()
     outputs = score(learner.model, micro, trace, 1.0, learner.head, learner.head_only)
     loss, _ = objective(outputs, _scored(micro))
     config = learner.model.config
     load_YE = count_load(trace, config.experts)
-    assert load_YE.shape == (config.layers, config.experts)
+    assert load_YE.shape == (len(learner.model.blocks), config.experts)
     loss = loss + auxiliary_loss(trace, load_shares(load_YE), micro.tokens, config.router_aux_loss_coef)
     loss.backward()
     return loss
 
 
-# All of them for the smallest shape, and for the others what trains most and least.
-CASES = [
-    (shape, recipe)
-    for shape in SHAPES
-    for recipe in [*(RECIPES if shape == "gpt-oss-20b" else ["ppo on one trunk"]), "grpo of an adapter"]
-]
+@torch.no_grad()
+def read(own: Transformer, whole: Batch) -> Tensor:
+    """Log-probabilities of the scored tokens, as a reference or a teacher gives them."""
+    ((on_host, _, _),) = deal(whole, 4096, 1)[0].parts
+    return score(own, on_host.to(own.device), RouterTrace(), 1.0).logprobs_N
 
 
-@pytest.mark.parametrize(("shape", "recipe"), CASES)
-def test_a_recipe_is_set_up(shape: str, recipe: str) -> None:
-    own, lora = model(shape), None
-    if recipe.endswith(" of an adapter"):
-        recipe = recipe.removesuffix(" of an adapter")
-        lora = Lora(own, LoraSettings(rank=8), choose(own, ()), "base", "none")
-    make, outputs, head_only, columns = RECIPES[recipe]
-    kind = "value" if "ppo" in recipe else "step"
-    head = Head(own.config.hidden_size, outputs, kind) if outputs else None
-    learner = Learner(own, OptimizerSection(learning_rate=1e-5), 10, 4096, lora=lora, head=head, head_only=head_only)
-    loss = passed(learner, batch(columns, recipe == "dpo"), make())
+def cut(own: Transformer) -> None:
+    """Leaves out all blocks but the first two, which have both kinds of attention. Blocks are alike, and a pass through each takes
+    its time on `meta`, too."""
+    own.blocks = own.blocks[:2]
+
+
+@cache
+def set_up(shape: str, part: Trained, adapts: bool = False) -> None:
+    """The model with its learner, whole, and a pass: through all blocks for the policy and its adapter."""
+    own = model(shape)
+    lora = Lora(own, LoraSettings(rank=8), choose(own, ()), "base", "none") if adapts else None
+    head = None if part.head is None else Head(own.config.hidden_size, *part.head)
+    settings = OptimizerSection(learning_rate=1e-5)
+    learner = Learner(own, settings, 10, 4096, lora=lora, head=head, head_only=part.head_only)
+    optimizer = learner.optimizer
+    assert optimizer.masters
+    for name, master in zip(optimizer.names, optimizer.masters, strict=True):
+        assert (master.device, master.dtype) == (META, torch.float32), name
+    if part is not CLOSE_POLICY:
+        cut(own)
+    reached = {id(parameter) for module in (own, head, lora) if module is not None for parameter in module.parameters()}
+    if part.head_only:
+        reached.remove(id(own.head_weight))  # no logits
+    loss = passed(learner, batch(part.columns, part.pairs, part.last_only), part.objective())
     assert loss.device == META
-    # Masters in float32 of what is in bfloat16, each with a gradient of its shape, none on the host.
-    assert len(learner.optimizer.masters) == len(learner.optimizer.parameters) > 0
-    for name, parameter, master in zip(
-        learner.optimizer.names, learner.optimizer.parameters, learner.optimizer.masters, strict=True
-    ):
-        assert master.device == META, name
-        assert master.dtype == torch.float32, name
-        assert master.grad is not None, name
-        assert master.grad.shape == parameter.shape, name
-        master.grad = None
+    # Gradients of what is in bfloat16 are its masters', each of the same shape, none on the host.
+    for name, parameter, master in zip(optimizer.names, optimizer.parameters, optimizer.masters, strict=True):
+        if id(parameter) in reached:
+            assert master.grad is not None, name
+            assert (master.grad.device, master.grad.shape) == (META, parameter.shape), name
+            master.grad = None
+
+
+@cache
+def reads(shape: str) -> None:
+    """A model that is only read."""
+    own = model(shape).requires_grad_(False)
+    cut(own)
+    logprobs_N = read(own, batch((), pairs=False, last_only=False))
+    assert (logprobs_N.device, logprobs_N.shape) == (META, (96,))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_recipe_is_set_up(shape: str, recipe: str) -> None:
+    trained, frozen = RECIPES[recipe]
+    for part in trained:
+        set_up(shape, part)
+    if frozen:
+        reads(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_adapter_is_set_up(shape: str) -> None:
+    set_up(shape, CLOSE_POLICY, adapts=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
