@@ -149,7 +149,7 @@ def experts_by_loop(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> T
         if weights.exact:
             return ops.linear_by_group(rows_RD, weight_EDF, counts)
         # Not by oneDNN, as `low_rank` says.
-        if grouped_mm_fits(rows_RD, weight_EDF.shape[-1]):
+        if rows_RD.shape[0] and grouped_mm_fits(rows_RD, weight_EDF.shape[-1]):
             return F.grouped_mm(rows_RD, weight_EDF, offs=offsets_E)
         return torch.cat([part @ weight for part, weight in zip(rows_RD.split(counts), weight_EDF, strict=True)])
 
@@ -231,7 +231,7 @@ _SMALL_PRODUCT = 2**20
 
 def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> ExpertsWay:
     """The fastest way on this device; with exact numerics, the one that gives a row the same bits in any batch."""
-    if weights.exact:
+    if weights.exact or x_RD.shape[0] == 0:  # grouped and batched products refuse to have no row
         return experts_by_loop
     ranks = [a.rank for a in (weights.gate_up_adapter, weights.down_adapter) if a is not None]
     fits = grouped_mm_fits(x_RD, weights.down_EFD.shape[1], *ranks)

@@ -68,6 +68,13 @@ class Twins:
             else:
                 self.equal(f"whether {name} has a gradient", bool(gradient.any()), False)
 
+    def all_gradients(self) -> None:
+        """Compares all gradients so far as one vector."""
+        mine, others = self.ours.optimizer.parameters, self.alone.optimizer.parameters
+        own = torch.cat([self._summed(parameter).double().flatten() for parameter in mine])
+        other = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in others]
+        self.near("the gradient", own, torch.cat([gradient.double().flatten() for gradient in other]))
+
     def _summed(self, parameter: Tensor) -> Tensor:
         """FSDP sums the gradients of sharded parameters; an optimizer step those of the others."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
