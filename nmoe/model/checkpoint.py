@@ -18,6 +18,7 @@ from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
 from nmoe.model.families.base import Family, fill, tensors_of
+from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
 from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
 from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, write_shards
@@ -100,7 +101,8 @@ def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
 
 
 def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a checkpoint that transformers loads, in the dtype of the parameters. Creates the directory if needed.
+    """Writes a checkpoint that transformers loads, in the dtype of the parameters; experts that have a profile are written in it,
+    as compressed-tensors stores them. Creates the directory if needed.
 
     The family is the one that has all features of the model; a model loaded from a family returns to it. Raises UserError if no
     family has all features, and if the directory already holds a model, since shards of both would be mixed.
@@ -109,6 +111,7 @@ def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_B
     if old := sorted(directory.glob("*.safetensors*")):
         raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
     family = family_of(model.config)
+    refuse_stacked(family, model.config)
     filled = {entry.ours for entry in family.entries(model.config)}
     for name, tensor in model.state_dict().items():
         if name not in filled and tensor.any():
@@ -173,10 +176,16 @@ def _write(
     if family is not native:
         config |= {name: generation.get(name) for name in _TOKEN_IDS}
         config["torch_dtype"] = str(state["embedding.weight"].dtype).removeprefix("torch.")
+    if family is native or model_config.expert_profile is None:
+        tensors = tensors_of(state, family.entries(model_config))
+    else:
+        tensors = stored_tensors(state, family, model_config)
+        if (quantised := quantization_config(family, model_config)) is not None:
+            config["quantization_config"] = quantised
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if generation:
         (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    write_shards(directory, tensors_of(state, family, model_config), shard_bytes)
+    write_shards(directory, tensors, shard_bytes)
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from nmoe.errors import UserError
-from nmoe.model.checkpoint import export_model, stored_dtype
+from nmoe.model.checkpoint import export_model, read_config, stored_dtype
 from nmoe.model.peft_format import is_adapter, save_adapter
 from nmoe.model.policy import base_of, load_policy
 from nmoe.runs.resolve import resolve_checkpoint
@@ -52,7 +52,13 @@ def export_checkpoint(
     if format == "peft" and not is_adapter(source):
         raise UserError(f"{source}: a whole model; format peft is that of an adapter, hf is a model's")
     base = base_of(source) if is_adapter(source) else source
-    model, lora = load_policy(source, stored_dtype(base) if dtype is None else getattr(torch, dtype))
+    profile, stored = read_config(base)[1].expert_profile, stored_dtype(base)
+    if profile is not None and dtype is not None and getattr(torch, dtype) != stored:
+        raise UserError(
+            f"{source}: its experts were trained in {profile} made of {str(stored).removeprefix('torch.')}; in {dtype} they would "
+            "be others: leave --dtype out"
+        )
+    model, lora = load_policy(source, stored if dtype is None else getattr(torch, dtype))
     if not model.generation:
         model.generation = harmony_generation(source)
     partial = directory.with_name(f".{directory.name}.partial")

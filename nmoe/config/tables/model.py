@@ -129,6 +129,10 @@ class ModelSection(Section):
             yield Conflict(
                 "expert_profile", f"{self.expert_profile} is for routed experts, and shape.experts = 0: leave it out"
             )
+        if self.expert_profile is not None and self.expert_weights == "mxfp4":
+            yield Conflict(
+                "expert_profile", "experts that stay in MXFP4 are in no other profile: leave one of the two out"
+            )
         if self.expert_profile is not None and self.compile:
             yield Conflict("expert_profile", "quantised experts are not compiled: leave expert_profile or compile out")
         if self.numerics == "exact" and self.compile:

@@ -183,11 +183,13 @@ def _compare_tied_head(embedding_VD: Tensor, shards: Shards) -> None:
         )
 
 
-def tensors_of(
-    state: dict[str, Tensor], family: Family, config: ModelConfig
-) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
-    """A model's state as the family's tensors: name, size in bytes, and a call that makes the tensor, contiguous on the CPU."""
-    for entry in family.entries(config):
+Written = tuple[str, int, Callable[[], Tensor]]
+"""A tensor to store: its name, its size in bytes, and a call that makes it, contiguous on the CPU."""
+
+
+def tensors_of(state: dict[str, Tensor], entries: Iterable[Entry]) -> Iterator[Written]:
+    """A model's state as the tensors that these entries name."""
+    for entry in entries:
         part = state[entry.ours][entry.index]
 
         def make(part: Tensor = part, entry: Entry = entry) -> Tensor:

@@ -188,7 +188,11 @@ def experts_one_by_one(
         yield Entry(f"{theirs}{e}.{down}.weight", f"{ours}down", (width, intermediate), (e,), transpose, transpose)
 
 
+# Tables of old versions, and the factors by which quantised releases scale a layer's inputs, which are not quantised so here.
+_UNREAD = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale")
+
+
 def ignored_always(name: str, config: ModelConfig) -> bool:
     """Tensors that any checkpoint may have and that are ignored: a tied head, which `fill` compares with the embedding, tables of
     old versions, and the factor by which releases in FP8 quantise a layer's inputs, which are not quantised here."""
-    return (config.tie_embeddings and name == TIED_HEAD) or name.endswith(("rotary_emb.inv_freq", ".input_scale"))
+    return (config.tie_embeddings and name == TIED_HEAD) or name.endswith(_UNREAD)

@@ -1,5 +1,5 @@
 """FP8 storage: E4M3 with one factor for each 128 x 128 of a weight (DeepSeek's, Qwen's and Moonshot's releases), or, as
-compressed-tensors writes it, also for each row or for the whole weight.
+compressed-tensors writes it, also for each row or for the whole weight; and compressed-tensors' NVFP4.
 
 Weights are dequantised in fp32, which holds every product of the two exactly if the factor has at most 20 bits, as those in bf16
 have; then they are rounded once, to the model's dtype.
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from nmoe.errors import UserError
+from nmoe.model.expert_profile import BLOCK
 from nmoe.model.families.base import Packing
+from nmoe.model.families.compressed import NVFP4, from_packed
 from nmoe.model.families.settings import Settings
 
 # Rows and columns that share a scale.
@@ -29,11 +31,17 @@ def check(settings: Settings) -> None:
         quantised.only("fmt", "e4m3")
         quantised.only("weight_block_size", [_BLOCK, _BLOCK])
         return
-    quantised.only("format", "float-quantized")
+    quantised.only("format", "float-quantized", NVFP4)
     groups = quantised.section("config_groups")
     for name in groups.raw:
         weights = groups.section(name).section("weights")
         weights.only("type", "float")
+        if quantised.raw.get("format") == NVFP4:
+            weights.only("num_bits", 4)
+            weights.only("symmetric", True)
+            weights.only("strategy", "tensor_group")
+            weights.only("group_size", BLOCK)
+            continue
         weights.only("num_bits", 8)
         weights.only("symmetric", True)
         weights.only("strategy", "tensor", "channel", "block")
@@ -69,4 +77,8 @@ def _check_dtype(weight_ND: Tensor) -> None:
         raise UserError(f"{weight_ND.dtype} {list(weight_ND.shape)} beside scales is not a matrix in FP8 (E4M3)")
 
 
-PACKINGS: tuple[Packing, ...] = (Packing(("", "_scale_inv"), by_block), Packing(("", "_scale"), by_row))
+PACKINGS: tuple[Packing, ...] = (
+    Packing(("", "_scale_inv"), by_block),
+    Packing(("", "_scale"), by_row),
+    Packing(("_packed", "_scale", "_global_scale"), from_packed),
+)

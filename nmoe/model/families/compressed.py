@@ -1,0 +1,127 @@
+"""Experts in a profile as compressed-tensors stores them: what an export writes, and NVFP4 as any checkpoint holds it.
+
+Only routed experts are quantised. fp8 is `float-quantized` with a scale for each row of a weight, and servers quantise the
+activations of each token (FP8_DYNAMIC). nvfp4 is `nvfp4-pack-quantized` with weights alone (NVFP4A16). With the profile bf16
+experts are stored in bf16, and nothing says so but their dtype.
+"""
+
+# Shapes: N a product's outputs, D its inputs, G blocks of 16 inputs, H pairs of inputs.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmoe.config.tables.model import ExpertProfile
+from nmoe.errors import UserError
+from nmoe.model.config import ModelConfig
+from nmoe.model.expert_profile import BLOCK, fp8, from_nvfp4, nvfp4
+from nmoe.model.families.base import TIED_HEAD, Entry, Family, Written, tensors_of
+
+NVFP4 = "nvfp4-pack-quantized"
+
+_FP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
+_FP8_ROWS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+_NVFP4_WEIGHTS = _FP8_WEIGHTS | {
+    "num_bits": 4,
+    "strategy": "tensor_group",
+    "group_size": BLOCK,
+    "scale_dtype": "torch.float8_e4m3fn",
+    "zp_dtype": "torch.float8_e4m3fn",
+}
+
+
+def from_packed(packed_NH: Tensor, scales_NG: Tensor, factor: Tensor) -> Tensor:
+    """A weight `[N, D]` in fp32 from NVFP4: two numbers of four bits a byte, the lower bits first, a scale in E4M3 for each 16, and
+    the factor that scales are divided by. Raises UserError if the three do not match."""
+    rows, pairs = packed_NH.shape if packed_NH.dim() == 2 else (-1, -1)
+    if packed_NH.dtype != torch.uint8 or scales_NG.dtype != torch.float8_e4m3fn or factor.numel() != 1:
+        raise UserError(
+            f"{packed_NH.dtype}, {scales_NG.dtype} and {list(factor.shape)} are not NVFP4: bytes, E4M3 and one factor"
+        )
+    if scales_NG.shape != (rows, 2 * pairs // BLOCK) or 2 * pairs % BLOCK:
+        raise UserError(f"scales {list(scales_NG.shape)} are not one for each {BLOCK} of {[rows, 2 * pairs]}")
+    codes_ND = torch.stack([packed_NH & 15, packed_NH >> 4], -1).flatten(1)
+    return from_nvfp4(codes_ND, scales_NG, factor.float())
+
+
+def refuse_stacked(family: Family, config: ModelConfig) -> None:
+    """Raises UserError if the experts have a profile, and the family stores those of a layer together."""
+    alone = all(
+        entry.index and isinstance(entry.index[0], int) for entry in family.entries(config) if _is_expert(entry)
+    )
+    if config.expert_profile is not None and not alone:
+        raise UserError(
+            f"{family.MODEL_TYPE} stores the experts of a layer together, and experts in {config.expert_profile} are exported one "
+            "by one; train without model.expert_profile where export to this family is wanted"
+        )
+
+
+def quantization_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
+    """The `quantization_config` of an export; None where its profile needs none."""
+    if config.expert_profile in (None, "bf16"):
+        return None
+    # Servers quantise every linear layer that is not named here.
+    kept = [entry.theirs for entry in family.entries(config) if not _is_expert(entry) and len(entry.shape) == 2]
+    if config.tie_embeddings:
+        kept.append(TIED_HEAD)
+    by_fp8 = config.expert_profile == "fp8"
+    group = {
+        "targets": ["Linear"],
+        "weights": _FP8_WEIGHTS if by_fp8 else _NVFP4_WEIGHTS,
+        "input_activations": _FP8_ROWS if by_fp8 else None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if by_fp8 else NVFP4,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [name.removesuffix(".weight") for name in kept if "embed" not in name],
+    }
+
+
+def stored_tensors(state: dict[str, Tensor], family: Family, config: ModelConfig) -> Iterator[Written]:
+    """A model's state as the family's tensors, as `tensors_of` gives them, with experts in the model's profile."""
+    assert config.expert_profile is not None, "without a profile there is nothing to quantise"
+    for entry in family.entries(config):
+        if _is_expert(entry):
+            yield from _expert(entry, state[entry.ours], config.expert_profile)
+        else:
+            yield from tensors_of(state, [entry])
+
+
+def _is_expert(entry: Entry) -> bool:
+    return entry.ours.endswith((".ffn.gate_up", ".ffn.down"))
+
+
+def _expert(entry: Entry, weight: Tensor, profile: ExpertProfile) -> Iterator[Written]:
+    """One expert's gate, up or down, and its scales."""
+    name, rows, numbers = entry.theirs, entry.shape[0], entry.shape[0] * entry.shape[1]
+
+    def made(make: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        return lambda: make(entry.write(weight[entry.index].detach())).cpu().contiguous()
+
+    def as_fp8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
+        return fp8(weight_ND, 1)
+
+    def as_nvfp4(weight_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return nvfp4(weight_ND, weight[entry.index[0]].detach().abs().amax())
+
+    if profile == "bf16":
+        yield name, 2 * numbers, made(Tensor.bfloat16)
+    elif profile == "fp8":
+        yield name, numbers, made(lambda weight_ND: as_fp8(weight_ND)[0])
+        yield f"{name}_scale", 4 * rows, made(lambda weight_ND: as_fp8(weight_ND)[1])
+    else:
+        yield f"{name}_packed", numbers // 2, made(lambda weight_ND: _packed(as_nvfp4(weight_ND)[0]))
+        yield f"{name}_scale", numbers // BLOCK, made(lambda weight_ND: as_nvfp4(weight_ND)[1])
+        yield f"{name}_global_scale", 4, made(lambda weight_ND: as_nvfp4(weight_ND)[2])
+
+
+def _packed(codes_ND: Tensor) -> Tensor:
+    low_NH, high_NH = codes_ND.unflatten(1, (-1, 2)).unbind(-1)
+    return low_NH | high_NH << 4
