@@ -42,7 +42,7 @@ from nmoe.model.peft_format import resume_adapter, save_adapter, snapshot_adapte
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import command, gang
-from nmoe.parallel.ranks import Ranks, full_state, release, set_full_state
+from nmoe.parallel.ranks import Ranks, full_state, release
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -271,12 +271,16 @@ class Learner:
     @command
     def snapshot(self, copied: bool) -> Snapshot:
         """What `save` would write and return now. With `copied` it is a copy in host memory, to be written while training goes on.
-        Every rank has to call this, and one to write it."""
-        lora = self.lora
-        parts = [snapshot_model(self._unsharded(), copied) if lora is None else snapshot_adapter(lora, copied)]
-        if self.head is not None:
-            parts.append(self.head.snapshot(copied))
-        parts.append(self.optimizer.snapshot(copied))
+        Every rank has to call this, and the first one to write it: the others hold nothing of it."""
+        first, model = self.ranks.rank == 0, self._unsharded() if self.lora is None else None
+        parts = [self.optimizer.snapshot(copied, keep=first)]
+        if first:
+            if self.head is not None:
+                parts.insert(0, self.head.snapshot(copied))
+            if self.lora is not None:
+                parts.insert(0, snapshot_adapter(self.lora, copied))
+            elif model is not None:
+                parts.insert(0, snapshot_model(model, copied))
 
         def write(directory: Path) -> None:
             for part in parts:
@@ -292,7 +296,7 @@ class Learner:
         if format == "hf":
             lora = self.lora if self.ranks.size == 1 else None
             with nullcontext(self._unsharded()) if lora is None else lora.merged() as model:
-                if self.ranks.rank == 0:
+                if model is not None:
                     export_model(model, directory)
         elif self.ranks.rank == 0:
             assert self.lora is not None, "a learner of the whole model has no adapter"
@@ -306,23 +310,23 @@ class Learner:
         if self.lora is not None:
             resume_adapter(self.lora, directory)
         else:
-            model = self._unsharded()
-            load_weights(model, directory)
-            if model is not self.model:
-                set_full_state(self.model, model.state_dict())
+            release(self.model)
+            load_weights(self.model, directory)
         if self.head is not None:
             self.head.load_weights(directory)
         self.optimizer.load(directory)
         if state is not None:
             self.version = state["version"]
 
-    def _unsharded(self) -> Transformer:
-        """The model with whole weights: itself, or a copy if ranks shard it, in which an adapter is merged. Every rank has to call
-        this."""
+    def _unsharded(self) -> Transformer | None:
+        """The model with whole weights: itself or, if ranks shard it, a copy on the first rank alone, in which an adapter is
+        merged. Every rank has to call this."""
         if self.ranks.size == 1:
             return self.model
+        state = full_state(self.model, keep=self.ranks.rank == 0)
+        if self.ranks.rank > 0:
+            return None
         copy = Transformer(self.model.config)
-        state = full_state(self.model)
         copy.load_state_dict({name: state[name] for name in copy.state_dict()}, assign=True)
         copy.generation = self.model.generation
         if self.lora is not None:

@@ -11,14 +11,15 @@ steps (section 3.2).
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nmoe.config.tables.optimizer import OptimizerSection
@@ -163,14 +164,18 @@ class Optimizer:
         """Writes the state into `directory`."""
         self.snapshot(copied=False).write(directory)
 
-    def snapshot(self, copied: bool) -> Snapshot:
-        """What `save` would write now. With `copied` later steps do not change it. If it is sharded, every rank calls this."""
+    def snapshot(self, copied: bool, keep: bool = True) -> Snapshot:
+        """What `save` would write now. With `copied` later steps do not change it. If it is sharded, every rank calls this, and
+        those that do not `keep` it have no more than one whole tensor at a time."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{name}/{key}"] = whole(value)
+            states = dict(self.adamw.state.get(master, {}))
             if master is not parameter:
-                tensors[f"{name}/master"] = whole(master.detach())
+                states["master"] = master.detach()
+            for key, value in states.items():
+                full = whole(value)
+                if keep:
+                    tensors[f"{name}/{key}"] = full
         held, size = hold(tensors, copied)
         state = {
             "steps": self.steps,
@@ -191,7 +196,7 @@ class Optimizer:
         Raises UserError for a missing or torn file, and if the state of a parameter is missing."""
         settings = self.settings
         try:
-            tensors = load_file(directory / "optimizer.safetensors")
+            stored = safe_open(directory / "optimizer.safetensors", "pt")
             state = json.loads((directory / "optimizer.json").read_text())
             self.steps, self.good_steps = int(state["steps"]), int(state["good_steps"])
             self.loss_scale = float(state["loss_scale"])
@@ -199,8 +204,13 @@ class Optimizer:
             self.schedule, self.note = resumed_schedule(state.get("schedule"), self.schedule, asked, self.steps, peak)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{directory}: its optimizer state is missing or torn: {error}") from None
+        keys: dict[str, list[str]] = defaultdict(list)
+        for path in stored.keys():  # noqa: SIM118 - not a mapping
+            name, _, key = path.rpartition("/")
+            keys[name].append(key)
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            states = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+            # One tensor at a time, of which a rank keeps its part.
+            states = {key: like(stored.get_tensor(f"{name}/{key}").to(master.device), master) for key in keys[name]}
             low = master is not parameter
             if low != ("master" in states):
                 precision = str(parameter.dtype).removeprefix("torch.")
@@ -209,10 +219,10 @@ class Optimizer:
                     f"run trains in {precision}; resume with the model.precision that the run began with"
                 )
             if low:
-                master.data.copy_(like(states.pop("master"), master))
+                master.data.copy_(states.pop("master"))
             if not states and self.steps:
                 raise UserError(f"{directory / 'optimizer.safetensors'}: no state for parameter {name}")
-            self.adamw.state[master] = {key: like(value.to(master.device), master) for key, value in states.items()}
+            self.adamw.state[master] = states
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -115,25 +115,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Shards a full tensor, which every rank has, as the parameter is. A tensor of another shape, such as a step count, is returned
-    as it is."""
+    """A copy of this rank's part of a full tensor, which every rank has, sharded as the parameter is. A tensor of another shape,
+    such as a step count, is returned as it is."""
     if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
     return tensor
 
 
-def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state dict with every tensor whole, on every rank."""
+def full_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """The model's state dict with every tensor whole, on the ranks that want to `keep` it: nothing on the others, which have no
+    more than one whole tensor at a time. Every rank calls this."""
     release(model)
-    return {name: whole(tensor.detach()) for name, tensor in model.state_dict().items()}
-
-
-@torch.no_grad()
-def set_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a state dict of whole tensors, of which each rank keeps its part. Every rank passes the same."""
-    release(model)
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(like(state[name].to(tensor), tensor))
+    whole_state = ((name, whole(tensor.detach())) for name, tensor in model.state_dict().items())
+    return {name: tensor for name, tensor in whole_state if keep}
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -1,7 +1,7 @@
 """What a family is, and the walk over its entries that copies a checkpoint's tensors into a model or makes them from one.
 
-A family's file only maps names and settings. Entries are handled in order; each stored tensor is read once, in pieces of 4 MiB
-where its rows fill rows of ours, copied into its part of ours, and freed.
+A family's file only maps names and settings. Our weights are filled one after another; each stored tensor is read once, in pieces
+of 4 MiB where its rows fill rows of ours, copied into its part of ours, and freed. Ranks that shard a weight each keep their part.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,10 +110,36 @@ def fill(
     _compare(entries, stored, family, config, shards)
     for name in _unfilled(state, entries, buffers):
         state[name].zero_()
+    by_weight: dict[str, list[Entry]] = {}
     for entry in entries:
-        _fill_entry(state[entry.ours][entry.index], entry, *stored[entry.theirs], shards)
+        by_weight.setdefault(entry.ours, []).append(entry)
+    for name, parts in by_weight.items():
+        with _to_fill(state[name]) as weight:
+            for entry in parts:
+                _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
     if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
-        _compare_tied_head(state["embedding.weight"], shards)
+        embedding = state["embedding.weight"]
+        _compare_tied_head(embedding.full_tensor() if _sharded(embedding) else embedding, shards)  # type: ignore[attr-defined]
+
+
+def _sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "device_mesh")
+
+
+@contextmanager
+def _to_fill(weight: Tensor) -> Iterator[Tensor]:
+    """The tensor to copy a stored weight into: the weight itself or, if ranks shard it, a whole one, of which this rank's part is
+    kept afterwards."""
+    if not _sharded(weight):
+        yield weight
+        return
+    # Imported here because it takes 0.6 s, which only a sharded model should cost.
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(weight, DTensor), "what shards a tensor"
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    yield whole
+    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
 
 
 def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:
@@ -120,7 +147,7 @@ def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Colle
     as it was allocated."""
     filled: Counter[str] = Counter()
     for entry in entries:
-        filled[entry.ours] += state[entry.ours][entry.index].numel()
+        filled[entry.ours] += torch.empty(state[entry.ours].shape, device="meta")[entry.index].numel()
     for name, tensor in state.items():
         if filled[name] != tensor.numel() and (filled[name] or name not in buffers):
             raise ValueError(f"{name}: the family's entries fill {filled[name]} of its {tensor.numel()} values")
