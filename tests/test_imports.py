@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "nmoe"
 LEVELS = [
     {"cli"},
     {"api"},
-    {"serve", "preflight"},
+    {"serve", "plan"},
+    {"preflight"},
     {"speedrun"},
     {"selfplay"},
     {"rl"},

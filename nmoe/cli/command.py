@@ -33,6 +33,7 @@ from nmoe.cli.env_show import show as show_environment
 from nmoe.cli.eval import evaluate
 from nmoe.cli.export import export
 from nmoe.cli.grade import grade
+from nmoe.cli.plan import plan
 from nmoe.cli.preflight import preflight
 from nmoe.cli.pretrain import pretrain
 from nmoe.cli.replay import replay
@@ -185,8 +186,9 @@ for training_verb in (pretrain, sft, dpo, reward, selfplay, verifier):
 app.command("eval", cls=Verb)(evaluate)
 for plain_verb in (grade, chat, replay, report, export, speedrun, doctor):
     app.command(cls=Verb)(plain_verb)
-# It takes overrides as a training verb does.
+# They take overrides as a training verb does.
 app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(preflight)
+app.command(cls=Verb, context_settings={"ignore_unknown_options": True})(plan)
 app.add_typer(rl, name="rl")
 app.add_typer(data, name="data")
 app.add_typer(env, name="env")

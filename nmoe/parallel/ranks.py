@@ -62,7 +62,8 @@ class Ranks:
         self.axes = resolve(parallel, self.size, per_node, number)
         if self.size == 1:
             return None
-        meshes = make_meshes(self.axes, next(model.parameters()).device.type)
+        device = next(model.parameters()).device.type
+        meshes = make_meshes(self.axes, "cpu" if device == "meta" else device)  # a plan of ranks has no device
         shard_model(model, blocks, experts, kept, meshes)
         return meshes.dispatcher
 

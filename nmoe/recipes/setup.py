@@ -30,6 +30,7 @@ from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere, gang
+from nmoe.parallel.ranks import Ranks
 from nmoe.runs.directory import recorded_precision, recorded_threads
 from nmoe.runs.git import refuse_dirty
 from nmoe.runs.provenance import provenance
@@ -175,6 +176,7 @@ class Start:
             config.run.steps,
             config.batch.tokens_per_microbatch,
             lora=self.lora,
+            ranks=Ranks(config.parallel),
             head=head,
             head_only=head_only,
         )
@@ -220,7 +222,7 @@ def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
     )
 
 
-def describe(config: RunConfig, lora: Lora | None) -> list[str]:
+def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -> list[str]:
     """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
     lines = [] if lora is None else lora.describe()
     if (profile := config.model.expert_profile) is not None:
@@ -228,6 +230,8 @@ def describe(config: RunConfig, lora: Lora | None) -> list[str]:
             f"experts: {profile} by its reference, quantised once a step and multiplied dequantised: the numbers of a kernel for "
             f"{profile}, at no gain in speed or memory"
         )
+    if ranks is not None and ranks.size > 1 and ranks.axes is not None:
+        lines.append(ranks.axes.said)
     if (numerics := numerics_here(config.model.numerics, choose_device(config.model.device))) != config.model.numerics:
         inexact = numerics.removeprefix("exact, but for ")
         lines.insert(

@@ -79,7 +79,11 @@ class Supervised(Recipe):
         self.experts = self.learner.model.config.routed_experts
 
     def notes(self) -> list[str]:
-        return [*batch_arithmetic(self.config), *describe(self.config, self.learner.lora), *self.data_notes]
+        return [
+            *batch_arithmetic(self.config),
+            *describe(self.config, self.learner.lora, self.learner.ranks),
+            *self.data_notes,
+        ]
 
     def step(self, step: int) -> Step:
         began = time.perf_counter()

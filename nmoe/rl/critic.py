@@ -25,6 +25,7 @@ from nmoe.learner.objectives.value import explained_variance
 from nmoe.learner.optimizer import StepResult
 from nmoe.model.head import DESCRIPTION, Head, load_head
 from nmoe.parallel.gang import everywhere
+from nmoe.parallel.ranks import Ranks
 from nmoe.recipes.setup import build_model, optimizer_settings
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, cont
         optimizer_settings(config, updates).model_copy(update={"learning_rate": section.learning_rate}),
         config.run.steps * updates,
         config.batch.tokens_per_microbatch,
+        ranks=Ranks(config.parallel),
         head=value_head(model.config.hidden_size, path),
         head_only=True,
     )

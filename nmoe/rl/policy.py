@@ -22,6 +22,7 @@ from nmoe.learner.objectives import (
     total,
 )
 from nmoe.learner.objectives.base import log_ratio
+from nmoe.parallel.ranks import Ranks
 from nmoe.recipes.setup import add_adapter, build_model, optimizer_settings
 from nmoe.rl.critic import Critic, value_head
 from nmoe.text.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
         config.batch.tokens_per_microbatch,
         config.sampling.temperature,
         lora,
+        ranks=Ranks(config.parallel),
         head=head,
         head_learning_rate=head_learning_rate,
     )

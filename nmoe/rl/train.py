@@ -213,7 +213,7 @@ class PolicyGradient(Recipe):
 
     def notes(self) -> list[str]:
         environment = self.environment
-        lines = [*batch_arithmetic(self.config), *describe(self.config, self.learner.lora)]
+        lines = [*batch_arithmetic(self.config), *describe(self.config, self.learner.lora, self.learner.ranks)]
         if environment.pool.order.read_as:
             lines.append(f"records: {environment.pool.order.read_as}")
         if self.tools.sandboxes is not None:

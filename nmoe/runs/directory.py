@@ -31,7 +31,7 @@ _KEYS_THAT_MAY_DIFFER = (
     "model.device",
     "optimizer.schedule_steps",
 )
-_SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "sinks.")
+_SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "parallel.", "sinks.")
 
 
 class RunLock:

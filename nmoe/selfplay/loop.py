@@ -33,6 +33,7 @@ from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere
+from nmoe.parallel.ranks import Ranks
 from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import (
     build_model,
@@ -183,6 +184,7 @@ def role_learner(config: SelfplayConfig, tokenizer: Tokenizer, steps: int) -> Le
         steps,
         config.batch.tokens_per_microbatch,
         config.sampling.temperature,
+        ranks=Ranks(config.parallel),
     )
 
 

@@ -14,6 +14,7 @@ from nmoe.config.tables.evaluation import PeriodSection, only_one
 from nmoe.config.tables.model import LoraSection, ModelSection
 from nmoe.config.tables.monitor import WatchSection
 from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.config.tables.parallel import ParallelSection
 from nmoe.config.tables.run import CheckpointSection, RunSection
 from nmoe.config.tables.sinks import SinksSection
 
@@ -27,6 +28,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="optimizer and schedule")
     monitor: WatchSection = Field(default=WatchSection(), description="rules that watch the run")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="checkpoints")
+    parallel: ParallelSection = Field(default=ParallelSection(), description="ranks that train together")
     sinks: SinksSection = Field(default=SinksSection(), description="TensorBoard, W&B, trackio, CSV")
 
     def conflicts(self) -> Iterator[Conflict]:

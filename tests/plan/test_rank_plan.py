@@ -1,0 +1,110 @@
+"""Plans of ranks: what they count is what real tensors take, and what ranks send is what FSDP and expert groups move."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from nmoe import cli
+from nmoe.config.commands import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.learner.learner import Learner
+from nmoe.parallel.ranks import Ranks
+from nmoe.plan.ranks import fake_ranks, plan
+from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings
+
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+
+
+def held_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+
+
+@pytest.mark.parametrize("axes", [(), ("--parallel.ep=2",), ("--parallel.ep=1", "--parallel.dp_replicate=2")])
+def test_bytes_are_those_of_real_tensors(workshop: Path, axes: tuple[str, ...]) -> None:
+    """Four ranks: rank 0's own part of real weights, their gradients, and the state of an optimizer that took a step."""
+    config = load_run(workshop / "base.toml", PretrainConfig, axes)
+    planned = plan(config, 4, 4)
+    with fake_ranks(4, 4):
+        model = build_model(config.model, load_tokenizer(config.model), 0)
+        learner = Learner(model, optimizer_settings(config), 10, 512, ranks=Ranks(config.parallel))
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        learner.optimizer.step()
+        states = [learner.optimizer.adamw.state[one] for one in parameters]
+        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        counted = {
+            "weights": held_bytes(parameters),
+            "gradients": held_bytes(parameters),
+            "optimizer": held_bytes(moments),
+        }
+    for name, real in counted.items():
+        assert planned.held[name] == pytest.approx(real, rel=0.01), name
+
+
+def test_what_a_rank_sends_by_hand(workshop: Path) -> None:
+    config = load_run(workshop / "base.toml", PretrainConfig, ["--parallel.ep=2", "--data.tokens_per_step=4096"])
+    planned = plan(config, 4, 4)
+    # 4 experts of 64 x 128 and 64 x 64 in each of 2 layers; 4096 / 4 tokens to 2 experts each, in one micro-batch.
+    experts = 2 * 4 * (64 * 128 + 64 * 64)
+    dense = planned.parameters - experts
+    gathered = (
+        dense * 3 / 4 + experts / 2 * 1 / 2
+    )  # over all ranks; half of the experts over the 2 ranks that share them
+    assert planned.sent == {
+        "gathered weights": int(gathered * 4 * 2),
+        "scattered gradients": int(gathered * 4),
+        "rows to experts": 1024 * 2 * 2 * 64 * 4 * 2 * 2 // 2,
+    }
+    assert planned.axes.efsdp == planned.axes.ep == 2
+    assert plan(load_run(workshop / "base.toml", PretrainConfig), 1, 1).sent == {}
+
+
+def test_a_30b_model_on_1024_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    arguments = ["qwen3_30b_a3b", "--world=1024", f"--model.path={tmp_path}"]
+    for memory, code in (("80", 0), ("40", 1)):
+        monkeypatch.setattr(sys, "argv", ["nmoe", "plan", *arguments, f"--memory-gib={memory}"])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == code
+        said = capsys.readouterr().out
+        assert "30,532,122,624 parameters, 29,905,186 on rank 0 (1.003 of an even share)" in said
+        assert ("fits 80 GiB" if code == 0 else "does not fit 40 GiB; what helps") in said
+
+
+def test_ranks_that_sample_hold_whole_weights(workshop: Path, base: Path) -> None:
+    planned = plan(load_run(workshop / "rl.toml", RLConfig), 2, 2)
+    assert planned.held["whole weights to sample"] == planned.parameters * 4
+    assert planned.sent["weights to sample"] == planned.parameters * 4 // 2
