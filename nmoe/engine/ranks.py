@@ -35,6 +35,7 @@ class Trained(Protocol):
     """A learner, as the engine sees it."""
 
     model: Transformer
+    lora: Lora | None
 
 
 def sampling_engine(learner: Trained, max_sequences: int, cache_mb: int = 0) -> NativeEngine | RanksEngine:
@@ -73,6 +74,8 @@ class RankSampler:
         self.model = new_model(model.config, model.embedding.weight.dtype, model.device).requires_grad_(False)
         self.model.set_numerics("exact" if model.exact else "fast")
         self.model.generation = model.generation
+        if (lora := learner.lora) is not None:
+            Lora(self.model, lora.settings, lora.sites, lora.base, lora.fingerprint)
         self.gather()
         self.engine = NativeEngine(self.model, max_sequences, cache_mb)
 

@@ -28,7 +28,7 @@ numerics = "exact"
 path = "RECORDS"
 tokens_per_step = 512
 held_out = 0.25
-[eval]
+[[eval]]
 every_steps = 2
 """
 VERIFIER = """
@@ -54,7 +54,7 @@ context_tokens = 400
 prm_source = "HERE/steps.jsonl"
 held_out_share = 0.2
 tokens_per_step = 512
-[eval]
+[[eval]]
 every_steps = 2
 problems = 20
 """
@@ -105,6 +105,7 @@ def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, lis
         *((name, f"{tmp_path}/{name}.toml", []) for name in ("sft", "dpo", "reward", "verifier")),
         ("verifier", f"{tmp_path}/verifier.toml", ["--run.name=judge", "--verifier.head=discriminative"]),
         reinforce("reference", "--algorithm.kl_coef=0.05", "--algorithm.reference_every_steps=2"),
+        reinforce("adapter", "--lora.rank=4"),
         reinforce("critic", *critic, "--batch.updates_per_step=2"),
         reinforce("shared", *critic, "--critic.shared=true"),
         reinforce("taught", f"--distillation.teacher={base}", "--distillation.coef=1.0"),
