@@ -72,7 +72,7 @@ def test_a_key_of_other_commands_is_refused_by_their_names(tmp_path: Path) -> No
         "7: [critic]: unknown key; `nmoe sft` does not have it, `nmoe rl train` has",
         "--eval.0.problems=5: unknown key; `nmoe sft` does not have it, `nmoe verifier`, `nmoe rl train`, "
         "`nmoe selfplay` have",
-        "--critics.gamma=1: unknown key; known here: run, model, batch, optimizer, monitor, checkpoint, "
+        "--critics.gamma=1: unknown key; known here: run, model, batch, optimizer, monitor, checkpoint, parallel, "
         "sinks, lora, eval, records",
     ]
 
