@@ -132,7 +132,18 @@ def test_what_a_command_does_not_read_is_refused(command: str, override: str, co
 def test_a_resolved_configuration_holds_what_applies(config: Write) -> None:
     loaded = load_run(config(SHAPE + DATA), PretrainConfig)
     tables = tomllib.loads(to_toml(loaded))
-    assert tables.keys() == {"run", "model", "batch", "optimizer", "monitor", "checkpoint", "sinks", "eval", "data"}
+    assert tables.keys() == {
+        "run",
+        "model",
+        "batch",
+        "optimizer",
+        "monitor",
+        "checkpoint",
+        "parallel",
+        "sinks",
+        "eval",
+        "data",
+    }
     assert tables["batch"] == {"tokens_per_microbatch": 16384}
     assert tables["eval"] == []
 
