@@ -74,7 +74,7 @@ def evaluate(
         Path,
         typer.Option(
             metavar="DIRECTORY",
-            help="Where a sweep keeps the outcome of every problem, and goes on after an interruption.",
+            help="Where the outcome of every problem is kept: the same command goes on after an interruption.",
         ),
     ] = Path("evals"),
     out: Annotated[
@@ -136,16 +136,11 @@ def evaluate(
         choices_command(named, mode, problems, device, out)
         return
     chosen = mode_of(mode, samples, temperature)
-    from nmoe.eval.sweep import Asked, models_and_benchmarks, sweep_command
+    from nmoe.eval.asked import Asked, models_and_benchmarks
+    from nmoe.eval.sweep import sweep_command
 
     checkpoints, benchmarks = models_and_benchmarks(named)
-    asked = Asked(chosen, problems or 200, seed, max_tokens, reasoning_effort, device, expert_weights)
-    if len(checkpoints) + len(benchmarks) == 2:
-        from nmoe.eval.command import evaluate_command
-        from nmoe.verifier.scorers import load_scorer
+    from nmoe.verifier.scorers import load_scorer
 
-        evaluate_command(checkpoints[0], benchmarks[0], asked, load_scorer, best_of, out)
-        return
-    if best_of is not None:
-        raise UserError("--best-of is of one checkpoint on one benchmark")
-    sweep_command(checkpoints, benchmarks, asked, results, out)
+    asked = Asked(chosen, problems or 200, seed, max_tokens, reasoning_effort, device, expert_weights, best_of)
+    sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)

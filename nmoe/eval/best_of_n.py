@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from nmoe.envs.environment import Environment
 from nmoe.envs.scorer import Scorer
-from nmoe.eval.evaluate import Evaluation, share_of, summarise
-from nmoe.eval.outcomes import is_correct, majorities
+from nmoe.eval.evaluate import Evaluation, share_of, summarise_outcomes
+from nmoe.eval.outcomes import Outcome
+from nmoe.runs.waiting import wait_for
 from nmoe.statistics import paired_difference
 from nmoe.trajectory import Group, Trajectory
 
@@ -39,11 +40,11 @@ def score_groups(environment: Environment, groups: Sequence[Group], scorer: Scor
         rows = [asyncio.gather(*map(score, group.trajectories)) for group in groups]
         return [list(row) for row in await asyncio.gather(*rows)]
 
-    return asyncio.run(everything())
+    return wait_for(everything())
 
 
 def best_of_n(
-    greedy: Sequence[Group], groups: Sequence[Group], scores: Sequence[Sequence[float]], env_id: str, temperature: float
+    greedy: Sequence[Outcome], outcomes: Sequence[Outcome], env_id: str, temperature: float
 ) -> list[Evaluation]:
     """Evaluations over the same problems, from one `greedy` sample of each problem and n samples with a score each.
 
@@ -51,18 +52,17 @@ def best_of_n(
     answer; the sample with the highest score; and the scorer's choice minus the majority's, paired by problem. Ties go to the
     sample that was drawn first.
     """
-    samples = len(groups[0].trajectories)
-    rows = [[is_correct(trajectory) for trajectory in group.trajectories] for group in groups]
-    voted = [row[place] for row, place in zip(rows, majorities(groups), strict=True)]
-    chosen = [row[values.index(max(values))] for row, values in zip(rows, scores, strict=True)]
+    samples = len(outcomes[0].correct)
+    voted = [one.correct[one.voted] for one in outcomes]
+    chosen = [one.correct[one.scores.index(max(one.scores))] for one in outcomes]
     low, high = -1.0, 1.0  # a single problem does not show the spread between problems
-    if len(rows) > 1:
+    if len(outcomes) > 1:
         difference = paired_difference(list(map(float, voted)), list(map(float, chosen)))
         low, high = max(low, difference.interval.low), min(high, difference.interval.high)
-    gain = (sum(chosen) - sum(voted)) / len(rows)
+    gain = (sum(chosen) - sum(voted)) / len(outcomes)
     return [
-        summarise(greedy, env_id, 0.0)[0],
-        *(one for one in summarise(groups, env_id, temperature) if one.dataset == env_id),
+        summarise_outcomes(greedy, env_id, 0.0)[0],
+        *(one for one in summarise_outcomes(outcomes, env_id, temperature) if one.dataset == env_id),
         share_of(f"best_of@{samples}", env_id, chosen),
-        Evaluation(f"best_of@{samples} - sampling_pass@{samples}", env_id, len(rows), gain, low, high),
+        Evaluation(f"best_of@{samples} - sampling_pass@{samples}", env_id, len(outcomes), gain, low, high),
     ]

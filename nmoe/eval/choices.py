@@ -20,12 +20,13 @@ import torch
 from nmoe.config.environment import load_environment
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
+from nmoe.eval.asked import models_and_benchmarks
 from nmoe.eval.core import cut
 from nmoe.eval.evaluate import Evaluation, distinct_problems, summarise_outcomes
 from nmoe.eval.likelihood import Continuation, Likelihood, likelihoods
 from nmoe.eval.outcomes import Outcome, key_of
 from nmoe.eval.overlap import refuse_overlap
-from nmoe.eval.sweep import Cell, compare, models_and_benchmarks, table, table_json
+from nmoe.eval.sweep import Cell, compare, table, table_json
 from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
 from nmoe.runs.progress import counting

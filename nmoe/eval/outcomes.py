@@ -18,7 +18,7 @@ class Outcome:
     """One problem's: `Outcome("5f2c01d9a7b3e846", "gsm8k", (), correct=(True, False, True), voted=0)`.
 
     key: what is asked, the same in every run and process. groups: such as "level=Level 5". voted: the index of the majority's
-    sample.
+    sample. scores: a scorer's, of each sample.
     """
 
     key: str
@@ -26,6 +26,7 @@ class Outcome:
     groups: tuple[str, ...]
     correct: tuple[bool, ...]
     voted: int
+    scores: tuple[float, ...] = ()
 
 
 def outcomes_of(groups: Sequence[Group]) -> list[Outcome]:

@@ -1,41 +1,31 @@
 """A sweep: several models on several benchmarks in one mode, as a table with paired tests against the first model.
 
-Each pair has a file of its own, to which every problem is appended when it is done. A sweep that was interrupted goes on where it
-was, and gives what an uninterrupted one would have given.
+One model on one benchmark is a sweep of a single pair, of which all results are told.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nmoe.config.environment import EnvironmentSettings, load_environment
+from nmoe.config.environment import held_out, load_environment
 from nmoe.config.listing import columns
-from nmoe.config.modes import why_not_comparable
-from nmoe.envs.pools.order import fingerprint_of
+from nmoe.config.modes import mode_of, why_not_comparable
+from nmoe.envs.scorer import Scorer
 from nmoe.errors import UserError
-from nmoe.eval.asked import Asked, effortful, sampling_record
-from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
-from nmoe.eval.outcomes import Outcome, outcomes_of
-from nmoe.eval.overlap import refuse_overlap
-from nmoe.eval.subject import open_subject
+from nmoe.eval.asked import Asked, effortful
+from nmoe.eval.best_of_n import best_of_n
+from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.outcomes import Outcome
+from nmoe.eval.pair import Pair, in_order
 from nmoe.runs.progress import counting
-from nmoe.runs.resolve import resolve_checkpoint, trained_on
-from nmoe.runs.storage import append_whole, make_directory, write_atomically
+from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.storage import make_directory, write_atomically
 from nmoe.statistics import paired_difference, paired_p_value
-from nmoe.text.tokenizer import Tokenizer
-from nmoe.trajectory import Group
-
-
-class SweepInterruptedError(UserError):
-    """Ctrl-C during a sweep, which the same command goes on with."""
-
-    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -61,149 +51,46 @@ class Comparison:
     p_value: float
 
 
-def models_and_benchmarks(named: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Divides `CHECKPOINT... BENCHMARK...`: the first is a model, and so are those behind it that hold one. Raises UserError where
-    no benchmark is left."""
-    count = 1
-    while count < len(named) - 1 and _holds_a_model(named[count]):
-        count += 1
-    if len(named) < 2:
-        raise UserError("eval needs a BENCHMARK behind the checkpoints: a TOML file, a directory or a packaged name")
-    return list(named[:count]), list(named[count:])
-
-
-def _holds_a_model(path: Path) -> bool:
-    if not path.exists():
-        return False
-    try:
-        resolve_checkpoint(path)
-    except UserError:
-        return False
-    return True
-
-
 def sweep(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path) -> list[Cell]:
     """Evaluates every model on every benchmark; what the files in `results` hold already is not done again.
 
     Raises UserError for what cannot be loaded, before anything is sampled; for a file of other settings; for a benchmark that a
     model was trained on. At Ctrl-C raises SweepInterruptedError; what is done is kept.
     """
+    pairs = _pairs(checkpoints, benchmarks, asked, results)
+    done = _finish(pairs)
+    cells = []
+    for pair, outcomes in zip(pairs, done, strict=True):
+        evaluations = pair.evaluations(outcomes)
+        result = next(one for one in evaluations if one.mode == asked.mode.name)
+        cells.append(Cell(pair.checkpoint, pair.settings.env_id, evaluations, result))
+    return cells
+
+
+def _pairs(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path) -> list[Pair]:
     settings = [effortful(load_environment(one), asked.reasoning_effort) for one in benchmarks]
     if len({one.env_id for one in settings}) < len(settings):
         raise UserError(f"two benchmarks have the same env_id: {', '.join(one.env_id for one in settings)}")
     directories = [resolve_checkpoint(one) for one in checkpoints]
     make_directory(results, "name another directory with --results")
-    pairs = [
-        _Pair(results, checkpoint, directory, one, asked)
+    return [
+        Pair(results, checkpoint, directory, one, asked)
         for checkpoint, directory in zip(checkpoints, directories, strict=True)
         for one in settings
     ]
+
+
+def _finish(pairs: Sequence[Pair]) -> list[list[Outcome]]:
+    """The outcomes of each pair, all problems done."""
+    for name in dict.fromkeys(pair.settings.env_id for pair in pairs if held_out(pair.settings) is not None):
+        several = f"{name}: " if len({pair.settings.env_id for pair in pairs}) > 1 else ""
+        print(f"{several}on the eval split, which training never meets")
     done = [pair.read() for pair in pairs]
-    with counting("problems", asked.problems * len(pairs)) as count:
+    with counting("problems", sum(pair.asked.problems for pair in pairs)) as count:
         for place, pair in enumerate(pairs):
             before = sum(map(len, done[:place]))
             done[place] = pair.finish(done[place], partial(_count_on, count, before))
-    return [pair.cell(outcomes) for pair, outcomes in zip(pairs, done, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """One model and benchmark, with its file: a line that says what was asked, one for each problem, and one at the end."""
-
-    results: Path
-    checkpoint: Path
-    directory: Path
-    settings: EnvironmentSettings
-    asked: Asked
-
-    @property
-    def file(self) -> Path:
-        name = f"{self.checkpoint}__{self.settings.env_id}__{self.asked.mode.name}"
-        plain = re.sub(r"[^\w.@+=-]+", "_", name).strip("_.")
-        return self.results / f"{plain}.jsonl"
-
-    def header(self) -> dict[str, Any]:
-        weights = sorted(self.directory.glob("*.safetensors"))
-        return {
-            "checkpoint": str(self.checkpoint),
-            "weights": fingerprint_of(*((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in weights)),
-            "benchmark": self.settings.env_id,
-            "environment": fingerprint_of(self.settings.model_dump_json()),
-            "problems": self.asked.problems,
-            "mode": self.asked.mode.name,
-            "temperature": self.asked.mode.temperature,
-            "max_tokens": self.asked.max_tokens,
-            "reasoning_effort": self.settings.reasoning_effort,
-            "seed": self.asked.seed,
-        }
-
-    def read(self) -> list[Outcome]:
-        """The outcomes that the file holds; it is begun where there is none. A line torn by a kill is removed."""
-        if not self.file.exists():
-            write_atomically(self.file, _line(self.header()))
-            return []
-        *lines, torn = self.file.read_bytes().split(b"\n")
-        if torn:
-            write_atomically(self.file, b"\n".join([*lines, b""]))
-        try:
-            known, *records = map(json.loads, lines)
-            found = [_outcome(record) for record in records if "key" in record]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.file}: not the results of a sweep ({error!r}); remove the file") from error
-        header = self.header()
-        if differing := [key for key in header if known.get(key) != header[key]]:
-            named = ", ".join(f"{key} {known.get(key)} instead of {header[key]}" for key in differing)
-            raise UserError(f"{self.file}: results with {named}; remove the file, or name another --results")
-        return found
-
-    @property
-    def is_complete(self) -> bool:
-        return b'\n{"complete"' in self.file.read_bytes()
-
-    def finish(self, done: list[Outcome], count: Callable[[int], None]) -> list[Outcome]:
-        """Samples the problems that are left, appending each to the file, and returns all outcomes."""
-        if self.is_complete:
-            return done
-        found, mode = list(done), self.asked.mode
-
-        def on_group(group: Group) -> None:
-            (outcome,) = outcomes_of([group])
-            append_whole(self.file, _line(_record(group, outcome)))
-            found.append(outcome)
-            count(len(found))
-
-        with open_subject(
-            self.directory,
-            self.settings,
-            self.asked.problems,
-            on_held_out=True,
-            device=self.asked.device,
-            expert_weights=self.asked.expert_weights,
-            max_tokens=self.asked.max_tokens,
-        ) as subject:
-            refuse_open_problems(subject.environment)
-            trained, tokenizer = trained_on(self.checkpoint), Tokenizer.load(self.directory)
-            refuse_overlap(subject.environment, trained, self.asked.problems, str(self.checkpoint), tokenizer)
-            try:
-                subject.collect(self.asked.problems, mode, self.asked.seed, on_group, {one.key for one in done})
-            except KeyboardInterrupt as error:
-                raise SweepInterruptedError(
-                    f"interrupted at {self.checkpoint} on {self.settings.env_id} after {len(found):,} of "
-                    f"{self.asked.problems:,} problems; {self.results} keeps what is done, and the same command goes on"
-                ) from error
-        append_whole(self.file, _line({"complete": len(found)}))
-        return found
-
-    def cell(self, outcomes: Sequence[Outcome]) -> Cell:
-        sampling = sampling_record(self.asked.mode, self.asked.max_tokens, self.settings.reasoning_effort)
-        # Files hold problems in the order in which they were done; the table is the same in every order.
-        ordered = sorted(outcomes, key=lambda one: one.key)
-        evaluations = [
-            replace(one, sampling=sampling)
-            for one in summarise_outcomes(ordered, self.settings.env_id, self.asked.mode.temperature)
-        ]
-        result = next(one for one in evaluations if one.mode == self.asked.mode.name)
-        return Cell(self.checkpoint, self.settings.env_id, evaluations, result)
+    return done
 
 
 def compare(cells: Sequence[Cell]) -> list[Comparison]:
@@ -267,38 +154,57 @@ def table_json(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> dict
 
 
 def sweep_command(
-    checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path, out: Path | None
+    checkpoints: Sequence[Path],
+    benchmarks: Sequence[Path],
+    asked: Asked,
+    results: Path,
+    out: Path | None,
+    load_scorer: Callable[[Path, str], Scorer],
 ) -> None:
-    """Prints the table of a sweep, and writes it to `out` as JSON. Raises as `sweep` and `compare` do."""
+    """Prints the table of a sweep, or of one model on one benchmark all results, and writes them to `out` as JSON.
+
+    With `asked.best_of`, the scorer that `load_scorer` loads from it chooses among the samples. Raises as `sweep` and `compare` do.
+    """
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
-    cells = sweep(checkpoints, benchmarks, asked, results)
-    comparisons = compare(cells)
-    for line in table(cells, comparisons):
+    single = len(checkpoints) == len(benchmarks) == 1
+    if asked.best_of is not None:
+        if not single:
+            raise UserError("--best-of is of one checkpoint on one benchmark")
+        if asked.mode.samples < 2 or asked.mode.is_of_nondeterminism:
+            raise UserError("--best-of chooses among several samples of a problem; ask for them with --samples N")
+        (pair,) = _pairs(checkpoints, benchmarks, asked, results)
+        pair = replace(pair, scorer=load_scorer(asked.best_of, asked.device))
+        greedy = replace(pair, asked=replace(asked, mode=mode_of(), best_of=None), scorer=None)
+        first, drawn = map(in_order, _finish([greedy, pair]))
+        found: Sequence[Evaluation] = best_of_n(first, drawn, pair.settings.env_id, asked.mode.temperature)
+        lines, record = list(map(str, found)), _single(pair, found)
+    elif single:
+        (pair,) = _pairs(checkpoints, benchmarks, asked, results)
+        (outcomes,) = _finish([pair])
+        found = pair.evaluations(outcomes)
+        lines, record = list(map(str, found)), _single(pair, found)
+    else:
+        cells = sweep(checkpoints, benchmarks, asked, results)
+        comparisons = compare(cells)
+        lines, record = list(table(cells, comparisons)), table_json(cells, comparisons)
+    for line in lines:
         print(line)
     if out is not None:
-        write_atomically(out, json.dumps(table_json(cells, comparisons), indent=2).encode() + b"\n")
+        write_atomically(out, json.dumps(record, indent=2).encode() + b"\n")
+
+
+def _single(pair: Pair, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """The JSON of one model on one benchmark: what was asked, the results, and an entry for each problem."""
+    shown = ("id", "question", "gold", "answers", "correct", "failures")
+    answers = sorted(pair.records(), key=lambda record: record["key"])
+    return {
+        **pair.header(),
+        "samples": pair.asked.mode.samples,
+        "evaluations": [replace(one, outcomes=None).record() for one in evaluations],
+        "answers": [{key: record[key] for key in shown} for record in answers],
+    }
 
 
 def _count_on(count: Callable[[int], None], before: int, more: int) -> None:
     count(before + more)
-
-
-def _record(group: Group, outcome: Outcome) -> dict[str, Any]:
-    return {
-        **asdict(outcome),
-        "id": group.problem.id,
-        "gold": group.problem.gold,
-        "answers": [trajectory.grade.answer for trajectory in group.trajectories],
-        "failures": [trajectory.grade.failure for trajectory in group.trajectories],
-    }
-
-
-def _outcome(record: dict[str, Any]) -> Outcome:
-    groups, correct = tuple(record["groups"]), tuple(record["correct"])
-    return Outcome(record["key"], record["source"], groups, correct, record["voted"])
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    # ASCII escapes, because model output may hold lone surrogates, which have no UTF-8.
-    return json.dumps(record).encode("ascii") + b"\n"

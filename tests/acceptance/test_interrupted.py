@@ -51,15 +51,22 @@ def untrained(tmp_path: Path) -> Path:
     return tmp_path / "untrained"
 
 
-def test_an_evaluation_keeps_what_is_done(untrained: Path, tmp_path: Path) -> None:
+def test_an_evaluation_keeps_what_is_done_and_goes_on(untrained: Path, tmp_path: Path) -> None:
     asked = ("eval", untrained, "reverse.toml", "--problems=400", "--temperature=1", "--out=kept.json")
     done = interrupt(40, *asked, cwd=tmp_path)
-    kept = json.loads((tmp_path / "kept.json").read_text())
-    count = len(kept["answers"])
+    (file,) = (tmp_path / "evals").iterdir()
+    lines = file.read_bytes().splitlines()
+    count = len(lines) - 1
     assert 0 < count < 400
-    assert (done.returncode, done.stderr) == (130, f"error: interrupted after {count} of 400 problems\n")
-    assert done.stdout.splitlines()[1].endswith(f"of {count}")
-    assert kept["interrupted"] is True
+    assert (done.returncode, done.stdout) == (130, "on the eval split, which training never meets\n")
+    said = f"after {count} of 400 problems; evals keeps what is done, and the same command goes on\n"
+    assert done.stderr.startswith("error: interrupted at ")
+    assert done.stderr.endswith(said)
+    assert not (tmp_path / "kept.json").exists()
+    again = interrupt(10**9, *asked, cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert file.read_bytes().splitlines()[: len(lines)] == lines
+    assert len(json.loads((tmp_path / "kept.json").read_text())["answers"]) == 400
 
 
 def test_pairs_of_the_problems_that_are_done_are_written(base: Path, workshop: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_training_verb_without_its_file(nmoe: Nmoe, capsys: pytest.CaptureFixt
 def test_the_other_verbs_hand_over_their_arguments(
     nmoe: Nmoe, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = stand_in("nmoe.eval.command", "evaluate_command")
+    calls = stand_in("nmoe.eval.sweep", "sweep_command")
     assert nmoe("eval", "runs/a", "e.toml") == 0
     several = [
         "--problems",
@@ -140,10 +140,11 @@ def test_the_other_verbs_hand_over_their_arguments(
         "--expert-weights=mxfp4",
     ]
     assert nmoe("eval", "a", "e", *several) == 0
-    eight = Asked(mode_of(samples=8, temperature=0.6), 5, 7, device="cpu", expert_weights="mxfp4")
+    eight = Asked(mode_of(samples=8, temperature=0.6), 5, 7, None, None, "cpu", "mxfp4", Path("runs/b"))
+    evals = Path("evals")
     assert calls == [
-        (Path("runs/a"), Path("e.toml"), Asked(mode_of(), 200, 0), load_scorer, None, None),
-        (Path("a"), Path("e"), eight, load_scorer, Path("runs/b"), Path("r")),
+        ([Path("runs/a")], [Path("e.toml")], Asked(mode_of(), 200, 0), evals, None, load_scorer),
+        ([Path("a")], [Path("e")], eight, evals, Path("r"), load_scorer),
     ]
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from nmoe.envs.environment import Environment
 from nmoe.eval.best_of_n import UNANSWERED, best_of_n, score_groups
 from nmoe.eval.evaluate import Evaluation
+from nmoe.eval.outcomes import Outcome, outcomes_of
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
@@ -43,8 +45,14 @@ SCORES = [[2.0, 1.0, 1.5], [0.1, 0.3, 0.0], [0.0, 0.0, 0.5], [UNANSWERED, UNANSW
 GREEDY = [group(0, "7"), group(1, "0"), group(2, "0"), group(3, None), group(4, "1")]
 
 
+def scored(groups: Sequence[Group]) -> list[Outcome]:
+    """The outcomes of the first groups, each with its scores."""
+    outcomes = zip(outcomes_of(groups), SCORES, strict=False)
+    return [replace(outcome, scores=tuple(scores)) for outcome, scores in outcomes]
+
+
 def test_each_way_of_choosing() -> None:
-    results = best_of_n(GREEDY, GROUPS, SCORES, "p", 0.8)
+    results = best_of_n(outcomes_of(GREEDY), scored(GROUPS), "p", 0.8)
     assert values(results) == {
         "greedy_pass@1": 0.2,
         "sampling_pass@1": pytest.approx(6 / 15),
@@ -62,7 +70,7 @@ def test_each_way_of_choosing() -> None:
 
 
 def test_one_problem_says_nothing_of_the_spread_between_problems() -> None:
-    results = best_of_n(GREEDY[:1], GROUPS[:1], SCORES[:1], "p", 0.8)
+    results = best_of_n(outcomes_of(GREEDY[:1]), scored(GROUPS[:1]), "p", 0.8)
     assert (results[-1].value, results[-1].low, results[-1].high) == (1.0, -1.0, 1.0)
 
 

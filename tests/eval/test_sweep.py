@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from tiny_models import DENSE
 
 from nmoe.config.modes import mode_of
 from nmoe.errors import UserError
-from nmoe.eval import sweep as sweeping
-from nmoe.eval.asked import Asked
+from nmoe.eval import pair as pairing
+from nmoe.eval.asked import Asked, models_and_benchmarks
 from nmoe.eval.evaluate import Evaluation
-from nmoe.eval.sweep import Cell, SweepInterruptedError, compare, models_and_benchmarks, sweep, table, table_json
+from nmoe.eval.pair import SweepInterruptedError
+from nmoe.eval.sweep import Cell, compare, sweep, sweep_command, table, table_json
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
@@ -56,7 +58,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
     models, benchmarks = [place / "a", place / "b"], [place / "reverse.toml", place / "cards.toml"]
     whole = sweep(models, benchmarks, DRAWN, tmp_path / "whole")
     appended: list[Path] = []
-    write = sweeping.append_whole
+    write = pairing.append_whole
 
     def broken(path: Path, content: bytes) -> None:
         write(path, content)
@@ -64,7 +66,7 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
         if len(appended) == 9:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweeping, "append_whole", broken)
+    monkeypatch.setattr(pairing, "append_whole", broken)
     with pytest.raises(SweepInterruptedError, match="keeps what is done, and the same command goes on"):
         sweep(models, benchmarks, DRAWN, tmp_path / "parts")
     with next((tmp_path / "parts").glob("*cards*.jsonl")).open("ab") as file:
@@ -83,11 +85,65 @@ def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
     def nothing(*_: Any, **__: Any) -> Any:
         raise AssertionError("a finished sweep opens no model")
 
-    monkeypatch.setattr(sweeping, "open_subject", nothing)
+    monkeypatch.setattr(pairing, "open_subject", nothing)
     assert sweep(models, benchmarks, DRAWN, tmp_path / "parts") == whole
     other = Asked(DRAWN.mode, 6, seed=4, max_tokens=8, device="cpu")
-    with pytest.raises(UserError, match="seed 3 instead of 4; remove the file, or name another --results"):
-        sweep(models, benchmarks, other, tmp_path / "parts")
+    monkeypatch.undo()
+    sweep(models[:1], benchmarks, other, tmp_path / "parts")
+    assert len(records(tmp_path / "parts")) == 6, "another seed has files of its own"
+
+
+class Longest:
+    """A scorer that prefers long answers, and says how often it was asked."""
+
+    asked = 0
+
+    async def score(self, messages: Any, answer: str) -> float:
+        self.asked += 1
+        return float(len(answer))
+
+
+def test_one_model_on_one_benchmark_is_told_whole_and_goes_on(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, loaded = Longest(), list[tuple[Path, str]]()
+
+    def load(path: Path, device: str) -> Longest:
+        loaded.append((path, device))
+        return scorer
+
+    def command(asked: Asked, out: str) -> list[str]:
+        sweep_command([place / "a"], [place / "cards.toml"], asked, tmp_path / "results", tmp_path / out, load)
+        return capsys.readouterr().out.splitlines()
+
+    (cell,) = sweep([place / "a"], [place / "cards.toml"], DRAWN, tmp_path / "other")
+    assert command(DRAWN, "plain.json") == list(map(str, cell.evaluations))
+    written = json.loads((tmp_path / "plain.json").read_text())
+    assert [one["mode"] for one in written["evaluations"]] == [one.mode for one in cell.evaluations]
+    assert [(len(one["correct"]), one["question"][:5]) for one in written["answers"]] == [(2, "Sort:")] * 4
+    assert loaded == []
+
+    scored = replace(DRAWN, best_of=Path("judge"))
+    lines = command(scored, "scored.json")
+    assert [line.split(" on cards ")[0] for line in lines] == [
+        "greedy_pass@1",
+        *(one.mode for one in cell.evaluations),
+        "best_of@2",
+        "best_of@2 - sampling_pass@2",
+    ]
+    assert loaded == [(Path("judge"), "cpu")]
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        raise AssertionError("what is done is read")
+
+    asked_before = scorer.asked
+    monkeypatch.setattr(pairing, "open_subject", nothing)
+    assert command(scored, "again.json") == lines
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "scored.json").read_bytes()
+    assert scorer.asked == asked_before
+    for asked, count, message in ((scored, 2, "is of one checkpoint"), (replace(scored, mode=mode_of()), 1, "several")):
+        with pytest.raises(UserError, match=message):
+            sweep_command([place / "a"] * count, [place / "cards.toml"], asked, tmp_path / "results", None, load)
 
 
 def test_a_benchmark_that_the_model_was_trained_on_is_refused(place: Path, tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""One model on one benchmark, with a file of its own, to which every problem is appended when it is done.
+
+An evaluation that was interrupted goes on where it was, and gives what an uninterrupted one would have given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nmoe.config.environment import EnvironmentSettings, held_out
+from nmoe.envs.pools.order import fingerprint_of
+from nmoe.envs.scorer import Scorer
+from nmoe.errors import UserError
+from nmoe.eval.asked import Asked, sampling_record
+from nmoe.eval.best_of_n import UNANSWERED, score_groups
+from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
+from nmoe.eval.outcomes import Outcome, outcomes_of
+from nmoe.eval.overlap import refuse_overlap
+from nmoe.eval.subject import open_subject
+from nmoe.runs.resolve import trained_on
+from nmoe.runs.storage import append_whole, write_atomically
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.trajectory import Group
+
+
+class SweepInterruptedError(UserError):
+    """Ctrl-C during a sweep, which the same command goes on with."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model and benchmark, with its file: a line that says what was asked, one for each problem, and one at the end."""
+
+    results: Path
+    checkpoint: Path
+    directory: Path
+    settings: EnvironmentSettings
+    asked: Asked
+    scorer: Scorer | None = None
+
+    @property
+    def file(self) -> Path:
+        """The name ends in a digest of what was asked, so that another seed or other weights have a file of their own."""
+        name = f"{self.checkpoint}__{self.settings.env_id}__{self.asked.mode.name}"
+        plain = re.sub(r"[^\w.@+=-]+", "_", name).strip("_.")
+        return self.results / f"{plain}__{hashlib.blake2b(_line(self.header()), digest_size=4).hexdigest()}.jsonl"
+
+    def header(self) -> dict[str, Any]:
+        weights = sorted(self.directory.glob("*.safetensors"))
+        return {
+            "checkpoint": str(self.checkpoint),
+            "weights": fingerprint_of(*((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in weights)),
+            "benchmark": self.settings.env_id,
+            "environment": fingerprint_of(self.settings.model_dump_json()),
+            "problems": self.asked.problems,
+            "mode": self.asked.mode.name,
+            "temperature": self.asked.mode.temperature,
+            "max_tokens": self.asked.max_tokens,
+            "reasoning_effort": self.settings.reasoning_effort,
+            "seed": self.asked.seed,
+            "best_of": None if self.asked.best_of is None else str(self.asked.best_of),
+        }
+
+    def records(self) -> list[dict[str, Any]]:
+        """The records of the problems in the file, none where there is no file. A line torn by a kill is removed."""
+        if not self.file.exists():
+            return []
+        *lines, torn = self.file.read_bytes().split(b"\n")
+        if torn:
+            write_atomically(self.file, b"\n".join([*lines, b""]))
+        try:
+            return [record for record in map(json.loads, lines) if "key" in record]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{self.file}: not the results of an evaluation ({error!r}); remove the file") from error
+
+    def read(self) -> list[Outcome]:
+        """The outcomes that the file holds."""
+        try:
+            return list(map(_outcome, self.records()))
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{self.file}: not the results of an evaluation ({error!r}); remove the file") from error
+
+    @property
+    def is_complete(self) -> bool:
+        return self.file.exists() and b'\n{"complete"' in self.file.read_bytes()
+
+    def finish(self, done: list[Outcome], count: Callable[[int], None]) -> list[Outcome]:
+        """Samples the problems that are left, appending each to the file, and returns all outcomes."""
+        if self.is_complete:
+            return done
+        found, mode = list(done), self.asked.mode
+
+        def on_group(group: Group) -> None:
+            (outcome,) = outcomes_of([group])
+            if self.scorer is not None:
+                (scores,) = score_groups(subject.environment, [group], self.scorer)
+                outcome = replace(outcome, scores=tuple(scores))
+            append_whole(self.file, _line(_record(group, outcome)))
+            found.append(outcome)
+            count(len(found))
+
+        with open_subject(
+            self.directory,
+            held_out(self.settings) or self.settings,
+            self.asked.problems,
+            on_held_out=False,
+            device=self.asked.device,
+            expert_weights=self.asked.expert_weights,
+            max_tokens=self.asked.max_tokens,
+        ) as subject:
+            refuse_open_problems(subject.environment)
+            trained, tokenizer = trained_on(self.checkpoint), Tokenizer.load(self.directory)
+            refuse_overlap(subject.environment, trained, self.asked.problems, str(self.checkpoint), tokenizer)
+            if not self.file.exists():
+                write_atomically(self.file, _line(self.header()))
+            try:
+                subject.collect(self.asked.problems, mode, self.asked.seed, on_group, {one.key for one in done})
+            except KeyboardInterrupt as error:
+                raise SweepInterruptedError(
+                    f"interrupted at {self.checkpoint} on {self.settings.env_id} after {len(found):,} of "
+                    f"{self.asked.problems:,} problems; {self.results} keeps what is done, and the same command goes on"
+                ) from error
+        append_whole(self.file, _line({"complete": len(found)}))
+        return found
+
+    def evaluations(self, outcomes: Sequence[Outcome]) -> list[Evaluation]:
+        """The results. Files hold problems in the order in which they were done; these are the same in every order."""
+        sampling = sampling_record(self.asked.mode, self.asked.max_tokens, self.settings.reasoning_effort)
+        found = summarise_outcomes(in_order(outcomes), self.settings.env_id, self.asked.mode.temperature)
+        return [replace(one, sampling=sampling) for one in found]
+
+
+def in_order(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes in the order of their keys."""
+    return sorted(outcomes, key=lambda one: one.key)
+
+
+def _record(group: Group, outcome: Outcome) -> dict[str, Any]:
+    return {
+        **asdict(outcome),
+        "scores": [None if score == UNANSWERED else score for score in outcome.scores],
+        "id": group.problem.id,
+        "question": group.problem.question,
+        "gold": group.problem.gold,
+        "answers": [trajectory.grade.answer for trajectory in group.trajectories],
+        "failures": [trajectory.grade.failure for trajectory in group.trajectories],
+    }
+
+
+def _outcome(record: dict[str, Any]) -> Outcome:
+    groups, correct = tuple(record["groups"]), tuple(record["correct"])
+    scores = tuple(UNANSWERED if score is None else score for score in record["scores"])
+    return Outcome(record["key"], record["source"], groups, correct, record["voted"], scores)
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    # ASCII escapes, because model output may hold lone surrogates, which have no UTF-8.
+    return json.dumps(record).encode("ascii") + b"\n"
