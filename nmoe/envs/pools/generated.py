@@ -53,6 +53,7 @@ class Generated:
         settings = self._settings
         easiest, hardest = settings.difficulty
         rng = random.Random(stable_hash("generated", settings.seed, settings.task_type, position))
+        asked = set()
         for _ in range(_MAX_ATTEMPTS):
             difficulty = rng.randint(easiest, hardest)
             question, gold, metadata = pose_new(settings.task_type, rng, difficulty)
@@ -65,9 +66,13 @@ class Generated:
                     source=self.name,
                     metadata={"difficulty": difficulty, **metadata},
                 )
+            asked.add(question)
+        remedy = "raise the difficulty"
+        if len(asked) == 1:
+            remedy = f'all of them ask {asked.pop()!r}: draw them by their rng, or write [task_pool] split = "all"'
         raise UserError(
             f"task pool {self.name!r}: no {settings.task_type} problem of difficulty {easiest} to {hardest} is in the "
-            f"split {settings.split!r}; raise the difficulty"
+            f"split {settings.split!r}; {remedy}"
         )
 
 
