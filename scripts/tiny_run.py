@@ -36,10 +36,6 @@ def make_workshop(tree: Path, workshop: Path) -> None:
     """Fills the directory `workshop` with all that the runs of `VERBS` read; the code of `tree` trains tokenizer and base."""
     for file in RUNS.iterdir():
         shutil.copy(file, workshop)
-    settings = tree / "nmoe/config/tables/evaluation.py"
-    if settings.exists() and "[[eval]]" not in settings.read_text():  # older commits have one table
-        for file in workshop.glob("*.toml"):
-            file.write_text(file.read_text().replace("[[eval]]", "[eval]"))
     subprocess.run([sys.executable, "-c", _TOKENIZER], cwd=workshop, env=environment(tree), check=True)
     _write_data(workshop)
     run(tree, workshop, "base")
@@ -48,6 +44,7 @@ def make_workshop(tree: Path, workshop: Path) -> None:
 def run(tree: Path, workshop: Path, name: str, *overrides: str) -> Path:
     """Runs one configuration by the code of `tree` and returns the run's directory. Raises CalledProcessError where it fails, after
     what it said."""
+    _write_configuration(tree, workshop, name)
     command = [sys.executable, "-c", NMOE, *VERBS[name], f"{name}.toml", *overrides]
     ended = subprocess.run(command, cwd=workshop, env=environment(tree), capture_output=True, text=True)
     if ended.returncode:
@@ -55,6 +52,13 @@ def run(tree: Path, workshop: Path, name: str, *overrides: str) -> Path:
         ended.check_returncode()
     given = dict(override.removeprefix("--").split("=", 1) for override in overrides)
     return workshop / given.get("run.directory", ".") / name
+
+
+def _write_configuration(tree: Path, workshop: Path, name: str) -> None:
+    """Writes NAME.toml in the form that the code of `tree` reads: older commits have one table, [eval]."""
+    text, schema = (RUNS / f"{name}.toml").read_text(), tree / "nmoe/config/tables/evaluation.py"
+    has_array = schema.exists() and "[[eval]]" in schema.read_text()
+    (workshop / f"{name}.toml").write_text(text if has_array else text.replace("[[eval]]", "[eval]"))
 
 
 def _write_data(workshop: Path) -> None:
