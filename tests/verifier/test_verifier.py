@@ -99,7 +99,8 @@ def test_it_learns_to_find_the_wrong_step(here: Path, tmp_path: Path, head: str)
     assert row["verifier_f1"] > 0.95
     assert row["verifier_accuracy"] > 0.95
     assert row["verifier_brier"] < 0.05
-    (record,) = [json.loads(file.read_text()) for file in (path / "eval").iterdir()]
+    start, record = (json.loads(file.read_text()) for file in sorted((path / "eval").iterdir()))
+    assert (start["step"], record["step"]) == (0, row["step"])
     assert [result["mode"] for result in record["results"]] == [
         "processbench_f1",
         "error_located",
