@@ -70,6 +70,65 @@ def test_a_resolved_configuration_reloads_to_an_equal_one(config: Write, tmp_pat
     assert load_run(resolved, RLConfig) == loaded
 
 
+@pytest.mark.parametrize(
+    ("table", "overrides", "message"),
+    [
+        (
+            "[eval]\nevery_steps = 5\n",
+            (),
+            "[eval]: expected an array, got a table; write [[eval]], once for each table",
+        ),
+        (
+            "[eval.ood]\nevery_steps = 5\n",
+            (),
+            "[eval]: expected an array, got a table; write [[eval]], once for each table; [eval.ood] is an [[eval]] of its own "
+            'now, with role = "out_of_distribution"',
+        ),
+        (
+            "",
+            ("--eval.every_steps=5",),
+            "--eval.every_steps=5: eval is an array of tables; say which, counted from 0, as in --eval.0.every_steps",
+        ),
+        (
+            "[[eval]]\n",
+            ("--eval.2.problems=5",),
+            "--eval.2.problems=5: eval has 1 tables, counted from 0; the next is --eval.1",
+        ),
+        (
+            "[[eval]]\n",
+            ("--eval.1.problems=5",),
+            " [eval[1]]: its results could not be told from those of [eval[0]]: both are greedy_pass@1 on sort; choose "
+            "another mode, or give its environment another env_id",
+        ),
+        (
+            '[[eval]]\nrole = "out_of_distribution"\n',
+            (),
+            " [eval[0]] environment: is required: other problems than those of the training environment",
+        ),
+        (
+            '[[eval]]\nmode = "greedy_pass@1"\ntemperature = 0.5\n',
+            (),
+            "greedy_pass@1 is at temperature 0, and 0.5 is asked for; use sampling_pass@1",
+        ),
+    ],
+)
+def test_tables_of_evaluations_that_cannot_be_used(
+    config: Write, table: str, overrides: tuple[str, ...], message: str
+) -> None:
+    (line,) = refusals(config(SHAPE + ENVIRONMENT + table), RLConfig, *overrides)
+    assert message.strip() in line
+
+
+def test_an_override_changes_one_table_or_adds_the_next(config: Write) -> None:
+    path = config(SHAPE + ENVIRONMENT + "[[eval]]\nproblems = 9\n")
+    loaded = load_run(path, RLConfig, ["--eval.0.every_steps=7", "--eval.1.samples=4", "--eval.1.temperature=0.5"])
+    assert [(one.every_steps, one.problems, one.sampled.name) for one in loaded.eval] == [
+        (7, 9, "greedy_pass@1"),
+        (20, 200, "sampling_pass@4"),
+    ]
+    assert load_run(path, RLConfig, ["--eval=[]"]).eval == ()
+
+
 def test_a_run_is_named_after_its_file_unless_it_has_a_name(config: Write) -> None:
     path = config(SHAPE + DATA)
     assert load_run(path, PretrainConfig).run.name == "tiny_sort"
