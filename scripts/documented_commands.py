@@ -66,8 +66,10 @@ def command(text: str, page: str) -> Command:
     """The command that a line is, without what it is piped into and its comment."""
     text = re.split(r" (?:\||>|&&|\|\|) ?| +#", " ".join(text.split()))[0].strip()
     words = text.split()
+    if words[0] == "torchrun":
+        words = ["python", *words[words.index("-m") :]]
     if words[:2] == ["python", "-m"]:
-        words = ["nmoe", *(["rl"] if words[2] == "nmoe.rl" else [words[2]]), *words[3:]]
+        words = ["nmoe", *{"nmoe": [], "nmoe.rl": ["rl"]}.get(words[2], [words[2]]), *words[3:]]
     if words[0] == "python":
         words = words[1:]
     if words[0] == "./speedrun.sh":

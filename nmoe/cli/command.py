@@ -39,6 +39,7 @@ from nmoe.cli.pretrain import pretrain
 from nmoe.cli.replay import replay
 from nmoe.cli.report import report
 from nmoe.cli.reward import reward
+from nmoe.cli.rl_tests_dist import check_ranks
 from nmoe.cli.rl_train import train
 from nmoe.cli.runs_attempt import attempt
 from nmoe.cli.runs_compare import compare
@@ -197,6 +198,7 @@ app.add_typer(runs, name="runs")
 app.add_typer(tokenizer, name="tokenizer")
 for training_verb in (train, selfplay, verifier):
     _configured_verb(rl, training_verb)
+rl.command("tests-dist", cls=Verb)(check_ranks)
 data.command("show", cls=Verb)(show_data)
 data.command(cls=Verb)(pairs)
 data.command("solve-rates", cls=Verb)(solve_rates)

@@ -59,9 +59,11 @@ def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[Share]:
 
 def on_each_rank(function: Callable[[Share], R], batch: Batch, tokens_per_microbatch: int, ranks: Ranks) -> list[R]:
     """Every rank's result for its share of the batch."""
-    if gang().size == 1 < ranks.size:  # ranks without a controller, each of which has the batch
-        return ranks.gather(function(deal(batch, tokens_per_microbatch, ranks.size)[ranks.rank]))
-    return collect(function, deal(batch, tokens_per_microbatch, ranks.size))
+    shares = deal(batch, tokens_per_microbatch, ranks.size)
+    if gang().leads:
+        return collect(function, shares)
+    # One process; or all ranks are here, each with the whole batch.
+    return ranks.gather(function(shares[ranks.rank]))
 
 
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:

@@ -263,7 +263,7 @@ class Learner:
         snapshot = self.snapshot(copied=False)
         if self.ranks.rank == 0:
             snapshot.write(directory)
-        if gang().size == 1:
+        if not gang().leads:
             self.ranks.wait()
         state: dict[str, int] = snapshot.state
         return state

@@ -84,7 +84,7 @@ def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
         for name, value in theirs.items():
             if value != found[0][name]:
                 raise UserError(
-                    f"rank {other} has another {name} than rank 0, {value!r} beside {found[0][name]!r}; start all ranks alike"
+                    f"rank {other} has other {name} than rank 0, {value!r} beside {found[0][name]!r}; start all ranks alike"
                 )
 
 

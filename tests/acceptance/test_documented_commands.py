@@ -42,6 +42,8 @@ def test_every_documented_command_is_executed() -> None:
         ("nmoe sft sums --records.path=x", "nmoe sft sft --records.path=x", False),
         ("nmoe selfplay selfplay --model.path=x", "nmoe selfplay selfplay", False),
         ("python -m nmoe.rl train tools", "nmoe rl train tools   # a comment", True),
+        ("torchrun --nproc_per_node=2 -m nmoe.rl train tools", "nmoe rl train tools", True),
+        ("torchrun --nproc_per_node=2 -m nmoe sft sft", "nmoe rl train sft", False),
         ("nmoe rl train x", "nmoe rl verifier x", False),
         ("./speedrun.sh --full", "nmoe speedrun --full", True),
         ("nmoe eval a b | check", "nmoe eval RUN ENVIRONMENT --seed 3", False),
