@@ -31,4 +31,5 @@ def check_ranks(
     import torch.distributed as dist
 
     typer.echo(f"{gang().size} ranks over {dist.get_backend()}")
-    everywhere(run_checks, tuple(only or ()))
+    # Pairs of family and axes grow with the ranks, and more than two of them seldom have a core each.
+    everywhere(run_checks, tuple(only or ()), brief=gang().size > 2)
