@@ -63,6 +63,14 @@ ExpertWeights = Annotated[
         help="mxfp4 keeps the experts of a released gpt-oss in their four bits: about a quarter of bfloat16's memory."
     ),
 ]
+ForCommand = Annotated[
+    str | None,
+    typer.Option(
+        "--command",
+        metavar="COMMAND",
+        help="The command that CONFIG is for, such as dpo or 'rl train'; default: the first that has its tables.",
+    ),
+]
 ResearchLog = Annotated[Path, typer.Option(metavar="FILE", help="The research log, a file of the repository.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random draws.")]
 
@@ -74,6 +82,16 @@ def configuration(arguments: list[str], schema: "type[C]") -> "C":
 
     refuse_to_start(config)
     return config
+
+
+def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[str, RunConfig]":
+    """Loads the CONFIG of whichever training command, with that command's name. Raises UserError for a `command` that is none."""
+    from nmoe.config.commands import COMMANDS, command_for
+
+    name = command or command_for(*file_and_overrides(arguments))
+    if name not in COMMANDS:
+        raise UserError(f"--command={name}: no training command; one of {', '.join(COMMANDS)}")
+    return name, read_configuration(arguments, COMMANDS[name])
 
 
 def file_and_overrides(arguments: list[str]) -> tuple[Path, list[str]]:

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import ConfigAndOverrides, file_and_overrides, read_configuration
-from nmoe.errors import UserError
+from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_any
 
 
 def plan(
@@ -20,14 +19,7 @@ def plan(
         float | None,
         typer.Option("--memory-gib", metavar="GIB", min=0.1, help="Memory of one GPU, to hold the plan against."),
     ] = None,
-    command: Annotated[
-        str | None,
-        typer.Option(
-            "--command",
-            metavar="COMMAND",
-            help="The command that CONFIG is for, such as dpo or 'rl train'; default: the first that has its tables.",
-        ),
-    ] = None,
+    command: ForCommand = None,
 ) -> None:
     """Count what a run needs on each of N ranks, without any of them.
 
@@ -40,12 +32,7 @@ def plan(
     Example, a 30B model on 128 machines:
       nmoe plan qwen3_30b_a3b --world 1024 --memory-gib 80
     """
-    from nmoe.config.commands import COMMANDS, command_for
-
-    name = command or command_for(*file_and_overrides(arguments))
-    if name not in COMMANDS:
-        raise UserError(f"--command={name}: no training command; one of {', '.join(COMMANDS)}")
-    config = read_configuration(arguments, COMMANDS[name])
+    _, config = configuration_of_any(arguments, command)
     from nmoe.plan.ranks import plan
     from nmoe.plan.table import lines
 

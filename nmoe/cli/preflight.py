@@ -1,23 +1,13 @@
 """`nmoe preflight`."""
 
-from typing import Annotated
-
 import typer
 
-from nmoe.cli.arguments import ConfigAndOverrides, file_and_overrides, read_configuration
-from nmoe.errors import UserError
+from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_any
 
 
 def preflight(
     arguments: ConfigAndOverrides,
-    command: Annotated[
-        str | None,
-        typer.Option(
-            "--command",
-            metavar="COMMAND",
-            help="The command that CONFIG is for, such as dpo or 'rl train'; default: the first that has its tables.",
-        ),
-    ] = None,
+    command: ForCommand = None,
 ) -> None:
     """Check a configuration before it runs.
 
@@ -30,12 +20,7 @@ def preflight(
     Example, pairs for a reward model:
       nmoe preflight mine.toml --command reward
     """
-    from nmoe.config.commands import COMMANDS, command_for
-
-    name = command or command_for(*file_and_overrides(arguments))
-    if name not in COMMANDS:
-        raise UserError(f"--command={name}: no training command; one of {', '.join(COMMANDS)}")
-    config = read_configuration(arguments, COMMANDS[name])
+    name, config = configuration_of_any(arguments, command)
     from nmoe.preflight.preflight import preflight
 
     typer.echo(f"nmoe {name}, run {config.run.name}")
