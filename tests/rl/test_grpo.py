@@ -163,7 +163,7 @@ class FailingEngine(NativeEngine):
 def test_aborted_samples_are_masked_and_recorded(
     reinforce: Reinforce, batches: list[list[Trajectory]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpo, "NativeEngine", FailingEngine)
+    monkeypatch.setattr("nmoe.engine.ranks.NativeEngine", FailingEngine)
     run = reinforce(*SMALL)
     lost = read_lines(run / "failures.jsonl")
     rows = read_metrics(run)
