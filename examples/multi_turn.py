@@ -35,7 +35,7 @@ def main(steps=120, seed=0):
             "batch.prompts_per_step": 12,
             "batch.group_size": 16,
             "optimizer.learning_rate": 1.2e-2,
-            "eval.every_steps": 0,
+            "eval": [],
         },
     )
 

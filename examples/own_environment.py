@@ -33,7 +33,7 @@ def main(steps=60, seed=0):
             "batch.prompts_per_step": 8,
             "batch.group_size": 64,
             "optimizer.learning_rate": 1e-2,
-            "eval.every_steps": 0,
+            "eval": [],
         },
     )
 

@@ -75,7 +75,7 @@ def main(epochs=110, steps=20, seed=0):
             "batch.prompts_per_step": 6,
             "batch.group_size": 16,
             "optimizer.learning_rate": 1e-3,
-            "eval.every_steps": 0,
+            "eval": [],
         },
     )
 
