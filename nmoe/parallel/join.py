@@ -67,7 +67,7 @@ def join(arguments: Sequence[str]) -> Gang:
 
 
 def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
-    """Raises UserError, on every rank, where one differs from rank 0."""
+    """Ends every rank where one differs from rank 0, which says so: it raises UserError, and the others end with its exit code."""
     source = hashlib.sha256()
     root = Path(nmoe.__file__).parent
     for path in sorted(root.rglob("*.py")):
@@ -83,6 +83,8 @@ def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
     for other, theirs in enumerate(found):
         for name, value in theirs.items():
             if value != found[0][name]:
+                if rank > 0:
+                    raise SystemExit(UserError.exit_code)
                 raise UserError(
                     f"rank {other} has other {name} than rank 0, {value!r} beside {found[0][name]!r}; start all ranks alike"
                 )
