@@ -46,13 +46,12 @@ def effortful(settings: EnvironmentSettings, effort: str | None) -> EnvironmentS
 
 def models_and_benchmarks(named: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """Divides `CHECKPOINT... BENCHMARK...`: the first is a model, and so are those behind it that hold one. Raises UserError where
-    that first is none, and where no benchmark is left."""
+    no benchmark is left."""
     count = 1
     while count < len(named) - 1 and _holds_a_model(named[count]):
         count += 1
     if len(named) < 2:
         raise UserError("eval needs a BENCHMARK behind the checkpoints: a TOML file, a directory or a packaged name")
-    resolve_checkpoint(named[0])  # a missing model is told of before a benchmark is read
     return list(named[:count]), list(named[count:])
 
 

@@ -68,10 +68,10 @@ def sweep(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked,
 
 
 def _pairs(checkpoints: Sequence[Path], benchmarks: Sequence[Path], asked: Asked, results: Path) -> list[Pair]:
+    directories = [resolve_checkpoint(one) for one in checkpoints]  # told of before a missing benchmark is
     settings = [effortful(load_environment(one), asked.reasoning_effort) for one in benchmarks]
     if len({one.env_id for one in settings}) < len(settings):
         raise UserError(f"two benchmarks have the same env_id: {', '.join(one.env_id for one in settings)}")
-    directories = [resolve_checkpoint(one) for one in checkpoints]
     make_directory(results, "name another directory with --results")
     return [
         Pair(results, checkpoint, directory, one, asked)
