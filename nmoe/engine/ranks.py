@@ -110,8 +110,12 @@ class RankSampler:
         loop, connection, running = asyncio.get_running_loop(), member.connection, set[asyncio.Task[None]]()
 
         def read() -> None:
-            while connection.poll():
-                messages.put_nowait(member.receive())
+            try:
+                while connection.poll():
+                    messages.put_nowait(member.receive())
+            except (EOFError, ConnectionError):  # the controller is gone: that was all
+                loop.remove_reader(connection.fileno())
+                messages.put_nowait(None)
 
         async def answer(asked: _Asked) -> None:
             error = None
