@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -280,6 +281,23 @@ def hanging(_: Path) -> Path:
 @fault("disk", "a disk of 900 MB", 1)
 def small_disk(_: Path) -> Path:
     return trained([vowels], 2)
+
+
+@fault(
+    "slow_disk",
+    "a disk on which every file takes a second (with seconds = 1, a checkpoint every step)",
+    3,
+    begins=1,
+)
+def slow_disk(_: Path) -> Path:
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(1.0)
+        sync(descriptor)
+
+    os.fsync = slow
+    return trained([vowels], 4, **{"monitor.slow_disk.seconds": 1.0, "checkpoint.every_steps": 1})
 
 
 @fault("memory", "a device (a simulated one) with 97% of its memory in use", 2)

@@ -28,6 +28,7 @@ from nmoe.monitor.ratios import RatiosRule
 from nmoe.monitor.reward_hacking import RewardHackingRule
 from nmoe.monitor.reward_stuck import RewardStuckRule
 from nmoe.monitor.rule import Rule
+from nmoe.monitor.slow_disk import SlowDiskRule
 from nmoe.monitor.solve_rate import SolveRateRule
 from nmoe.monitor.stalled import StalledRule
 from nmoe.monitor.truncation import TruncationRule
@@ -40,6 +41,7 @@ def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
         GradNormRule(watch.grad_norm),
         GradNormRiseRule(watch.grad_norm_rise),
         DiskRule(watch.disk, directory),
+        SlowDiskRule(watch.slow_disk),
         StalledRule(watch.stalled),
     ]
     device = choose_device(config.model.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,11 +140,12 @@ class Run:
             first = self._begin(recipe, saver)
             sinks = self._sinks = _sinks_of(self._config, self.directory)
             monitor = self._monitor(recipe, first)
+            saving: dict[str, float] = {}
             for step in range(first + 1, self._steps + 1):
                 saver.check()
                 done = recipe.step(step)
                 last = step == self._steps
-                metrics, probe = dict(done.metrics), None
+                metrics, probe = {**done.metrics, **saving}, None
                 if recipe.evaluate_every and (last or step % recipe.evaluate_every == 0):
                     figures, probe = self._evaluate(recipe, step)
                     metrics |= figures
@@ -157,9 +159,11 @@ class Run:
                 self._progress.step(step, done.shown)
                 best = self.ledger.is_best(step)
                 # Read once: a signal that arrives during the save is handled after the next step.
-                stopping = interrupt.requested
+                stopping, saving = interrupt.requested, {}
                 if last or best or stopping or stopped or step % checkpoint.every_steps == 0:
+                    began = time.perf_counter()
                     saver.save(step, recipe.parts(), best)
+                    saving = {"time_save_s": time.perf_counter() - began}
                 if last or stopping or stopped:
                     saver.wait()
                 if stopped:

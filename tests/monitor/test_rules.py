@@ -21,6 +21,7 @@ from nmoe.config.tables.monitor import (
     IdleSection,
     MemorySection,
     MonitorSection,
+    SlowDiskSection,
     StalledSection,
     TruncationSection,
 )
@@ -33,6 +34,7 @@ from nmoe.monitor.idle import IdleRule, Pauses
 from nmoe.monitor.memory import MemoryRule
 from nmoe.monitor.monitor import CALM_STEPS, Monitor
 from nmoe.monitor.rules import monitor_of
+from nmoe.monitor.slow_disk import SlowDiskRule
 from nmoe.monitor.stalled import StalledRule
 from nmoe.monitor.suspension import Suspension
 from nmoe.monitor.truncation import TruncationRule
@@ -218,6 +220,20 @@ def test_a_disk_that_is_full_when_a_run_is_resumed_is_told(monkeypatch: pytest.M
     for _ in range(2):
         monitor.recall({"truncated": 1.0})
     assert [alert.rule for alert in monitor.observe({"truncated": 1.0})] == ["disk", "truncation"]
+
+
+def test_a_disk_that_a_run_waits_for() -> None:
+    rule = SlowDiskRule(SlowDiskSection(seconds=10.0, share=0.5))
+    steps = [{"time_step_s": 15.0}, {"time_step_s": 15.0}]
+    fast, long, short = ({"time_step_s": 15.0, "time_save_s": seconds} for seconds in (14.9, 15.1, 9.9))
+    assert [rule.symptom(row) for row in (*steps, fast)] == [None] * 3, "under half of the 30 s of the steps before"
+    assert [rule.symptom(row) for row in (*steps[:1], long)] == [
+        None,
+        "saving held the run up for 15 s, and the steps before it took 30 s",
+    ]
+    assert rule.symptom(short) is None, "under ten seconds, though more than half of the one step before"
+    twice = SlowDiskRule(SlowDiskSection(steps=2))
+    assert [twice.symptom(long) is None for _ in range(3)] == [True, False, False]
 
 
 def test_the_memory_of_a_device_at_a_steps_peak(tmp_path: Path) -> None:

@@ -63,6 +63,16 @@ class DiskSection(RuleSection):
     free_gb: float = Field(default=1.0, gt=0, description="free space below which a step shows the symptom")
 
 
+class SlowDiskSection(RuleSection):
+    """[monitor.slow_disk]: saving holds the run up."""
+
+    steps: int = Field(default=1, gt=0, description="saves in a row that show the symptom before the rule fires")
+    share: float = Field(
+        default=0.5, gt=0, description="seconds a save held the run up, over those of the steps before it"
+    )
+    seconds: float = Field(default=10.0, gt=0, description="and at least this long")
+
+
 class StalledSection(RuleSection):
     """[monitor.stalled]: a step takes far longer than the others."""
 
@@ -186,6 +196,7 @@ class WatchSection(Section):
     grad_norm_rise: GradNormRiseSection = Field(default=GradNormRiseSection(), description="ever larger gradients")
     experts: ExpertsSection = Field(default=ExpertsSection(), description="collapsing experts")
     disk: DiskSection = Field(default=DiskSection(), description="a disk that is nearly full")
+    slow_disk: SlowDiskSection = Field(default=SlowDiskSection(), description="saving holds the run up")
     stalled: StalledSection = Field(default=StalledSection(), description="a step that takes far too long")
     memory: MemorySection = Field(default=MemorySection(), description="a GPU whose memory is nearly full")
     idle: IdleSection = Field(default=IdleSection(), description="a GPU that has nothing to do")
