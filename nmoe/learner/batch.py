@@ -146,12 +146,30 @@ class Batch:
         return part, rows_T
 
 
-def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int]]:
+def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> list[list[int]]:
     """Splits a batch into lists of sequence indices within the token budget, longest first; a sequence above the budget stands
     alone. Sequences that share a prefix follow the longest of them, and a pair stays together.
 
-    Sorting puts sequences of similar length together, for the length buckets of attention.
+    Sorting puts sequences of similar length together, for the length buckets of attention. Several `ranks` get equally
+    many lists of about equally many tokens: the largest list is as small as it can be in this order.
     """
+    units = _units(batch)
+    lists = _packed(units, tokens_per_microbatch)
+    if ranks == 1 or not lists:
+        return lists
+    count = -(-len(lists) // ranks) * ranks
+    low, high = 1, tokens_per_microbatch  # the smallest budget that needs no more lists
+    while low < high:
+        budget = (low + high) // 2
+        if len(_packed(units, budget)) <= count:
+            high = budget
+        else:
+            low = budget + 1
+    return _packed(units, high)
+
+
+def _units(batch: Batch) -> list[tuple[list[int], int]]:
+    """The sequences that stay together, with their tokens, in the order of `micro_batches`."""
     lengths = batch.lengths
     groups = range(len(lengths)) if batch.prefixes is None else [group for group, _ in batch.prefixes]
     longest: dict[int, int] = {}
@@ -161,17 +179,19 @@ def micro_batches(batch: Batch, tokens_per_microbatch: int) -> Iterator[list[int
     together: dict[int, list[int]] = {}
     for i in order:
         together.setdefault(i if batch.pairs is None else batch.pairs[i][0], []).append(i)
-    chosen: list[int] = []
+    return [(unit, sum(lengths[i] for i in unit)) for unit in together.values()]
+
+
+def _packed(units: Sequence[tuple[list[int], int]], budget: int) -> list[list[int]]:
+    lists: list[list[int]] = []
     tokens = 0
-    for unit in together.values():
-        unit_tokens = sum(lengths[i] for i in unit)
-        if chosen and tokens + unit_tokens > tokens_per_microbatch:
-            yield chosen
-            chosen, tokens = [], 0
-        chosen += unit
+    for unit, unit_tokens in units:
+        if not lists or tokens + unit_tokens > budget:
+            lists.append([])
+            tokens = 0
+        lists[-1] += unit
         tokens += unit_tokens
-    if chosen:
-        yield chosen
+    return lists
 
 
 def alike(a: Sequence[int], b: Sequence[int]) -> int:

@@ -33,8 +33,8 @@ class Share:
     """What one rank runs of a batch of `tokens` tokens: micro-batches on the host, each with the places of its scored positions in
     the batch, `[N]`, and whether it counts.
 
-    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the first one
-    again, which must not count.
+    All ranks run equally many, since they gather the weights of a sharded model together. A rank that has fewer runs the
+    smallest one again, which must not count.
     """
 
     parts: Sequence[tuple[Batch, Tensor, bool]]
@@ -43,12 +43,11 @@ class Share:
 
 def deal(batch: Batch, tokens_per_microbatch: int, ranks: int) -> list[Share]:
     """A share for each rank, in turns."""
-    per_rank = -(-batch.tokens // ranks)
     micros = []
-    for sequences in micro_batches(batch, min(tokens_per_microbatch, per_rank)):
+    for sequences in micro_batches(batch, tokens_per_microbatch, ranks):
         micro, rows_T = batch.select(sequences)
         micros.append((micro, rows_T[micro.scored_T]))
-    idle = micros[0]
+    idle = min(micros, key=lambda one: one[0].tokens)
     shares = []
     for rank in range(ranks):
         own = [(*part, True) for part in micros[rank::ranks]]

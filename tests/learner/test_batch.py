@@ -66,18 +66,18 @@ def test_to_moves_every_column() -> None:
 
 def test_micro_batches_by_hand() -> None:
     # Longest first: 7 alone exceeds nothing of a budget of 8; 5 + 3 fill it; 3 + 2 + 2 stay below it.
-    assert list(micro_batches(of_lengths([3, 7, 2, 5, 3, 2]), 8)) == [[1], [3, 0], [4, 2, 5]]
+    assert micro_batches(of_lengths([3, 7, 2, 5, 3, 2]), 8) == [[1], [3, 0], [4, 2, 5]]
 
 
 def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
-    assert list(micro_batches(of_lengths([1, 20, 1]), 4)) == [[1], [0, 2]]
-    assert list(micro_batches(of_lengths([]), 4)) == []
+    assert micro_batches(of_lengths([1, 20, 1]), 4) == [[1], [0, 2]]
+    assert micro_batches(of_lengths([]), 4) == []
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
 def test_micro_batches_part_the_sequences_within_the_budget(lengths: list[int], budget: int) -> None:
-    parts = list(micro_batches(of_lengths(lengths), budget))
+    parts = micro_batches(of_lengths(lengths), budget)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     assert all(len(part) == 1 or sum(lengths[i] for i in part) <= budget for part in parts)
     taken = [lengths[i] for part in parts for i in part]
@@ -87,10 +87,39 @@ def test_micro_batches_part_the_sequences_within_the_budget(lengths: list[int], 
         assert sum(lengths[i] for i in part) + lengths[following[0]] > budget
 
 
+def test_several_ranks_get_even_micro_batches_by_hand() -> None:
+    # Within a budget of half the tokens, 11, the first two fill lists of 9 and 10, and 3 are left over: one rank would run twice
+    # as much as the other.
+    lengths = [5, 4, 4, 3, 3, 3]
+    assert micro_batches(of_lengths(lengths), 11) == [[0, 1], [2, 3, 4], [5]]
+    assert micro_batches(of_lengths(lengths), 22, ranks=2) == [[0, 1, 2], [3, 4, 5]]
+    assert micro_batches(of_lengths(lengths), 11, ranks=2) == [[0], [1], [2, 3], [4, 5]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 120), st.integers(2, 4))
+def test_the_largest_micro_batch_of_several_ranks_is_the_smallest_possible(
+    lengths: list[int], budget: int, ranks: int
+) -> None:
+    parts = micro_batches(of_lengths(lengths), budget, ranks)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    tokens = sorted(lengths, reverse=True)
+    count = -(-len(micro_batches(of_lengths(lengths), budget)) // ranks) * ranks
+    assert len(parts) <= count
+    # Every way to cut the sorted lengths into that many pieces.
+    cuts = (
+        (0, *chosen, len(tokens))
+        for pieces in range(1, min(count, len(tokens)) + 1)
+        for chosen in itertools.combinations(range(1, len(tokens)), pieces - 1)
+    )
+    best = min(max(sum(tokens[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts)
+    assert max(sum(lengths[i] for i in part) for part in parts) == best
+
+
 def test_micro_batches_keep_those_together_that_share_a_prefix() -> None:
     prefixes = ((0, 2), (1, 2), (0, 2), (3, 2), (1, 2))
     # The first group's longest has 9 rows, the second's 8: the group's short ones come before other sequences.
-    assert list(micro_batches(of_lengths([3, 8, 9, 5, 4], prefixes), 13)) == [[2, 0], [1, 4], [3]]
+    assert micro_batches(of_lengths([3, 8, 9, 5, 4], prefixes), 13) == [[2, 0], [1, 4], [3]]
 
 
 def test_shared_rows_by_hand() -> None:

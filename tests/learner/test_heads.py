@@ -143,7 +143,7 @@ def test_pairs_stay_together_and_sequences_are_numbered(tiny_model: MakeModel, r
 
     model = tiny_model()
     for tokens in (1, 24, 40, 1000):
-        parts = list(micro_batches(batch, tokens))
+        parts = micro_batches(batch, tokens)
         assert sorted(i for part in parts for i in part) == list(range(6))
         for first in (0, 2, 4):
             assert any({first, first + 1} <= set(part) for part in parts)
