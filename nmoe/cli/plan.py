@@ -1,10 +1,15 @@
 """`nmoe plan`."""
 
-from typing import Annotated
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_any
+from nmoe.cli.arguments import ConfigAndOverrides, ForCommand, configuration_of_any, file_and_overrides
+
+if TYPE_CHECKING:
+    from nmoe.config.commands import RunConfig
 
 
 def plan(
@@ -23,6 +28,8 @@ def plan(
 ) -> None:
     """Count what a run needs on each of N ranks, without any of them.
 
+    CONFIG may be the name of a model on the Hugging Face hub, for its supervised fine-tuning; no weights are fetched.
+
     Bytes that a rank holds, and bytes that it sends for one optimizer step. Exits with 2 where [parallel] does not fit the
     ranks, and with 1 where a rank's part does not fit --memory-gib.
 
@@ -31,8 +38,11 @@ def plan(
       nmoe plan sort_grpo --world 4
     Example, a 30B model on 128 machines:
       nmoe plan qwen3_30b_a3b --world 1024 --memory-gib 80
+    Example, a model of the hub with all weights trained:
+      nmoe plan Qwen/Qwen3-30B-A3B --world 64 --model.precision=bfloat16
     """
-    _, config = configuration_of_any(arguments, command)
+    config = _of_model(arguments) if command is None else None
+    config = config or configuration_of_any(arguments, command)[1]
     from nmoe.plan.ranks import plan
     from nmoe.plan.table import lines
 
@@ -41,3 +51,17 @@ def plan(
         typer.echo(line)
     if memory_gib is not None and found.total > memory_gib * 2**30:
         raise typer.Exit(1)
+
+
+def _of_model(arguments: list[str]) -> "RunConfig | None":
+    """The configuration that fine-tunes the model of the hub which is named instead of a CONFIG, if one is."""
+    from nmoe.config.commands import COMMANDS, load_run
+    from nmoe.runs.resolve import is_hub_name
+
+    name, overrides = file_and_overrides(arguments)
+    if name.suffix == ".toml" or not is_hub_name(name):
+        return None
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / f"{name.name}.toml"
+        file.write_text(f'[run]\nsteps = 1\n[model]\npath = "{name}"\n[records]\npath = "records.jsonl"\n')
+        return load_run(file, COMMANDS["sft"], overrides)

@@ -16,7 +16,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.transformer import Transformer
 from nmoe.recipes.setup import device_and_dtype, load_tokenizer
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.resolve import resolve_checkpoint, resolve_shape
 
 # AdamW's two moments, and where weights are in low precision the master of each: bytes in fp32.
 _FLOAT = 4
@@ -74,8 +74,8 @@ def size_of(config: RunConfig) -> Size:
 
 
 def shape_of(checkpoint: str) -> ModelConfig:
-    """The shape of a checkpoint's model. Raises UserError."""
-    return read_config(resolve_checkpoint(Path(checkpoint)))[1]
+    """The shape of a checkpoint's model, of which no weights are fetched. Raises UserError."""
+    return read_config(resolve_shape(Path(checkpoint)))[1]
 
 
 def parameters_of(checkpoint: str) -> int:

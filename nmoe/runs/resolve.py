@@ -15,19 +15,31 @@ from nmoe.runs.checkpoint import latest_checkpoint
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+# Weights in safetensors alone: a pickle could run code.
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
 def resolve_checkpoint(path: Path) -> Path:
     """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names: a checkpoint, a run, or a
     model on the Hugging Face hub, fetched into its cache. Raises UserError if there is none."""
+    return _resolved(path, _FILES)
+
+
+def resolve_shape(path: Path) -> Path:
+    """The same directory where nothing but `config.json` is read of it: a model on the hub is not fetched but for that file."""
+    return _resolved(path, ["config.json"])
+
+
+def _resolved(path: Path, files: list[str]) -> Path:
     for candidate in (path, path / "rl"):
         if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
             return candidate
         if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
     remedy = maker_of(path)
-    # What begins with a directory of this machine is a mistaken path, and nobody else's business.
-    if not remedy and not path.exists() and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+    if is_hub_name(path):
         try:
-            return _fetched(str(path))
+            return _fetched(str(path), files)
         except Exception as error:  # the hub's client raises many kinds
             why = str(error).splitlines()[0]
             fetch = f"hf download {path} --local-dir {path.name}"
@@ -39,6 +51,13 @@ def resolve_checkpoint(path: Path) -> Path:
     )
 
 
+def is_hub_name(path: Path) -> bool:
+    """Whether a path can only be the name of a model on the Hugging Face hub."""
+    # What begins with a directory of this machine is a mistaken path, and nobody else's business.
+    there = path.exists() or path.parent.exists()
+    return not there and not maker_of(path) and _HUB_NAME.fullmatch(str(path)) is not None
+
+
 def maker_of(path: Path) -> str:
     """What makes a path that is not there and that packaged configurations start from, to end a message with; otherwise nothing."""
     if path.exists() or path.parts[:2] != ("runs", "speedrun"):
@@ -46,12 +65,11 @@ def maker_of(path: Path) -> str:
     return "; `nmoe speedrun` makes it, or a command in the first lines of the configuration that asks for it"
 
 
-def _fetched(name: str) -> Path:
-    """The directory of a model in the hub's cache. With HF_HUB_OFFLINE=1 only the cache is asked."""
+def _fetched(name: str, files: list[str]) -> Path:
+    """The directory of a model in the hub's cache, with these files of it. With HF_HUB_OFFLINE=1 only the cache is asked."""
     from huggingface_hub import snapshot_download
 
-    # Weights in safetensors alone: a pickle could run code.
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    return Path(snapshot_download(name, allow_patterns=files))
 
 
 def resolve_tokenizer(path: Path) -> Path:

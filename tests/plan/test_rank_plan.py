@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -102,6 +103,30 @@ def test_a_30b_model_on_1024_ranks(
         said = capsys.readouterr().out
         assert "30,532,122,624 parameters, 29,905,186 on rank 0 (1.003 of an even share)" in said
         assert ("fits 80 GiB" if code == 0 else "does not fit 40 GiB; what helps") in said
+
+
+@pytest.mark.parametrize("named", ["qwen3_30b_a3b", "Qwen/Qwen3-30B-A3B"])
+def test_a_model_of_the_hub_is_planned_by_its_description(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the hub's repository only config.json is asked for, and nothing else is there."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(sys, "argv", ["nmoe", "plan", named, "--world=8", "--model.precision=bfloat16"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    assert asked == [("Qwen/Qwen3-30B-A3B", ["config.json"])]
+    said = capsys.readouterr().out
+    assert "30,532,122,624 parameters" in said
+    # The packaged configuration trains an adapter, and fine-tuning all weights.
+    assert ("gradient of a block" in said) == (named == "Qwen/Qwen3-30B-A3B")
 
 
 def test_ranks_that_sample_hold_whole_weights(workshop: Path, base: Path) -> None:
