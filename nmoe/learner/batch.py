@@ -44,7 +44,8 @@ class Batch:
     pair run in one micro-batch, because the loss of a pair is not a sum over its sequences.
 
     `old_logprobs_T` and `old_values_T` are those of the learner before the first of several updates on the same samples.
-    `returns_T` and `labels_T` are the targets of a head.
+    `returns_T` and `labels_T` are the targets of a head. Where a head judges steps of several tokens, `steps_T` numbers the step of
+    each judged token, and `label_weights_T` is the weight of its step's label, beside the weight of the token in `weights_T`.
     """
 
     lengths: tuple[int, ...]
@@ -59,6 +60,8 @@ class Batch:
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None
     labels_T: Tensor | None = None
+    label_weights_T: Tensor | None = None
+    steps_T: Tensor | None = None
     routes_TYK: Tensor | None = None
     kept_TM: Tensor | None = None
     prefixes: tuple[tuple[int, int], ...] | None = None

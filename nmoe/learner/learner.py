@@ -370,6 +370,8 @@ def _scored(micro: Batch) -> Scored:
         returns_N=column(micro.returns_T),
         old_values_N=column(micro.old_values_T),
         labels_N=column(micro.labels_T),
+        label_weights_N=column(micro.label_weights_T),
+        steps_N=column(micro.steps_T),
         sequence_N=put(micro.sequence_ids(), micro.scored_T.device)[micro.scored_places],
         pairs=micro.pairs,
     )

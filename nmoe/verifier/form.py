@@ -1,7 +1,8 @@
 """Renders solutions for a verifier and locates its judgements: the same tokens in training and in use.
 
 Discriminative: the solution is rendered as an answer to its problem, one step per line. A head reads the last token of every
-step, or of the whole solution: one forward pass for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6).
+step, or of the whole solution: one forward pass for all steps (Lightman et al. 2023, arXiv:2305.20050, section 2.6). Or it reads
+every token of a step, which is right if each of them is.
 
 Generative: the tasks `prm_step` and `prm_solution` ask for the label of the last step shown, or for the score of the solution.
 The model's probability of a label as its final message is compared with that of the other labels. There is one sequence for
@@ -26,6 +27,8 @@ from nmoe.types import Message
 
 Mode = Literal["step", "score"]
 HeadForm = Literal["generative", "discriminative"]
+# The tokens of a step that a head reads.
+Reads = Literal["last", "every"]
 
 # From worst to best: the order of a head's classes and of a prompt's labels.
 STEP_CLASSES = ("-", "+")
@@ -37,7 +40,8 @@ SCORE_CLASSES = ("0", "0.5", "1")
 class Shown:
     """Input tokens, their targets, and the positions whose output is the judgement. For a head, `labels` are the classes there.
 
-    `language` are positions that predict the tokens of right steps, for an auxiliary language-modelling loss.
+    `language` are positions that predict the tokens of right steps, for an auxiliary language-modelling loss. `counts` are the
+    numbers of positions that make up one judgement each, where it is not one.
 
     Example, three tokens of a prompt, a label and <|return|>: `Shown((5, 6, 7, 18), (6, 7, 18, 2), scored=(2, 3))`.
     """
@@ -47,6 +51,7 @@ class Shown:
     scored: tuple[int, ...]
     labels: tuple[int, ...] = ()
     language: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
 
 
 Group = Sequence[Shown]
@@ -72,10 +77,11 @@ class Form(Protocol):
 
 
 class DiscriminativeForm:
-    """Renders one sequence per solution, which a head reads at the last token of every step, or at <|return|>."""
+    """Renders one sequence per solution, which a head reads at the last or at every token of each step, or at <|return|>."""
 
-    def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode) -> None:
+    def __init__(self, tokenizer: HarmonyTokenizer, mode: Mode, reads: Reads = "last") -> None:
         self.mode: Mode = mode
+        self.reads: Reads = reads
         self.classes = STEP_CLASSES if mode == "step" else SCORE_CLASSES
         self._harmony = Harmony(tokenizer)
         special = tokenizer.special_id
@@ -84,9 +90,10 @@ class DiscriminativeForm:
 
     def training(self, messages: Sequence[Message], steps: Sequence[str], labels: Sequence[str | None]) -> Group:
         ids, spans = self._shown(messages, steps)
-        places = self._places(ids, spans)
         judged = [
-            (end, self.classes.index(label)) for end, label in zip(places, labels, strict=True) if label is not None
+            (read, self.classes.index(label))
+            for read, label in zip(self._read(ids, spans), labels, strict=True)
+            if label is not None
         ]
         # Steps without a label are not trained on: they may follow a wrong one.
         right = [label == self.classes[-1] for label in (labels if self.mode == "step" else list(labels) * len(spans))]
@@ -96,24 +103,27 @@ class DiscriminativeForm:
             if is_right
             for place in range(start, end + 2)
         ]
-        taken = {end for end, _ in judged}
+        # Beside a step that is judged as a whole, its tokens are predicted, too.
+        taken = {place for read, _ in judged for place in read} if self.reads == "last" else set()
         return [
             Shown(
                 tuple(ids),
                 (*ids[1:], 0),
-                tuple(end for end, _ in judged),
-                tuple(label for _, label in judged),
+                tuple(place for read, _ in judged for place in read),
+                tuple(label for read, label in judged for _ in read),
                 tuple(place for place in language if place not in taken),
+                self._counts([read for read, _ in judged]),
             )
         ]
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
         ids, spans = self._shown(messages, steps)
-        places = [place for place in self._places(ids, spans) if place < context_tokens]
-        if not places:
+        reads = [read for read in self._read(ids, spans) if read[-1] < context_tokens]
+        if not reads:
             return []
-        ids = ids[: places[-1] + 1]
-        return [Shown(tuple(ids), (*ids[1:], 0), tuple(places), (0,) * len(places))]
+        ids = ids[: reads[-1][-1] + 1]
+        places = tuple(place for read in reads for place in read)
+        return [Shown(tuple(ids), (*ids[1:], 0), places, (0,) * len(places), counts=self._counts(reads))]
 
     def _shown(self, messages: Sequence[Message], steps: Sequence[str]) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens, and the first and last token of every step; a line break follows each step."""
@@ -129,8 +139,14 @@ class DiscriminativeForm:
             ids += line_break
         return [*ids, self._end], spans
 
-    def _places(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-        return [end for _, end in spans] if self.mode == "step" else [len(ids) - 1]
+    def _read(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[range]:
+        """Returns the positions that the head reads for each judgement."""
+        if self.mode == "score":
+            return [range(len(ids) - 1, len(ids))]
+        return [range(start if self.reads == "every" else end, end + 1) for start, end in spans]
+
+    def _counts(self, reads: Sequence[range]) -> tuple[int, ...]:
+        return tuple(map(len, reads)) if self.reads == "every" else ()
 
 
 class GenerativeForm:
@@ -211,10 +227,10 @@ class GenerativeForm:
         return Shown(tuple(ids[:-1]), tuple(ids[1:]), tuple(range(len(prompt) - 1, len(ids) - 1)))
 
 
-def make_form(tokenizer: HarmonyTokenizer, head: HeadForm, mode: Mode, neutral: bool) -> Form:
+def make_form(tokenizer: HarmonyTokenizer, head: HeadForm, mode: Mode, neutral: bool, reads: Reads = "last") -> Form:
     """Makes the form for a head and mode; raises UserError as the forms do."""
     if head == "discriminative":
-        return DiscriminativeForm(tokenizer, mode)
+        return DiscriminativeForm(tokenizer, mode, reads)
     return GenerativeForm(tokenizer, mode, neutral)
 
 
@@ -222,28 +238,39 @@ def form_batch(groups: Sequence[Group], language_weight: float = 0.0) -> Batch:
     """Concatenates the groups' sequences into a batch.
 
     The loss is the mean over all judged positions, plus `language_weight` times the mean over the tokens of right steps, whose
-    column of labels is -1.
+    column of labels is -1. Where a judgement is made of several positions, these carry its number and its weight in columns of
+    their own, and may predict a token, too.
     """
     sequences = [shown for group in groups for shown in group]
     lengths = tuple(len(shown.inputs) for shown in sequences)
     labels_T = torch.full((sum(lengths),), -1)
     judged_T, language_T = torch.zeros(len(labels_T), dtype=torch.bool), torch.zeros(len(labels_T), dtype=torch.bool)
+    steps_T, steps = torch.full((len(labels_T),), -1), 0
     start = 0
     for shown in sequences:
         places_N = torch.tensor(shown.scored, dtype=torch.int64) + start
         judged_T[places_N] = True
         if shown.labels:
             labels_T[places_N] = torch.tensor(shown.labels)
+        if shown.counts:
+            steps_T[places_N] = torch.arange(steps, steps + len(shown.counts)).repeat_interleave(
+                torch.tensor(shown.counts)
+            )
+            steps += len(shown.counts)
         language_T[torch.tensor(shown.language, dtype=torch.int64) + start] = language_weight > 0
         start += len(shown.inputs)
+    weights_T = language_weight * token_weights("token", language_T, lengths)
+    if steps == 0:
+        weights_T = token_weights("token", judged_T, lengths) + weights_T
     return Batch(
         lengths=lengths,
         inputs_T=torch.tensor([token for shown in sequences for token in shown.inputs]),
         targets_T=torch.tensor([token for shown in sequences for token in shown.targets]),
         scored_T=judged_T | language_T,
-        weights_T=token_weights("token", judged_T, lengths)
-        + language_weight * token_weights("token", language_T, lengths),
+        weights_T=weights_T,
         labels_T=labels_T,
+        label_weights_T=judged_T / steps if steps else None,
+        steps_T=steps_T if steps else None,
         prefixes=tuple(shared for number, group in enumerate(groups) for shared in _prefixes(number, group)),
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_head_outputs, batch_logprobs
 from nmoe.learner.learner import Learner
+from nmoe.learner.objectives import step_logprobs
 from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
@@ -24,7 +25,7 @@ from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
-from nmoe.verifier.form import Form, Group, HeadForm, Mode, form_batch, make_form
+from nmoe.verifier.form import Form, Group, HeadForm, Mode, Reads, form_batch, make_form
 
 DESCRIPTION = "verifier.json"
 
@@ -38,6 +39,7 @@ class Description:
     mode: Mode
     head: HeadForm
     neutral: bool
+    reads: Reads = "last"
 
     def save(self, directory: Path) -> None:
         (directory / DESCRIPTION).write_text(json.dumps(asdict(self)) + "\n")
@@ -48,20 +50,21 @@ class Description:
         path = directory / DESCRIPTION
         try:
             raw = json.loads(path.read_text())
-            described = cls(raw["mode"], raw["head"], raw["neutral"])
+            described = cls(raw["mode"], raw["head"], raw["neutral"], raw.get("reads", "last"))
         except FileNotFoundError:
             raise UserError(
                 f"{path}: no such file: the checkpoint is not a verifier; `nmoe verifier` trains one"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not the description of a verifier: {error}") from None
-        if described.mode not in get_args(Mode) or described.head not in get_args(HeadForm):
+        known = (described.mode, Mode), (described.head, HeadForm), (described.reads, Reads)
+        if any(value not in get_args(values) for value, values in known):
             raise UserError(f"{path}: not the description of a verifier: {raw}")
         return described
 
     def form(self, tokenizer: HarmonyTokenizer) -> Form:
         """Makes the form. Raises UserError for a tokenizer that does not suit it."""
-        return make_form(tokenizer, self.head, self.mode, self.neutral)
+        return make_form(tokenizer, self.head, self.mode, self.neutral, self.reads)
 
 
 TOKENS_PER_MICROBATCH = 16384
@@ -100,7 +103,7 @@ class Judge:
         logits = self._logits([group for group in groups if group])
         found, place = [], 0
         for (_, steps), group in zip(solutions, groups, strict=True):
-            judged = sum(len(shown.scored) for shown in group) if self.head is not None else len(group) // classes
+            judged = sum(len(shown.counts or shown.scored) for shown in group) if self.head else len(group) // classes
             said_MK = torch.zeros(len(steps) if self.form.mode == "step" else 1, classes)
             said_MK[:, 0] = 1.0
             said_MK[:judged] = logits[place : place + judged].softmax(-1)
@@ -116,8 +119,13 @@ class Judge:
         batch = form_batch(groups)
         if self.head is not None:
             if self.learner is not None:
-                return self.learner.head_outputs(batch).result()
-            return batch_head_outputs(self.model, self.head, batch, TOKENS_PER_MICROBATCH)
+                logits_NK = self.learner.head_outputs(batch).result()
+            else:
+                logits_NK = batch_head_outputs(self.model, self.head, batch, TOKENS_PER_MICROBATCH)
+            if batch.steps_T is None:
+                return logits_NK
+            step_N = batch.steps_T[batch.scored_T]
+            return step_logprobs(logits_NK, step_N, int(step_N[-1]) + 1)
         if self.learner is not None:
             logprobs_N = self.learner.logprobs(batch).result()
         else:

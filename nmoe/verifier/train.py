@@ -22,7 +22,7 @@ from nmoe.data.stream import ExampleStream
 from nmoe.envs.pools.order import stable_hash
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import Evaluation
-from nmoe.learner.objectives import classification, cross_entropy
+from nmoe.learner.objectives import Objective, classification, cross_entropy, step_classification
 from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
 from nmoe.model.head import Head, load_head
 from nmoe.parallel.gang import everywhere
@@ -58,7 +58,8 @@ def verifier(config: VerifierConfig) -> Path:
     config, threads = settle(config)
     section = config.verifier
     tokenizer = load_tokenizer(config.model)
-    described = Description(section.mode, section.head, section.neutral == "own")
+    reads = section.reads if section.mode == "step" else "last"
+    described = Description(section.mode, section.head, section.neutral == "own", reads)
     form = described.form(tokenizer)
     start = everywhere(Start.of, config, tokenizer)
     head = None
@@ -91,7 +92,7 @@ def verifier(config: VerifierConfig) -> Path:
         config,
         learner,
         tokenizer,
-        cross_entropy if head is None else classification,
+        _objective(described),
         examples,
         section.prm_source,
         next_batch=lambda: form_batch(examples.take(section.tokens_per_step), section.language_weight),
@@ -228,6 +229,12 @@ def _fitting(
 
     fitting = [one for one in solutions if fits(form.training(one.messages, one.steps, one.labels))]
     return fitting, len(solutions) - len(fitting)
+
+
+def _objective(described: Description) -> Objective:
+    if described.head == "generative":
+        return cross_entropy
+    return classification if described.reads == "last" else step_classification
 
 
 def _head(config: VerifierConfig, hidden_size: int, outputs: int) -> Head:

@@ -83,14 +83,17 @@ def obvious(path: Path) -> None:
             file.write(json.dumps({"prompt": f"Sum: {number}", "completions": steps, "labels": labels}) + "\n")
 
 
-@pytest.mark.parametrize("head", ["generative", "discriminative"])
-def test_it_learns_to_find_the_wrong_step(here: Path, tmp_path: Path, head: str) -> None:
+@pytest.mark.parametrize(
+    ("head", "reads"), [("generative", "last"), ("discriminative", "last"), ("discriminative", "every")]
+)
+def test_it_learns_to_find_the_wrong_step(here: Path, tmp_path: Path, head: Any, reads: Any) -> None:
     obvious(tmp_path / "obvious.jsonl")
     path = run(
         here,
         tmp_path,
         f"--verifier.prm_source={tmp_path}/obvious.jsonl",
         f"--verifier.head={head}",
+        f"--verifier.reads={reads}",
         "--run.steps=90" if head == "generative" else "--run.steps=30",
         "--verifier.tokens_per_step=3072" if head == "generative" else "--verifier.tokens_per_step=1024",
         "--eval.0.every_steps=1000",
@@ -109,13 +112,20 @@ def test_it_learns_to_find_the_wrong_step(here: Path, tmp_path: Path, head: str)
     ]
     assert sum(part["count"] for part in record["calibration"]) > 80
     judge, described = Judge.load(path)
-    assert described == Description("step", head, neutral=False)  # type: ignore[arg-type]
+    assert described == Description("step", head, neutral=False, reads=reads)
     (said,) = judge.probabilities([([Message("user", "Sum: 7")], ["4+7=11", "wrong", "13+5=18"])])
     assert said[0, 1] > 0.7
     assert said[1, 1] < 0.3
 
 
-@pytest.mark.parametrize("overrides", [(), ("--verifier.head=discriminative", "--verifier.language_weight=1.0")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("--verifier.head=discriminative", "--verifier.language_weight=1.0"),
+        ("--verifier.head=discriminative", "--verifier.language_weight=1.0", "--verifier.reads=every"),
+    ],
+)
 def test_a_run_goes_on_number_for_number(here: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     whole = run(here, tmp_path, "--run.name=whole", *overrides)
     # As a kill after the second checkpoint leaves it: what follows is the schedule of the whole run.

@@ -107,6 +107,28 @@ def test_the_head_reads_the_last_token_of_each_step(tokenizer: Tokenizer) -> Non
     assert list(form.question(MESSAGES, STEPS, 500)[0].scored[:2]) == list(shown.scored)
 
 
+def test_the_head_reads_every_token_of_each_step(tokenizer: Tokenizer) -> None:
+    form = DiscriminativeForm(tokenizer, "step", "every")
+    (shown,) = form.training(MESSAGES, STEPS, ["+", "-", None])
+    first, second = shown.counts
+    assert tokenizer.decode([shown.inputs[place] for place in shown.scored[:first]]) == "4+7=11"
+    assert tokenizer.decode([shown.inputs[place] for place in shown.scored[first:]]) == "11+3=14"
+    assert shown.labels == (1,) * first + (0,) * second
+    # The line break after a right step is learned, too: its place is judged and predicts.
+    assert tokenizer.decode([shown.targets[place] for place in shown.language]) == "4+7=11\n"
+    (asked,) = form.question(MESSAGES, STEPS, 500)
+    assert asked.counts[:2] == shown.counts
+    assert sum(asked.counts) == len(asked.scored)
+    batch = form_batch([[shown], form.training(MESSAGES, STEPS[:1], ["+"])], 0.5)
+    assert batch.steps_T is not None
+    assert batch.label_weights_T is not None
+    assert batch.labels_T is not None
+    judged = batch.labels_T >= 0
+    assert batch.steps_T[judged].tolist() == [0] * first + [1] * second + [2] * first
+    torch.testing.assert_close(batch.label_weights_T, judged / 3)
+    assert batch.weights_T.sum().item() == pytest.approx(0.5)
+
+
 def test_whole_solutions_are_read_at_their_end(tokenizer: Tokenizer) -> None:
     form = DiscriminativeForm(tokenizer, "score")
     (shown,) = form.training(MESSAGES, STEPS, ["0.5"])
@@ -181,19 +203,22 @@ def test_probabilities_are_those_of_the_labels_against_one_another(model: Transf
             torch.testing.assert_close(one, torch.stack(sums).view(one.shape).softmax(-1), atol=1e-5, rtol=1e-4)
 
 
-def test_one_pass_says_of_each_step_what_its_prefix_alone_would(model: Transformer, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("reads", ["last", "every"])
+def test_one_pass_says_of_each_step_what_its_prefix_alone_would(
+    model: Transformer, tokenizer: Tokenizer, reads: Any
+) -> None:
     head = Head(32, 2, "step")
     torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    judge = Judge(model, head, DiscriminativeForm(tokenizer, "step"))
+    judge = Judge(model, head, DiscriminativeForm(tokenizer, "step", reads))
     (whole,) = judge.probabilities([(MESSAGES, STEPS)])
     parts = judge.probabilities([(MESSAGES, STEPS[:count]) for count in (1, 2, 3)])
     torch.testing.assert_close(whole, torch.stack([part[-1] for part in parts]), atol=1e-5, rtol=1e-4)
     assert len({round(float(p), 4) for p in whole[:, 0]}) == 3
 
 
-@pytest.mark.parametrize("head", [None, "step"])
-def test_what_does_not_fit_is_not_right(model: Transformer, tokenizer: Tokenizer, head: Any) -> None:
-    form = GenerativeForm(tokenizer, "step") if head is None else DiscriminativeForm(tokenizer, "step")
+@pytest.mark.parametrize(("head", "reads"), [(None, "last"), ("step", "last"), ("step", "every")])
+def test_what_does_not_fit_is_not_right(model: Transformer, tokenizer: Tokenizer, head: Any, reads: Any) -> None:
+    form = GenerativeForm(tokenizer, "step") if head is None else DiscriminativeForm(tokenizer, "step", reads)
     judge = Judge(model, head and Head(32, 2, "step"), form)
     (said,) = judge.probabilities([(MESSAGES, ["4+7=11"] * 60)])
     assert said.shape == (60, 2)

@@ -30,6 +30,11 @@ class VerifierSection(Section):
         default="generative",
         description="generative: the model answers with the label; discriminative: a head on the last token of each step",
     )
+    reads: Literal["last", "every"] = Field(
+        default="last",
+        description="the tokens of a step that a discriminative head reads; every: a step is right if each of its tokens is, which "
+        "shows where a step goes wrong without a label for it",
+    )
     neutral: Literal["positive", "negative", "own"] = Field(
         default="positive",
         description="the label of a neutral step; own: a third label, for a generative verifier",
@@ -61,6 +66,8 @@ class VerifierSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
+        if self.reads == "every" and self.head == "generative":
+            yield Conflict("reads", 'every is what a head reads; it needs head = "discriminative"')
         if self.neutral == "own" and (self.head, self.mode) != ("generative", "step"):
             yield Conflict(
                 "neutral", 'own is a third label of steps; it needs head = "generative" and mode = "step" alone'

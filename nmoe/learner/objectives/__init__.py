@@ -9,6 +9,7 @@ from nmoe.learner.objectives.divergence import reference_divergence
 from nmoe.learner.objectives.dppo import dppo
 from nmoe.learner.objectives.entropy import entropy_bonus
 from nmoe.learner.objectives.gspo import gspo
+from nmoe.learner.objectives.step_classification import step_classification, step_logprobs
 from nmoe.learner.objectives.value import value_loss
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "entropy_bonus",
     "gspo",
     "reference_divergence",
+    "step_classification",
+    "step_logprobs",
     "total",
     "value_loss",
 ]

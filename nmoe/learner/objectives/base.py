@@ -42,6 +42,8 @@ class Scored:
     returns_N: Tensor | None = None
     old_values_N: Tensor | None = None
     labels_N: Tensor | None = None
+    label_weights_N: Tensor | None = None
+    steps_N: Tensor | None = None
     sequence_N: Tensor | None = None
     pairs: tuple[tuple[int, bool], ...] | None = None
 

@@ -1,0 +1,63 @@
+"""Steps that a head judges token by token, and their tokens predicted beside: loss and gradient by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nmoe.learner.objectives import Outputs, Scored, step_classification, step_logprobs
+
+# Logits of (1/4, 3/4), (1/2, 1/2), (4/5, 1/5), and of a token that is not judged.
+LOGITS = [[0.0, math.log(3)], [1.0, 1.0], [math.log(4), 0.0], [9.0, -9.0]]
+LABELS = torch.tensor([0, 0, 1, -1])
+STEPS = torch.tensor([7, 7, 9, -1])
+
+
+def test_a_step_is_right_with_the_product_of_its_tokens() -> None:
+    found_S2 = step_logprobs(torch.tensor(LOGITS[:3]), torch.tensor([0, 0, 1]), 2)
+    torch.testing.assert_close(found_S2.exp(), torch.tensor([[5 / 8, 3 / 8], [4 / 5, 1 / 5]]))
+    (surest_2,) = step_logprobs(torch.tensor([[-50.0, 50.0]]), torch.tensor([0]), 1)
+    assert surest_2[0].exp().item() == pytest.approx(1e-6, rel=0.1)
+
+
+def test_loss_and_gradient_by_hand() -> None:
+    logits_N2 = torch.tensor(LOGITS, requires_grad=True)
+    logprobs_N = torch.tensor([-2.0, -0.25, -1.0, -3.0], requires_grad=True)
+    scored = Scored(
+        weights_N=torch.tensor([0.0, 0.5, 0.0, 2.0]),
+        labels_N=LABELS,
+        label_weights_N=torch.tensor([0.5, 0.5, 3.0, 0.0]),
+        steps_N=STEPS,
+    )
+    loss, statistics = step_classification(Outputs(logprobs_N, torch.zeros(4), logits_N2), scored)
+    # The first step counts once, though it has two tokens.
+    assert loss.item() == pytest.approx(-0.5 * math.log(5 / 8) - 3 * math.log(1 / 5) + 0.5 * 0.25 + 2 * 3.0, rel=1e-6)
+    expected_N = torch.tensor([5 / 8, 5 / 8, 1 / 5, math.exp(-3)])
+    torch.testing.assert_close(statistics["label_probability"], expected_N)
+    loss.backward()
+    torch.testing.assert_close(logprobs_N.grad, torch.tensor([0.0, -0.5, 0.0, -2.0]))
+    # Of the wrong step, r = 3/8 right: d(-w log(1 - r)) = w r / (1 - r) d(log r), and d(log r) = (-p(wrong), p(wrong)) per token.
+    first = 0.5 * (3 / 8) / (5 / 8)
+    expected_N2 = torch.tensor([[-first / 4, first / 4], [-first / 2, first / 2], [3 * 4 / 5, -3 * 4 / 5], [0.0, 0.0]])
+    torch.testing.assert_close(logits_N2.grad, expected_N2)
+
+
+def test_tokens_need_a_vocabulary() -> None:
+    scored = Scored(weights_N=torch.ones(4), labels_N=LABELS, label_weights_N=torch.ones(4), steps_N=STEPS)
+    nan_N = torch.full((4,), torch.nan)
+    with pytest.raises(ValueError, match="trains its head alone"):
+        step_classification(Outputs(nan_N, nan_N, torch.zeros(4, 2, requires_grad=True)), scored)
+
+
+def test_a_micro_batch_without_steps_adds_its_tokens_alone() -> None:
+    logprobs_N = torch.tensor([-2.0], requires_grad=True)
+    scored = Scored(
+        weights_N=torch.tensor([0.5]),
+        labels_N=torch.tensor([-1]),
+        label_weights_N=torch.zeros(1),
+        steps_N=torch.tensor([-1]),
+    )
+    loss, _ = step_classification(Outputs(logprobs_N, torch.zeros(1), torch.zeros(1, 2, requires_grad=True)), scored)
+    assert loss.item() == 1.0
