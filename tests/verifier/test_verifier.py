@@ -265,6 +265,8 @@ def test_what_is_too_long_is_counted(here: Path, tmp_path: Path, capfd: pytest.C
 def test_impossible_settings_are_refused(here: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="own is a third label of steps"):
         run(here, tmp_path, "--verifier.neutral=own", "--verifier.head=discriminative")
+    with pytest.raises(UserError, match="every is what a head reads"):
+        run(here, tmp_path, "--verifier.reads=every", "--verifier.head=generative")
 
 
 def test_what_is_no_verifier_is_refused(tmp_path: Path) -> None:
