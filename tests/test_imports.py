@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "nmoe"
 LEVELS = [
     {"cli"},
     {"api"},
-    {"serve", "plan"},
+    {"serve"},
     {"preflight"},
+    {"plan"},
     {"speedrun"},
     {"selfplay"},
     {"rl"},

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -76,11 +77,16 @@ Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random 
 
 
 def configuration(arguments: list[str], schema: "type[C]") -> "C":
-    """Loads the CONFIG among the arguments of a training verb, and refuses what cannot go well (`nmoe preflight`)."""
+    """Loads the CONFIG among the arguments of a training verb, refuses what cannot go well (`nmoe preflight`), and prints what it
+    will take of memory."""
     config = read_configuration(arguments, schema)
+    from nmoe.preflight.memory import said_at_the_start
     from nmoe.preflight.preflight import refuse_to_start
 
     refuse_to_start(config)
+    with suppress(UserError):  # the run itself tells of a checkpoint that is missing
+        for line in said_at_the_start(config):
+            typer.echo(line)
     return config
 
 

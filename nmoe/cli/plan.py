@@ -47,9 +47,10 @@ def plan(
     from nmoe.plan.table import lines
 
     found = plan(config, world, min(per_node, world))
-    for line in lines(found, memory_gib):
+    memory = None if memory_gib is None else int(memory_gib * 2**30)
+    for line in lines(found, memory):
         typer.echo(line)
-    if memory_gib is not None and found.total > memory_gib * 2**30:
+    if memory is not None and found.total > memory:
         raise typer.Exit(1)
 
 

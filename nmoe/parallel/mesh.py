@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -79,15 +80,10 @@ def shard_model(
                 parameter = nn.Parameter(_part(parameter, meshes.ep), requires_grad=parameter.requires_grad)
                 setattr(module, name, parameter)
             stacked.add(parameter)
-    ranks = meshes.experts.size(meshes.experts.ndim - 1)
+    ranks, ep = meshes.experts.size(meshes.experts.ndim - 1), 1 if meshes.ep is None else meshes.ep.size()
 
     def axis(parameter: nn.Parameter) -> int:
-        if parameter not in stacked:
-            return 0
-        # There are often fewer experts than ranks. FSDP splits evenly along all axes but the first.
-        first = 0 if meshes.ep is None else 1
-        even = (axis for axis in range(first, parameter.dim()) if parameter.shape[axis] % ranks == 0)
-        return next(even, 0)
+        return expert_axis(parameter.shape, ranks, ep) if parameter in stacked else 0
 
     place: Place
     if meshes.ep is None:
@@ -101,6 +97,14 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             # Otherwise fp32 is multiplied by 1 within the sum, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def expert_axis(shape: torch.Size, ranks: int, ep: int) -> int:
+    """The axis along which a weight that is stacked by expert is sharded over `ranks`, beside the first one, which has the experts
+    of a group of `ep`."""
+    # There are often fewer experts than ranks. FSDP splits evenly along all axes but the first.
+    even = (axis for axis in range(0 if ep == 1 else 1, len(shape)) if shape[axis] % ranks == 0)
+    return next(even, 0)
 
 
 def _part(parameter: nn.Parameter, ep: DeviceMesh) -> DTensor:

@@ -55,11 +55,8 @@ class Ranks:
         """Shards the parameters over the ranks, block by block, and the parameters outside of blocks together. The `experts`
         modules hold the weights of `number` experts each, which expert groups share; the dispatcher that then has to carry their
         rows is returned. The `kept` parameters stay whole on every rank. Raises UserError as `resolve` does."""
-        parallel = self.parallel
-        if self.size > 1 and parallel.ep == "auto" and parallel.rdep == "auto" and not has_meshes_by_parameter():
-            parallel = parallel.model_copy(update={"ep": 1})
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
-        self.axes = resolve(parallel, self.size, per_node, number)
+        self.axes = axes_here(self.parallel, self.size, per_node, number)
         if self.size == 1:
             return None
         device = next(model.parameters()).device.type
@@ -100,6 +97,13 @@ class Ranks:
         """Waits until every rank has called this."""
         if self.size > 1:
             dist.barrier()
+
+
+def axes_here(parallel: ParallelSection, world: int, per_node: int, experts: int) -> Axes:
+    """The axes as `resolve` gives them, where "auto" asks for nothing that this torch lacks."""
+    if world > 1 and parallel.ep == "auto" and parallel.rdep == "auto" and not has_meshes_by_parameter():
+        parallel = parallel.model_copy(update={"ep": 1})
+    return resolve(parallel, world, per_node, experts)
 
 
 def release(model: nn.Module) -> None:

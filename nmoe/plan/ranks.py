@@ -1,21 +1,17 @@
 """What a run needs on each of N ranks, before anybody pays for a machine: `nmoe plan`.
 
-The model is sharded on meta tensors by the code that trains, over torch's fake process group of N ranks. What ranks hold is then
-counted; activations are estimated as in `nmoe preflight`, and what ranks send follows from what FSDP2 and expert groups do.
+What a rank holds of each parameter follows from the rules by which the code that trains shards it. Activations are an estimate,
+and what ranks send follows from what FSDP2 and expert groups do.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
@@ -23,9 +19,10 @@ from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes
-from nmoe.parallel.ranks import Ranks
-from nmoe.preflight.memory import activation_numbers, estimate
-from nmoe.preflight.size import Size, size_of
+from nmoe.parallel.mesh import expert_axis
+from nmoe.parallel.ranks import axes_here
+from nmoe.plan.estimate import activation_numbers, estimate
+from nmoe.plan.size import Size, size_of
 
 _FLOAT = 4
 
@@ -40,6 +37,7 @@ class RankPlan:
 
     axes: Axes
     world: int
+    device: torch.device
     parameters: int
     local_parameters: int
     held: dict[str, int]
@@ -51,94 +49,85 @@ class RankPlan:
         return sum(self.held.values())
 
 
-@contextmanager
-def fake_ranks(world: int, per_node: int) -> Iterator[None]:
-    """For the block this process is rank 0 of `world` ranks that are not there: collectives return at once and move nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        if before is None:
-            del os.environ["LOCAL_WORLD_SIZE"]
-        else:
-            os.environ["LOCAL_WORLD_SIZE"] = before
-
-
 def plan(config: RunConfig, world: int, per_node: int) -> RankPlan:
     """Raises UserError where the axes of [parallel] do not fit, a checkpoint is missing, or the machine lacks the device."""
     size = size_of(config)
     with torch.device("meta"):
         model = Transformer(size.shape)
-    if world == 1:
-        ranks = Ranks(config.parallel)
-        ranks.shard(model, model.blocks, model.moe_layers(), size.shape.routed_experts)
-        return _counted(config, size, model, ranks, world)
-    with fake_ranks(world, per_node):
-        ranks = Ranks(config.parallel)
-        ranks.shard(model, model.blocks, model.moe_layers(), size.shape.routed_experts)
-        return _counted(config, size, model, ranks, world)
+    axes = axes_here(config.parallel, world, per_node, size.shape.routed_experts)
+    return _counted(config, size, Parts.of(model, axes), axes, world)
 
 
-def local(parameter: torch.Tensor) -> int:
-    """Numbers of a parameter that this rank holds."""
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+@dataclass(frozen=True)
+class Part:
+    """Numbers of a parameter: those that rank 0 holds, and those that the `ranks` which share them gather together."""
+
+    local: int
+    together: int
+    ranks: int
 
 
-def _counted(config: RunConfig, size: Size, model: Transformer, ranks: Ranks, world: int) -> RankPlan:
-    axes = ranks.axes
-    assert axes is not None, "the model was sharded"
+@dataclass(frozen=True)
+class Parts:
+    """A model's parameters as `shard_model` divides them, block by block, and those outside of blocks."""
+
+    blocks: list[list[Part]]
+    outside: list[Part]
+
+    @classmethod
+    def of(cls, model: Transformer, axes: Axes) -> Parts:
+        stacked = {parameter for moe in model.moe_layers() for parameter in moe.parameters(recurse=False)}
+        inside = {parameter for block in model.blocks for parameter in block.parameters()}
+
+        def part(parameter: nn.Parameter) -> Part:
+            shape, ep, ranks, axis = parameter.shape, 1, axes.dp_shard, 0
+            if parameter in stacked:
+                ep, ranks = axes.ep, axes.efsdp
+                shape = torch.Size([shape[0] // ep, *shape[1:]])
+                axis = expert_axis(shape, ranks, ep)
+            # Rank 0 has the first of equal pieces, of which the last may be shorter.
+            first = math.ceil(shape[axis] / ranks)
+            return Part(shape.numel() // max(1, shape[axis]) * first, shape.numel(), ranks)
+
+        outside = [part(one) for one in model.parameters() if one not in inside]
+        return cls([[part(one) for one in block.parameters()] for block in model.blocks], outside)
+
+    def all(self) -> list[Part]:
+        return [*chain.from_iterable(self.blocks), *self.outside]
+
+
+def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> RankPlan:
     width = size.dtype.itemsize
-    here = sum(map(local, model.parameters()))
+    activations = config.batch.tokens_per_microbatch * activation_numbers(
+        size.shape, config.model.checkpoint_activations
+    )
+    here = sum(part.local for part in parts.all())
     # An adapter and a head are not sharded.
-    trained = size.trained if size.adapts else here
+    trained = 0 if not config.trains else size.trained if size.adapts else here
     held = {
         "weights": here * width + (size.trained * width if size.adapts else 0),
         "gradients": trained * _FLOAT,
         "optimizer": trained * _FLOAT * (2 if size.dtype == torch.float32 else 3),
-        "activations": config.batch.tokens_per_microbatch
-        * activation_numbers(size.shape, config.model.checkpoint_activations)
-        * width,
+        "activations": config.trains * activations * width,
     }
-    blocks = sorted((_gathered(block, axes) for block in model.blocks), reverse=True)
-    outside = _gathered(model, axes) - sum(blocks)
+    blocks = sorted((sum(part.together for part in block) for block in parts.blocks), reverse=True)
+    outside = sum(part.together for part in parts.outside)
     if world > 1:
         # The block that runs and the one that is fetched meanwhile; the gradient of one before ranks have shared it out.
         held["gathered blocks"] = (sum(blocks[:2]) + outside) * width
         held["gradient of a block"] = 0 if size.adapts else max(blocks[0], outside) * _FLOAT
     whole = estimate(config, size)
-    for name in ("other models", "key-value cache"):
+    for name in ("copy for a checkpoint", "other models", "key-value cache"):
         if name in whole:
             held[name] = whole[name]
     if world > 1 and isinstance(config, RLConfig | SelfplayConfig):
         held["whole weights to sample"] = size.parameters * width
     held = {name: count for name, count in held.items() if count}
-    return RankPlan(
-        axes, world, size.parameters, here, held, _sent(config, size, model, axes, world), _remedies(config, size, axes)
-    )
+    sent = _sent(config, size, parts, axes, world)
+    return RankPlan(axes, world, size.device, size.parameters, here, held, sent, _remedies(config, size, axes))
 
 
-def _gathered(module: nn.Module, axes: Axes) -> int:
-    """Numbers of a module's weights once they are gathered: experts stay apart along ep."""
-    return sum(_of_shards(parameter, axes) for parameter in module.parameters())
-
-
-def _of_shards(parameter: torch.Tensor, axes: Axes) -> int:
-    """Numbers of a parameter that the ranks which gather it together hold."""
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    return parameter.numel() // (axes.ep if _is_expert(parameter) else 1)
-
-
-def _is_expert(parameter: DTensor) -> bool:
-    return "ep" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def _sent(config: RunConfig, size: Size, model: Transformer, axes: Axes, world: int) -> dict[str, int]:
+def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> dict[str, int]:
     """Bytes that a rank sends for one optimizer step, at the most tokens that a step can have. A ring sends (n - 1) / n of what it
     gathers or scatters, and twice as much of what it sums."""
     if world == 1:
@@ -151,13 +140,11 @@ def _sent(config: RunConfig, size: Size, model: Transformer, axes: Axes, world: 
         return (n - 1) / n
 
     gather = scatter = replicas = 0.0
-    for parameter in model.parameters():
-        n = axes.efsdp if isinstance(parameter, DTensor) and _is_expert(parameter) else axes.dp_shard
-        together = _of_shards(parameter, axes)
-        gather += together * ring(n) * width * min(gathers, 2)
+    for part in parts.all():
+        gather += part.together * ring(part.ranks) * width * min(gathers, 2)
         if not size.adapts:
-            scatter += together * ring(n) * _FLOAT
-            replicas += 2 * local(parameter) * ring(axes.dp_replicate) * _FLOAT
+            scatter += part.together * ring(part.ranks) * _FLOAT
+            replicas += 2 * part.local * ring(axes.dp_replicate) * _FLOAT
     shape = size.shape
     rows = tokens * shape.experts_per_token * len(shape.moe_layers)
     sent = {
@@ -194,9 +181,11 @@ def _remedies(config: RunConfig, size: Size, axes: Axes) -> list[str]:
     if not config.model.checkpoint_activations:
         found.append("model.checkpoint_activations = true")
     found.append(f"batch.tokens_per_microbatch below {config.batch.tokens_per_microbatch:,}")
+    if isinstance(config, RLConfig | SelfplayConfig):
+        found.append("engine.cache_mb, lower")
+    if not size.adapts:
+        found.append("an adapter, by [lora]")
     if axes.dp_replicate > 1:
         found.append(f"parallel.dp_replicate below {axes.dp_replicate}")
     found.append("more ranks")
-    if not size.adapts:
-        found.append("an adapter, by [lora]")
     return found

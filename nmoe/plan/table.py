@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from nmoe.plan.ranks import RankPlan
-from nmoe.preflight.check import gib
 
 
-def lines(plan: RankPlan, memory_gib: float | None) -> list[str]:
-    """The lines that `nmoe plan` prints."""
+def gib(count: float) -> str:
+    """Bytes for people: `2.0 GiB`, `0.5 MiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def lines(plan: RankPlan, memory: int | None) -> list[str]:
+    """What a rank holds and sends, and whether that fits its `memory` in bytes, if that is known."""
     share = plan.local_parameters * plan.world / (plan.parameters * plan.axes.dp_replicate)
     found = [
         plan.axes.said or "parallel: one rank",
@@ -17,14 +21,22 @@ def lines(plan: RankPlan, memory_gib: float | None) -> list[str]:
     ]
     if plan.sent:
         found += [f"and sends at most {gib(sum(plan.sent.values()))} for an optimizer step:", *_parts(plan.sent)]
-    if memory_gib is not None:
-        fits = plan.total <= memory_gib * 2**30
-        found.append(
-            f"fits {memory_gib:g} GiB"
-            if fits
-            else f"does not fit {memory_gib:g} GiB; what helps, the cheapest first: {'; '.join(plan.remedies)}"
-        )
+    if memory is not None:
+        fits = plan.total <= memory
+        size = f"{memory / 2**30:.4g} GiB" if memory >= 2**30 else gib(memory)
+        found.append(f"fits {size}" if fits else f"does not fit {size}; {advice(plan)}")
     return found
+
+
+def parts(plan: RankPlan) -> str:
+    """What a rank holds, in one line."""
+    each = ", ".join(f"{name} {gib(count)}" for name, count in plan.held.items())
+    return f"{gib(plan.total)} ({each})" + ("" if plan.world == 1 else f" on each of {plan.world} ranks")
+
+
+def advice(plan: RankPlan) -> str:
+    """What would make a rank's part smaller."""
+    return f"what helps, the cheapest first: {'; '.join(plan.remedies)}"
 
 
 def _parts(parts: dict[str, int]) -> list[str]:

@@ -22,8 +22,3 @@ class Check:
 
     def __str__(self) -> str:
         return f"{self.status:<5} {self.name:<{_NAME_WIDTH}} {self.text}"
-
-
-def gib(count: float) -> str:
-    """Bytes for people: `2.0 GiB`, `0.5 MiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

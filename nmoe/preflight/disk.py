@@ -9,8 +9,9 @@ from pathlib import Path
 
 from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
-from nmoe.preflight.check import Check, gib
-from nmoe.preflight.size import Size
+from nmoe.plan.size import Size
+from nmoe.plan.table import gib
+from nmoe.preflight.check import Check
 from nmoe.recipes.setup import run_path
 from nmoe.runs.directory import refuse_unless_free
 

@@ -7,113 +7,43 @@ from pathlib import Path
 import torch
 
 from nmoe.config.commands.base import RunConfig
-from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.selfplay import SelfplayConfig
-from nmoe.engine.native.cache import cache_size
-from nmoe.model.config import ModelConfig
-from nmoe.model.device import kind_of
-from nmoe.model.ops.delta import CHUNK
-from nmoe.preflight.check import Check, gib
+from nmoe.parallel.gang import gang
+from nmoe.plan.ranks import RankPlan, plan
+from nmoe.plan.table import advice, gib, lines, parts
+from nmoe.preflight.check import Check
 from nmoe.preflight.doctor import machine_memory
-from nmoe.preflight.size import Size, parameters_of
 
 
-def memory(config: RunConfig, size: Size) -> Check:
-    """The estimate of each part, and their sum against the memory there is, and what of it is free."""
-    parts = estimate(config, size)
-    needed = sum(parts.values())
-    total, free = memory_of(size.device)
-    said = f"about {gib(needed)} ({', '.join(f'{name} {gib(part)}' for name, part in parts.items())})"
+def memory(config: RunConfig) -> Check:
+    """The plan of a rank, which is one process without torchrun, against the memory that it has, and what of that is free."""
+    planned = plan(config, gang().size, gang().local_size)
+    total, free = memory_of_rank(planned)
+    said = f"about {parts(planned)}"
     if total == 0:
         return Check("memory", "ok", f"{said}; what this machine has is not known")
-    said += f", {gib(free)} free of {gib(total)} on {size.device.type}"
-    if needed > total:
-        return Check(
-            "memory",
-            "fail",
-            f"{said}: lower batch.tokens_per_microbatch or engine.cache_mb, set "
-            "model.checkpoint_activations = true, or train an adapter with a [lora]",
-        )
-    if needed > free:
+    said += f", {gib(free)} free of {gib(total)} on {planned.device.type}"
+    if planned.total > total:
+        return Check("memory", "fail", f"{said}: {advice(planned)}")
+    if planned.total > free:
         return Check("memory", "warn", f"{said}: end other programs, or lower batch.tokens_per_microbatch")
     return Check("memory", "ok", said)
 
 
-def estimate(config: RunConfig, size: Size) -> dict[str, int]:
-    """Bytes by part. Frozen models of rewards and judges are not counted, nor torch itself."""
-    shape, width = size.shape, size.dtype.itemsize
-    activations = (
-        config.batch.tokens_per_microbatch * activation_numbers(shape, config.model.checkpoint_activations) * width
-    )
-    parts = {
-        "weights": size.weights,
-        "gradients": size.gradients,
-        "optimizer": size.optimizer,
-        "activations": activations,
-    }
-    if config.checkpoint.asynchronous and size.device.type == "cpu":
-        parts["copy for a checkpoint"] = size.checkpoint
-    if isinstance(config, RLConfig):
-        parts["other models"] = _other_models(config, size)
-    if isinstance(config, RLConfig | SelfplayConfig):
-        most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
-        engine = config.engine
-        cache = cache_size(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most)
-        parts["key-value cache"] = cache.bytes
-    return {name: part for name, part in parts.items() if part}
+def said_at_the_start(config: RunConfig) -> list[str]:
+    """What a run says of its memory before it begins: one line for a process that has enough, else what each rank holds and sends
+    and what helps. Raises UserError as `plan` does."""
+    planned = plan(config, gang().size, gang().local_size)
+    total, _ = memory_of_rank(planned)
+    if planned.world == 1 and planned.total <= (total or planned.total):
+        return [f"memory: about {parts(planned)}" + (f", of {gib(total)}" if total else "")]
+    return lines(planned, total or None)
 
 
-def _other_models(config: RLConfig, size: Size) -> int:
-    """The reference, the teacher, and a critic of its own, which is trained as the policy is."""
-    width, found = size.dtype.itemsize, 0
-    if config.algorithm.kl_coef > 0:
-        found += size.trained * width
-    if config.distillation is not None:
-        found += parameters_of(config.distillation.teacher) * width
-    if config.critic is not None and not config.critic.shared:
-        path = config.critic.path or config.model.path
-        assert path is not None, "the configuration requires a critic's checkpoint"
-        found += parameters_of(path) * (width + (12 if width == 4 else 16))
-    return found
-
-
-def activation_numbers(shape: ModelConfig, checkpointing: bool) -> int:
-    """Numbers kept for the backward pass per token, roughly: what blocks read and compute, and logits. Models with
-    attention sinks keep their attention weights too, which are not counted."""
-    attention = shape.heads * (3 * shape.head_dim + shape.value_dim) + 2 * shape.kv_heads * (
-        shape.head_dim + shape.value_dim
-    )
-    if shape.attention_gate:
-        attention += 3 * shape.heads * shape.head_dim
-    hidden = shape.hidden_size
-    layers = [
-        5 * hidden
-        + (_recurrence(shape) if layer in shape.recurrent_layers else attention)
-        + _feed_forward(shape, layer in shape.moe_layers)
-        for layer in range(shape.layers)
-    ]
-    blocks = max(layers) + shape.layers * hidden if checkpointing else sum(layers)
-    return blocks + 2 * hidden + 2 * shape.vocab_size
-
-
-def _recurrence(shape: ModelConfig) -> int:
-    """Numbers of a token in a recurrent layer: the taps of the convolution, what heads read and write, the products among a chunk's
-    tokens, and the memory once a chunk."""
-    assert shape.delta is not None, "the caller looks"
-    delta, keys = shape.delta, shape.delta.value_heads * shape.delta.key_dim
-    of_chunk = 5 * delta.value_heads * CHUNK + keys * delta.value_dim // CHUNK
-    return (delta.conv_tokens + 1) * delta.channels + 9 * keys + 12 * delta.values + of_chunk
-
-
-def _feed_forward(shape: ModelConfig, routed: bool) -> int:
-    if not routed:
-        return 4 * shape.intermediate_size
-    picked = shape.experts_per_token
-    return (
-        picked * (4 * shape.expert_width + 2 * shape.hidden_size)
-        + 4 * shape.shared_experts * shape.expert_width
-        + shape.experts
-    )
+def memory_of_rank(planned: RankPlan) -> tuple[int, int]:
+    """Bytes that a rank may have, and those free now: ranks of one machine share its memory, and each has a GPU of its own."""
+    total, free = memory_of(planned.device)
+    each = gang().local_size if planned.device.type == "cpu" else 1
+    return total // each, free // each
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.errors import InfrastructureError, UserError
+from nmoe.plan.size import size_of
 from nmoe.preflight.check import Check
 from nmoe.preflight.disk import directory, disk, first_checkpoint
 from nmoe.preflight.learning_rate import learning_rate
@@ -18,7 +19,6 @@ from nmoe.preflight.needs import hub, packages, services
 from nmoe.preflight.overlap import overlap
 from nmoe.preflight.rehearsal import rehearse, round_trip
 from nmoe.preflight.sinks import sinks
-from nmoe.preflight.size import size_of
 from nmoe.recipes.setup import load_tokenizer, run_path
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.sandbox.api import SandboxSetupError
@@ -48,7 +48,7 @@ def preflight(config: RunConfig) -> Iterator[Check]:
     trained = "all trained" if size.trained == size.parameters else f"{size.trained:,} trained"
     precision = str(size.dtype).removeprefix("torch.")
     yield Check("model", "ok", f"{size.parameters:,} parameters, {trained}, in {precision} on {size.device}")
-    yield from checked("memory", lambda: memory(config, size))
+    yield from checked("memory", lambda: memory(config))
     yield from checked("disk", lambda: disk(config, size))
     if isinstance(config, RecordsConfig | RLConfig):
         yield from checked("held-out problems", lambda: overlap(config))

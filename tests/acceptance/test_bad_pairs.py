@@ -64,7 +64,8 @@ def test_pairs_that_are_none(
     verb: str, records: list[object], message: str, config: Callable[..., str], nmoe: Nmoe, tmp_path: Path
 ) -> None:
     result = nmoe(verb, config(*records))
-    assert (result.code, result.out) == (2, "")
+    assert result.code == 2
+    assert [line.partition(":")[0] for line in result.out.splitlines()] == ["memory"], "printed before data is read"
     assert result.err.startswith(f"error: {message}"), result.err
     assert result.err.count("\n") == 1
     assert not (tmp_path / "runs").exists()

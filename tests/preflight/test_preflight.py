@@ -26,14 +26,16 @@ from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.model.checkpoint import new_model
 from nmoe.model.config import ModelConfig
+from nmoe.plan.estimate import activation_numbers, estimate
+from nmoe.plan.size import Size, size_of
+from nmoe.plan.table import gib
 from nmoe.preflight import disk as disk_module
 from nmoe.preflight import memory as memory_module
 from nmoe.preflight.disk import checkpoints_at_once, directory, disk, first_checkpoint
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import activation_numbers, estimate, memory
+from nmoe.preflight.memory import memory, said_at_the_start
 from nmoe.preflight.preflight import preflight, refuse_to_start
 from nmoe.preflight.sinks import sinks
-from nmoe.preflight.size import Size, size_of
 from nmoe.recipes.run_loop import open_run
 from nmoe.runs.sinks import sinks as sinks_of_runs
 
@@ -202,13 +204,38 @@ def test_memory_against_what_there_is(tmp_path: Path, monkeypatch: pytest.Monkey
     needed = sum(parts.values())
     for total, free, status in [(needed - 1, needed - 1, "fail"), (needed, needed - 1, "warn"), (needed, needed, "ok")]:
         monkeypatch.setattr(memory_module, "memory_of", lambda device, total=total, free=free: (total, free))
-        assert memory(config, size).status == status
-    assert "lora" in memory_text(config, size, monkeypatch)
-
-
-def memory_text(config: RLConfig, size: Size, monkeypatch: pytest.MonkeyPatch) -> str:
+        assert memory(config).status == status
     monkeypatch.setattr(memory_module, "memory_of", lambda device: (1, 1))
-    return memory(config, size).text
+    said = memory(config).text
+    helps = [said.find(key) for key in ("checkpoint_activations", "tokens_per_microbatch", "[lora]", "more ranks")]
+    assert -1 not in helps
+    assert helps == sorted(helps), "in the order of the guidelines"
+
+
+def test_ranks_are_held_against_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of a machine each have half of its memory, and half of the weights."""
+    config = rl(tmp_path)
+    alone = estimate(config, size_of(config))
+    monkeypatch.setattr(memory_module, "gang", lambda: SimpleNamespace(size=2, local_size=2))
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (2**40, 2**39))
+    check = memory(config)
+    assert f"weights {gib(alone['weights'] / 2)}" in check.text
+    assert check.text.endswith("on each of 2 ranks, 256.0 GiB free of 512.0 GiB on cpu")
+    assert said_at_the_start(config)[-1] == "fits 512 GiB"
+
+
+def test_a_run_says_what_it_takes_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line where it fits one process, else the table and what helps."""
+    config = rl(tmp_path)
+    needed = sum(estimate(config, size_of(config)).values())
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed, 0))
+    (line,) = said_at_the_start(config)
+    assert line.startswith(f"memory: about {gib(needed)} (weights ")
+    assert line.endswith(f"), of {gib(needed)}")
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (needed - 1, 0))
+    assert "does not fit" in said_at_the_start(config)[-1]
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: (0, 0))
+    assert said_at_the_start(config) == [line.removesuffix(f", of {gib(needed)}")]
 
 
 def test_the_limit_of_the_control_group(tmp_path: Path) -> None:

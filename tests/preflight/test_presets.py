@@ -13,9 +13,9 @@ from nmoe.config.arithmetic import batch_arithmetic
 from nmoe.config.commands import load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.packaged import find_configuration
+from nmoe.plan.estimate import estimate
+from nmoe.plan.size import size_of
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import estimate
-from nmoe.preflight.size import size_of
 from nmoe.rl.episodes import with_steps_of_episodes
 
 # config.json as published on the hub, as far as shapes go.
