@@ -61,3 +61,25 @@ def test_a_micro_batch_without_steps_adds_its_tokens_alone() -> None:
     )
     loss, _ = step_classification(Outputs(logprobs_N, torch.zeros(1), torch.zeros(1, 2, requires_grad=True)), scored)
     assert loss.item() == 1.0
+
+
+def test_micro_batches_add_up_to_the_batch() -> None:
+    """Numbers of steps are the batch's, so that a part need not begin at 0."""
+    logits_N2 = torch.tensor(LOGITS, requires_grad=True)
+    logprobs_N = torch.tensor([-2.0, -0.25, -1.0, -3.0])
+
+    def loss(places: list[int]) -> torch.Tensor:
+        outputs = Outputs(logprobs_N[places].requires_grad_(), torch.zeros(len(places)), logits_N2[places])
+        scored = Scored(
+            weights_N=torch.tensor([0.0, 0.5, 0.0, 2.0])[places],
+            labels_N=LABELS[places],
+            label_weights_N=torch.tensor([0.5, 0.5, 0.5, 0.0])[places],
+            steps_N=STEPS[places],
+        )
+        return step_classification(outputs, scored)[0]
+
+    whole, parts = loss([0, 1, 2, 3]), loss([0, 1]) + loss([2, 3])
+    torch.testing.assert_close(parts, whole)
+    (expected,) = torch.autograd.grad(whole, logits_N2)
+    (found,) = torch.autograd.grad(parts, logits_N2)
+    torch.testing.assert_close(found, expected)
