@@ -80,11 +80,12 @@ def configuration(arguments: list[str], schema: "type[C]") -> "C":
     """Loads the CONFIG among the arguments of a training verb, refuses what cannot go well (`nmoe preflight`), and prints what it
     will take of memory."""
     config = read_configuration(arguments, schema)
-    from nmoe.preflight.memory import said_at_the_start
+    from nmoe.preflight.memory import said_at_the_start, settled
     from nmoe.preflight.preflight import refuse_to_start
 
     refuse_to_start(config)
     with suppress(UserError):  # the run itself tells of a checkpoint that is missing
+        config = settled(config)
         for line in said_at_the_start(config):
             typer.echo(line)
     return config

@@ -43,11 +43,14 @@ def plan(
     """
     config = _of_model(arguments) if command is None else None
     config = config or configuration_of_any(arguments, command)[1]
-    from nmoe.plan.ranks import plan
+    from nmoe.plan.ranks import plan, with_offload
     from nmoe.plan.table import lines
 
-    found = plan(config, world, min(per_node, world))
+    per_node = min(per_node, world)
     memory = None if memory_gib is None else int(memory_gib * 2**30)
+    if memory is not None:
+        config = with_offload(config, world, per_node, memory)
+    found = plan(config, world, per_node)
     for line in lines(found, memory):
         typer.echo(line)
     if memory is not None and found.total > memory:

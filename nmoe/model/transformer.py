@@ -128,17 +128,17 @@ class Transformer(nn.Module):
 
     def reset_tables(self) -> None:
         """Computes the rotary tables on the weights' device. They are not part of a checkpoint."""
-        config = self.config
+        config, device = self.config, self.embedding.weight.device
         unturned = config.head_dim - config.rotary_dim if config.rotary_dim else 0
         cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling, unturned)
-        self.register_buffer("rope_cos", cos.to(self.device), persistent=False)
-        self.register_buffer("rope_sin", sin.to(self.device), persistent=False)
+        self.register_buffer("rope_cos", cos.to(device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(device), persistent=False)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
         if config.window_rope_theta:
             cos, sin = rope_table(config.context_tokens, config.rope_dim, config.window_rope_theta, None, unturned)
-            self.register_buffer("window_rope_cos", cos.to(self.device), persistent=False)
-            self.register_buffer("window_rope_sin", sin.to(self.device), persistent=False)
+            self.register_buffer("window_rope_cos", cos.to(device), persistent=False)
+            self.register_buffer("window_rope_sin", sin.to(device), persistent=False)
             self.window_rope_cos: Tensor
             self.window_rope_sin: Tensor
 
@@ -175,8 +175,8 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.embedding.weight.device
+        """Where it computes, which is where its weights are unless ranks offload them."""
+        return self.rope_cos.device
 
     @property
     def head_weight(self) -> Tensor:

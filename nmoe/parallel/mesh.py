@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from nmoe.parallel.axes import Axes
@@ -70,9 +70,11 @@ def shard_model(
     experts: Iterable[nn.Module],
     kept: Collection[nn.Parameter],
     meshes: Meshes,
+    offload: bool = False,
 ) -> None:
     """Shards the parameters of a model in place, block by block, and those outside of blocks together. The own parameters of the
-    `experts` modules are stacked by expert; the `kept` ones stay whole on every rank."""
+    `experts` modules are stacked by expert; the `kept` ones stay whole on every rank. With `offload`
+    shards, their gradients and so their optimizer are in the machine's memory, from where a block's weights come while it runs."""
     stacked: set[nn.Parameter] = set()
     for module in experts:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -90,8 +92,11 @@ def shard_model(
         place = lambda parameter: Shard(axis(parameter))  # noqa: E731
     else:
         place = on_meshes(axis, lambda parameter: meshes.experts if parameter in stacked else meshes.dense)
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*blocks, model]:
-        fully_shard(module, mesh=meshes.dense, shard_placement_fn=place, ignored_params=set(kept))
+        fully_shard(
+            module, mesh=meshes.dense, shard_placement_fn=place, ignored_params=set(kept), offload_policy=policy
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nmoe.config.tables.parallel import ParallelSection
+from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, resolve
 from nmoe.parallel.fsdp_placement import has_meshes_by_parameter
 from nmoe.parallel.mesh import make_meshes, shard_model
@@ -57,11 +58,12 @@ class Ranks:
         rows is returned. The `kept` parameters stay whole on every rank. Raises UserError as `resolve` does."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
         self.axes = axes_here(self.parallel, self.size, per_node, number)
+        device = next(model.parameters()).device.type
+        offload = offloads(self.parallel, self.size, device)
         if self.size == 1:
             return None
-        device = next(model.parameters()).device.type
         meshes = make_meshes(self.axes, "cpu" if device == "meta" else device)  # a plan of ranks has no device
-        shard_model(model, blocks, experts, kept, meshes)
+        shard_model(model, blocks, experts, kept, meshes, offload)
         return meshes.dispatcher
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -104,6 +106,22 @@ def axes_here(parallel: ParallelSection, world: int, per_node: int, experts: int
     if world > 1 and parallel.ep == "auto" and parallel.rdep == "auto" and not has_meshes_by_parameter():
         parallel = parallel.model_copy(update={"ep": 1})
     return resolve(parallel, world, per_node, experts)
+
+
+def offloads(parallel: ParallelSection, world: int, device: str) -> bool:
+    """Whether shards are kept in the machine's memory. Raises UserError where that is asked for and the model is there anyway, or
+    is not sharded."""
+    if parallel.offload != "cpu":
+        return False
+    if device == "cpu":
+        raise UserError(
+            'parallel.offload = "cpu": the model is on a CPU, which has no memory of its own to save; set it to "none" or "auto"'
+        )
+    if world == 1:
+        raise UserError(
+            'parallel.offload = "cpu": one process shards nothing; start two ranks or more, or set it to "none"'
+        )
+    return True
 
 
 def release(model: nn.Module) -> None:

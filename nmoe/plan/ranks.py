@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,12 +18,15 @@ from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
+from nmoe.config.tables.parallel import Offload
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.axes import Axes
 from nmoe.parallel.mesh import expert_axis
 from nmoe.parallel.ranks import axes_here
 from nmoe.plan.estimate import activation_numbers, estimate
 from nmoe.plan.size import Size, size_of
+
+C = TypeVar("C", bound=RunConfig)
 
 _FLOAT = 4
 
@@ -31,8 +35,8 @@ _FLOAT = 4
 class RankPlan:
     """What rank 0 holds and sends, in bytes by part; no rank has more than the unevenness of the first axis.
 
-    `held` is during training, with what FSDP gathers; `sent` is of one optimizer step. `remedies` say what would make it smaller,
-    the cheapest first.
+    `held` is during training, with what FSDP gathers, and `host` what parallel.offload moves from there to the machine's memory;
+    `sent` is of one optimizer step. `remedies` say what would make it smaller, in the order of the guidelines.
     """
 
     axes: Axes
@@ -41,6 +45,7 @@ class RankPlan:
     parameters: int
     local_parameters: int
     held: dict[str, int]
+    host: dict[str, int]
     sent: dict[str, int]
     remedies: list[str]
 
@@ -56,6 +61,20 @@ def plan(config: RunConfig, world: int, per_node: int) -> RankPlan:
         model = Transformer(size.shape)
     axes = axes_here(config.parallel, world, per_node, size.shape.routed_experts)
     return _counted(config, size, Parts.of(model, axes), axes, world)
+
+
+def with_offload(config: C, world: int, per_node: int, memory: int) -> C:
+    """The configuration with parallel.offload = "auto" as what it comes to where the GPU of a rank has so many bytes of memory.
+    Raises UserError as `plan` does."""
+
+    def offloading(offload: Offload) -> C:
+        return config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": offload})})
+
+    if config.parallel.offload != "auto":
+        return config
+    if world == 1 or plan(config, world, per_node).total <= memory:
+        return offloading("none")
+    return offloading("cpu" if plan(offloading("cpu"), world, per_node).total <= memory else "none")
 
 
 @dataclass(frozen=True)
@@ -123,8 +142,14 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     if world > 1 and isinstance(config, RLConfig | SelfplayConfig):
         held["whole weights to sample"] = size.parameters * width
     held = {name: count for name, count in held.items() if count}
+    host = {}
+    if world > 1 and config.parallel.offload == "cpu":
+        # An adapter and its optimizer stay.
+        host["weights"] = here * width
+        host |= {} if size.adapts else {name: held.pop(name) for name in ("gradients", "optimizer") if name in held}
+        held["weights"] -= host["weights"]
     sent = _sent(config, size, parts, axes, world)
-    return RankPlan(axes, world, size.device, size.parameters, here, held, sent, _remedies(config, size, axes))
+    return RankPlan(axes, world, size.device, size.parameters, here, held, host, sent, _remedies(config, size, axes))
 
 
 def _sent(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int) -> dict[str, int]:
@@ -185,6 +210,8 @@ def _remedies(config: RunConfig, size: Size, axes: Axes) -> list[str]:
         found.append("engine.cache_mb, lower")
     if not size.adapts:
         found.append("an adapter, by [lora]")
+    if config.parallel.offload != "cpu":
+        found.append('parallel.offload = "cpu", on GPUs of several ranks')
     if axes.dp_replicate > 1:
         found.append(f"parallel.dp_replicate below {axes.dp_replicate}")
     found.append("more ranks")

@@ -19,6 +19,11 @@ def lines(plan: RankPlan, memory: int | None) -> list[str]:
         f"a rank holds about {gib(plan.total)}:",
         *_parts(plan.held),
     ]
+    if plan.host:
+        found += [
+            f"and {gib(sum(plan.host.values()))} in the machine's memory, by parallel.offload:",
+            *_parts(plan.host),
+        ]
     if plan.sent:
         found += [f"and sends at most {gib(sum(plan.sent.values()))} for an optimizer step:", *_parts(plan.sent)]
     if memory is not None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from nmoe.config.commands.base import RunConfig
+from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang
-from nmoe.plan.ranks import RankPlan, plan
+from nmoe.plan.ranks import RankPlan, plan, with_offload
 from nmoe.plan.table import advice, gib, lines, parts
 from nmoe.preflight.check import Check
 from nmoe.preflight.doctor import machine_memory
 
+C = TypeVar("C", bound=RunConfig)
+
 
 def memory(config: RunConfig) -> Check:
     """The plan of a rank, which is one process without torchrun, against the memory that it has, and what of that is free."""
-    planned = plan(config, gang().size, gang().local_size)
+    planned = plan(settled(config), gang().size, gang().local_size)
     total, free = memory_of_rank(planned)
     said = f"about {parts(planned)}"
     if total == 0:
@@ -37,6 +41,14 @@ def said_at_the_start(config: RunConfig) -> list[str]:
     if planned.world == 1 and planned.total <= (total or planned.total):
         return [f"memory: about {parts(planned)}" + (f", of {gib(total)}" if total else "")]
     return lines(planned, total or None)
+
+
+def settled(config: C) -> C:
+    """The configuration with parallel.offload = "auto" as what it comes to here. Raises UserError as `plan` does."""
+    device = choose_device(config.model.device)
+    if kind_of(device).on_host:
+        return config
+    return with_offload(config, gang().size, gang().local_size, memory_of(device)[0])
 
 
 def memory_of_rank(planned: RankPlan) -> tuple[int, int]:

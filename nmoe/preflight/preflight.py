@@ -10,6 +10,9 @@ from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.errors import InfrastructureError, UserError
+from nmoe.model.device import choose_device
+from nmoe.parallel.gang import gang
+from nmoe.parallel.ranks import offloads
 from nmoe.plan.size import size_of
 from nmoe.preflight.check import Check
 from nmoe.preflight.disk import directory, disk, first_checkpoint
@@ -71,6 +74,7 @@ def refuse_to_start(config: RunConfig) -> None:
         if isinstance(config, RLConfig):
             config = with_steps_of_episodes(config)
         found.append(learning_rate(config))
+    offloads(config.parallel, gang().size, choose_device(config.model.device).type)
     with suppress(UserError):
         found.append(first_checkpoint(config, size_of(config)))
     if failed := [check for check in found if check.status == "fail"]:

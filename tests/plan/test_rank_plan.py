@@ -8,20 +8,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from nmoe import cli
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import PretrainConfig
+from nmoe.config.tables.parallel import ParallelSection
+from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
-from nmoe.parallel.ranks import Ranks
-from nmoe.plan.ranks import plan
+from nmoe.parallel import mesh
+from nmoe.parallel.ranks import Ranks, offloads
+from nmoe.plan.ranks import plan, with_offload
+from nmoe.plan.table import gib, lines
 from nmoe.recipes.setup import build_model, load_tokenizer, optimizer_settings
 
 QWEN3_30B = {
@@ -158,3 +164,50 @@ def test_ranks_that_sample_hold_whole_weights(workshop: Path, base: Path) -> Non
     planned = plan(load_run(workshop / "rl.toml", RLConfig), 2, 2)
     assert planned.held["whole weights to sample"] == planned.parameters * 4
     assert planned.sent["weights to sample"] == planned.parameters * 4 // 2
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_machine(workshop: Path) -> None:
+    """Weights, gradients and optimizer move, and "auto" moves them where that makes them fit, alone."""
+    config = load_run(workshop / "base.toml", PretrainConfig)
+    moved = load_run(workshop / "base.toml", PretrainConfig, ["--parallel.offload=cpu"])
+    before, after = plan(config, 4, 4), plan(moved, 4, 4)
+    parts = ("weights", "gradients", "optimizer")
+    assert before.host == {}
+    assert after.host == {name: before.held[name] for name in parts}
+    assert after.total == before.total - sum(before.held[name] for name in parts)
+    for memory, chosen in (
+        (before.total, "none"),
+        (before.total - 1, "cpu"),
+        (after.total, "cpu"),
+        (after.total - 1, "none"),
+    ):
+        assert with_offload(config, 4, 4, memory).parallel.offload == chosen
+    assert with_offload(config, 1, 1, 1).parallel.offload == "none", "one process shards nothing"
+    assert f"and {gib(sum(after.host.values()))} in the machine's memory, by parallel.offload:" in lines(after, None)
+    assert any("parallel.offload" in one for one in before.remedies)
+    assert not any("parallel.offload" in one for one in after.remedies)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+def test_offloading_reaches_fsdp(offload: Literal["cpu", "none"], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that shards a module has the policy, and what is on a CPU or not sharded is refused."""
+    policies: list[type] = []
+
+    def record(module: torch.nn.Module, **options: Any) -> None:
+        policies.append(type(options["offload_policy"]))
+        fully_shard(module, **options)
+
+    monkeypatch.setattr(mesh, "fully_shard", record)
+    parallel = ParallelSection(offload=offload)
+    with torch.device("meta"):
+        blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+    with fake_ranks(2, 2):
+        Ranks(parallel).shard(torch.nn.Sequential(*blocks, torch.nn.Linear(8, 8, device="meta")), blocks)
+    assert policies == [CPUOffloadPolicy if offload == "cpu" else OffloadPolicy] * 3
+    if offload == "none":
+        assert not offloads(parallel, 1, "cpu")
+        return
+    with fake_ranks(2, 2), pytest.raises(UserError, match=r"parallel.offload = .*no memory of its own"):
+        Ranks(parallel).shard(torch.nn.Sequential(torch.nn.Linear(8, 8)), [])
+    with pytest.raises(UserError, match=r"one process shards nothing"):
+        offloads(parallel, 1, "cuda")

@@ -170,9 +170,11 @@ def batch_of(sequences: list[list[int]]) -> Batch:
     return Batch(lengths, ids, ids, scored, token_weights("token", scored, lengths))
 
 
-@pytest.mark.parametrize("shape", [DENSE, MOE, FAMILIES["deepseek_v3"], FAMILIES["qwen3"], FAMILIES["qwen3_next"]])
+@pytest.mark.parametrize(
+    "shape", [DENSE, MOE, FAMILIES["deepseek_v3"], FAMILIES["qwen3"], FAMILIES["qwen3_next"], FAMILIES["mixtral"]]
+)
 def test_activations_are_what_autograd_keeps(shape: dict[str, Any]) -> None:
-    """The estimate is rough: within 30% of the storage that the backward pass of real tokens is given."""
+    """The estimate is rough: within 25% of the storage that the backward pass of real tokens is given."""
     config = ModelConfig(**shape)
     model = new_model(config, torch.float32, "cpu").initialize(0)
     learner = Learner(model, OptimizerSection(), 1, 2048)
@@ -189,7 +191,7 @@ def test_activations_are_what_autograd_keeps(shape: dict[str, Any]) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         learner.forward_backward(batch, cross_entropy).result()
     real = sum(storage.nbytes() for storage in kept.values()) / 4 / batch.tokens
-    assert activation_numbers(config, checkpointing=False) == pytest.approx(real, rel=0.3)
+    assert activation_numbers(config, checkpointing=False) == pytest.approx(real, rel=0.25)
     assert activation_numbers(config, checkpointing=True) < 0.75 * real
 
 

@@ -9,6 +9,7 @@ from nmoe.config.base import Conflict, Section
 
 Rdep = Literal["auto", "single", "ipc", "hybrid"]
 Transport = Literal["auto", "collective", "symmetric", "deepep"]
+Offload = Literal["auto", "none", "cpu"]
 
 
 class ParallelSection(Section):
@@ -34,6 +35,11 @@ class ParallelSection(Section):
         default="auto",
         description="how tokens travel to experts: collective (torch.distributed's all-to-all); symmetric and deepep are "
         "refused until they were run",
+    )
+    offload: Offload = Field(
+        default="auto",
+        description="where ranks on GPUs keep their shards of weights, gradients and optimizer: none (on the GPU), cpu (in the "
+        "machine's memory); auto: cpu where they fit in no other way",
     )
 
     def conflicts(self) -> Iterator[Conflict]:
