@@ -33,6 +33,7 @@ from nmoe.learner.forward import (
 from nmoe.learner.objectives import Objective, Scored
 from nmoe.learner.optimizer import Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
+from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, snapshot_model
 from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
@@ -106,9 +107,9 @@ class Learner:
         >>> learner.forward_backward(batch, cross_entropy).result().loss < first
         True
 
-    It runs in one process or on all ranks of the default group of `torch.distributed`: each rank gets the same model and makes the
-    same calls, runs a part of every batch, holds a part of the weights, and returns what one process would. Adapter and head are
-    whole on every rank.
+    It runs in one process or on all ranks of the default group of `torch.distributed`: each rank gets the same model, or its part
+    of one that `share_model` sharded, and makes the same calls, runs a part of every batch, holds a part of the weights, and
+    returns what one process would. Adapter and head are whole on every rank.
 
     `tokens_per_microbatch` bounds the memory of a pass and never changes a gradient. `temperature` is that of sampling, so that
     log-probabilities are those of the distribution that was sampled from. With `head_only` no pass computes the vocabulary, which
@@ -143,11 +144,7 @@ class Learner:
             )
         if head_only and model.head is not None:
             model.head.requires_grad_(False)  # it never runs, and would be a parameter without a gradient
-        moes = model.moe_layers()
-        kept = [] if lora is None else lora.parameters()
-        dispatcher = self.ranks.shard(model, model.blocks, moes, model.config.routed_experts, kept)
-        for moe in moes:
-            moe.dispatcher = dispatcher
+        share_model(model, self.ranks, kept=[] if lora is None else lora.parameters())
         self.optimizer = Optimizer(model, optimizer, total_steps, head, head_learning_rate)
         self.tokens_per_microbatch = tokens_per_microbatch
         self.temperature = temperature

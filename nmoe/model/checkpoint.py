@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     expert_weights: ExpertWeightsForm = "dequantized",
+    share: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
     """Loads the model of a checkpoint directory onto `device`, with parameters in `dtype`; routers and buffers stay in fp32.
 
     With `expert_weights = "mxfp4"` experts that are stored in MXFP4 stay in it, and are dequantised for each product: such a
     model computes what the dequantised one does in about a quarter of bf16's memory, but cannot be trained or exported.
+
+    `share` is that of `new_model`: ranks that share the model hold their parts of it and one whole weight at a time.
 
     Raises UserError, naming file and tensor, for a missing or damaged file, an unknown architecture, and weights that do not
     fit the configuration or are not finite. Peak memory is the model and its largest stored tensor, of tables and stacked experts
@@ -54,7 +58,7 @@ def load_model(
         raise UserError(
             f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized'"
         )
-    model = new_model(config, dtype, device, packed)
+    model = new_model(config, dtype, device, packed, share)
     model.generation = _read_generation(directory)
     entries = gpt_oss.packed_entries(config) if packed else None
     fill(model.state_dict(), family, config, shards, [name for name, _ in model.named_buffers()], entries)
@@ -64,13 +68,21 @@ def load_model(
     return model
 
 
-def new_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, packed: bool = False) -> Transformer:
+def new_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    packed: bool = False,
+    share: Callable[[Transformer], None] | None = None,
+) -> Transformer:
     """A model whose weights and routers' biases are not set yet, allocated where and as they will be; with `packed`, experts in
-    MXFP4."""
+    MXFP4. `share` shards it over ranks while it has no memory yet, so that each rank allocates its part alone."""
     with torch.device("meta"):
         model = cast(Transformer(config), dtype)
         for moe in model.moe_layers() if packed else ():
             moe.pack()
+    if share is not None:
+        share(model)
     model = model.to_empty(device=device)
     model.reset_tables()
     return model

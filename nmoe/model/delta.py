@@ -16,6 +16,7 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
+from nmoe.model.parts import keep_part
 from nmoe.model.recurrence import RecurrentLayer
 
 
@@ -63,6 +64,6 @@ class GatedDeltaNet(nn.Module):
     def initialize_decay(self, generator: torch.Generator) -> None:
         """Draws decay rates between 0.01 and 16, as the release does, and sets their bias to one and the norm's scale to one."""
         rates = torch.empty(self.decay_log.shape).uniform_(0.01, 16, generator=generator)
-        self.decay_log.copy_(rates.log())
+        keep_part(self.decay_log, rates.log())
         self.decay_bias.fill_(1.0)
         self.norm.weight.fill_(1.0)

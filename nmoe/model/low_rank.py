@@ -36,8 +36,8 @@ class LowRank(nn.Module):
         super().__init__()
         outputs = sum(stop - start for start, stop in spans)
         self.spans, self.rank, self.scale = spans, rank, scale
-        self.a_GD = nn.Parameter(like.new_empty(len(spans) * rank, inputs))
-        self.b_Sr = nn.Parameter(like.new_zeros(outputs, rank))
+        self.a_GD = nn.Parameter(torch.empty(len(spans) * rank, inputs, dtype=like.dtype, device=like.device))
+        self.b_Sr = nn.Parameter(torch.zeros(outputs, rank, dtype=like.dtype, device=like.device))
 
     def forward(self, x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, exact: bool = False) -> Tensor:
         """The whole layer, frozen weight and updates, `[N, F]`; `exact` is that of `ops_for`."""
@@ -126,8 +126,8 @@ class ExpertsLowRank(nn.Module):
     def __init__(self, experts: int, inputs: int, outputs: int, rank: int, scale: float, like: Tensor) -> None:
         super().__init__()
         self.rank, self.scale = rank, scale
-        self.a_EDr = nn.Parameter(like.new_empty(experts, inputs, rank))
-        self.b_ErF = nn.Parameter(like.new_zeros(experts, rank, outputs))
+        self.a_EDr = nn.Parameter(torch.empty(experts, inputs, rank, dtype=like.dtype, device=like.device))
+        self.b_ErF = nn.Parameter(torch.zeros(experts, rank, outputs, dtype=like.dtype, device=like.device))
 
     def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """What to add to `product(x, weight_EDF)`, which multiplies each row by its expert's weight."""

@@ -26,6 +26,7 @@ from nmoe.model.delta import GatedDeltaNet
 from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
 from nmoe.model.ops.head import head_product
+from nmoe.model.parts import keep_part
 from nmoe.model.rope import rope_table
 
 
@@ -204,7 +205,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int) -> Transformer:
         """Draws normal weights of standard deviation `fan_in ** -0.5` and embeddings of 0.02. Weights that write to the
-        residual stream are scaled down by `sqrt(2 * layers)` (GPT-2). The same seed always gives the same weights."""
+        residual stream are scaled down by `sqrt(2 * layers)` (GPT-2). The same seed always gives the same weights, however
+        ranks shard them: every rank draws all, one at a time, and keeps its part."""
         generator = torch.Generator().manual_seed(seed)
         residual = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
@@ -218,7 +220,7 @@ class Transformer(nn.Module):
             std = 0.02 if name == "embedding.weight" else parameter.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight", "ffn.down")):
                 std *= residual
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            keep_part(parameter, torch.randn(parameter.shape, generator=generator).mul_(std))
         for moe in self.moe_layers():
             moe.router.bias.zero_()
         for module in self.modules():

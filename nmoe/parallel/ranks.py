@@ -45,6 +45,10 @@ class Ranks:
         ranks.size, ranks.rank = 1, 0
         return ranks
 
+    def share(self, model: nn.Module) -> bool:
+        """Whether ranks hold a part of this model each."""
+        return self.size > 1 and isinstance(model, FSDPModule)
+
     def shard(
         self,
         model: nn.Module,
@@ -52,17 +56,19 @@ class Ranks:
         experts: Sequence[nn.Module] = (),
         number: int = 0,
         kept: Collection[nn.Parameter] = (),
+        device: torch.device | None = None,
     ) -> Dispatcher | None:
         """Shards the parameters over the ranks, block by block, and the parameters outside of blocks together. The `experts`
         modules hold the weights of `number` experts each, which expert groups share; the dispatcher that then has to carry their
-        rows is returned. The `kept` parameters stay whole on every rank. Raises UserError as `resolve` does."""
+        rows is returned. The `kept` parameters stay whole on every rank. `device` is where a model on meta will be. Raises
+        UserError as `resolve` does."""
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
         self.axes = axes_here(self.parallel, self.size, per_node, number)
-        device = next(model.parameters()).device.type
-        offload = offloads(self.parallel, self.size, device)
+        where = (device or next(model.parameters()).device).type
+        offload = offloads(self.parallel, self.size, where)
         if self.size == 1:
             return None
-        meshes = make_meshes(self.axes, "cpu" if device == "meta" else device)  # a plan of ranks has no device
+        meshes = make_meshes(self.axes, where)
         shard_model(model, blocks, experts, kept, meshes, offload)
         return meshes.dispatcher
 

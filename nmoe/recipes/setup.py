@@ -6,6 +6,7 @@ import ctypes
 import math
 import platform
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
+from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import load_model, new_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.context import extend
@@ -157,16 +159,18 @@ def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a supervised run starts from: its model, and the adapter where that alone is trained."""
+    """What a supervised run starts from: its model, the adapter where that alone is trained, and the ranks that share the model."""
 
     model: Transformer
     lora: Lora | None
+    ranks: Ranks
 
     @classmethod
     def of(cls, config: SupervisedConfig, tokenizer: Tokenizer) -> Start:
         """Raises UserError as `build_model` and `add_adapter` do."""
-        model = build_model(config.model, tokenizer, config.run.seed)
-        return cls(model, add_adapter(config, model))
+        ranks = Ranks(config.parallel)
+        model = build_model(config.model, tokenizer, config.run.seed, ranks=ranks)
+        return cls(model, add_adapter(config, model), ranks)
 
     def learner(self, config: SupervisedConfig, head: Head | None = None, head_only: bool = False) -> Learner:
         """The learner of the run."""
@@ -176,7 +180,7 @@ class Start:
             config.run.steps,
             config.batch.tokens_per_microbatch,
             lora=self.lora,
-            ranks=Ranks(config.parallel),
+            ranks=self.ranks,
             head=head,
             head_only=head_only,
         )
@@ -242,17 +246,23 @@ def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -
     return lines
 
 
-def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance: bool = True) -> Transformer:
+def build_model(
+    settings: ModelSection, tokenizer: Tokenizer, seed: int, balance: bool = True, ranks: Ranks | None = None
+) -> Transformer:
     """A new model of the given shape, or the model of the checkpoint. Raises UserError where the tokenizer has ids beyond the
-    embedding.
+    embedding. Of a model that a learner will train, each of the `ranks` allocates and fills its part alone.
 
     `balance` decides what the settings leave open: whether experts are balanced as the checkpoint was trained. Reinforcement
     learning turns it off, since a moving bias changes the policy even where the gradient is zero.
     """
     device, dtype = device_and_dtype(settings)
+    # Shards that are offloaded lie elsewhere than tables and adapter, which are made beside whole weights: the learner moves them.
+    share = None
+    if ranks is not None and ranks.parallel.offload != "cpu":
+        share = partial(share_model, ranks=ranks, device=device)
     if settings.shape is not None:
         shape = ModelConfig(vocab_size=tokenizer.vocab_size, **settings.shape.model_dump())
-        return _prepared(new_model(shape, dtype, device).initialize(seed), settings, balance)
+        return _prepared(new_model(shape, dtype, device, share=share).initialize(seed), settings, balance)
     assert settings.path is not None, "the configuration asks for a path where there is no shape"
     directory = resolve_checkpoint(Path(settings.path))
     if is_adapter(directory):
@@ -260,7 +270,7 @@ def build_model(settings: ModelSection, tokenizer: Tokenizer, seed: int, balance
             f"{settings.path}: an adapter; name its base in model.path and the adapter in lora.path, or merge the two with "
             f"`nmoe export {settings.path} DIRECTORY --format hf`"
         )
-    model = load_model(directory, dtype, device, settings.expert_weights)
+    model = load_model(directory, dtype, device, settings.expert_weights, share)
     if settings.context_tokens is not None:
         try:
             extend(model, settings.context_tokens)

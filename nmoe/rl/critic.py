@@ -46,7 +46,8 @@ def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, cont
     path = section.path or config.model.path
     assert path is not None, "the configuration requires a critic's checkpoint"
     settings = config.model.model_copy(update={"path": path, "shape": None})
-    model = build_model(settings, tokenizer, config.run.seed, balance=False)
+    ranks = Ranks(config.parallel)
+    model = build_model(settings, tokenizer, config.run.seed, balance=False, ranks=ranks)
     for name, least in (("vocab_size", vocab_size), ("context_tokens", context_tokens)):
         if getattr(model.config, name) < least:
             raise UserError(
@@ -60,7 +61,7 @@ def critic_learner(config: RLConfig, tokenizer: Tokenizer, vocab_size: int, cont
         optimizer_settings(config, updates).model_copy(update={"learning_rate": section.learning_rate}),
         config.run.steps * updates,
         config.batch.tokens_per_microbatch,
-        ranks=Ranks(config.parallel),
+        ranks=ranks,
         head=value_head(model.config.hidden_size, path),
         head_only=True,
     )

@@ -31,7 +31,8 @@ from nmoe.text.tokenizer import Tokenizer
 def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
     """The policy: a model, the adapter where that alone is trained, and the value head where the critic shares the trunk. The
     learning-rate schedule begins when the critic is warm."""
-    model = build_model(config.model, tokenizer, config.run.seed, balance=False)
+    ranks = Ranks(config.parallel)
+    model = build_model(config.model, tokenizer, config.run.seed, balance=False, ranks=ranks)
     lora = add_adapter(config, model)
     critic, updates = config.critic, config.batch.updates
     head, head_learning_rate, steps = None, None, config.run.steps
@@ -46,7 +47,7 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
         config.batch.tokens_per_microbatch,
         config.sampling.temperature,
         lora,
-        ranks=Ranks(config.parallel),
+        ranks=ranks,
         head=head,
         head_learning_rate=head_learning_rate,
     )

@@ -177,14 +177,15 @@ class Roles:
 
 def role_learner(config: SelfplayConfig, tokenizer: Tokenizer, steps: int) -> Learner:
     """The learner of one role, which starts from the model of the configuration and takes `steps` optimizer steps."""
-    model = build_model(config.model, tokenizer, config.run.seed, balance=False)
+    ranks = Ranks(config.parallel)
+    model = build_model(config.model, tokenizer, config.run.seed, balance=False, ranks=ranks)
     return Learner(
         model,
         optimizer_settings(config),
         steps,
         config.batch.tokens_per_microbatch,
         config.sampling.temperature,
-        ranks=Ranks(config.parallel),
+        ranks=ranks,
     )
 
 

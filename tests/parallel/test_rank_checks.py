@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 # Four ranks run those that need more than two.
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(2, list(CHECKS)), (4, ["mesh", "dispatch", "families", "hybrid", "one-expert"])]
+    ("ranks", "names"), [(2, list(CHECKS)), (4, ["mesh", "dispatch", "families", "hybrid", "one-expert", "loading"])]
 )
 def test_ranks_train_as_one_process_does(ranks: int, names: list[str]) -> None:
     environment = os.environ | {

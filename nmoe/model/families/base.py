@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
+from nmoe.model.parts import is_sharded, to_fill
 from nmoe.model.shards import Shards
 
 # Llama's name of the head, which a checkpoint may contain although the head is tied to the embedding.
@@ -114,32 +114,12 @@ def fill(
     for entry in entries:
         by_weight.setdefault(entry.ours, []).append(entry)
     for name, parts in by_weight.items():
-        with _to_fill(state[name]) as weight:
+        with to_fill(state[name]) as weight:
             for entry in parts:
                 _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
     if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
         embedding = state["embedding.weight"]
-        _compare_tied_head(embedding.full_tensor() if _sharded(embedding) else embedding, shards)  # type: ignore[attr-defined]
-
-
-def _sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "device_mesh")
-
-
-@contextmanager
-def _to_fill(weight: Tensor) -> Iterator[Tensor]:
-    """The tensor to copy a stored weight into: the weight itself or, if ranks shard it, a whole one, of which this rank's part is
-    kept afterwards."""
-    if not _sharded(weight):
-        yield weight
-        return
-    # Imported here because it takes 0.6 s, which only a sharded model should cost.
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(weight, DTensor), "what shards a tensor"
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    yield whole
-    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
+        _compare_tied_head(embedding.full_tensor() if is_sharded(embedding) else embedding, shards)  # type: ignore[attr-defined]
 
 
 def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:

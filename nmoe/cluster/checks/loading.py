@@ -1,0 +1,128 @@
+"""Checks of loading: ranks allocate their parts of a model and one whole weight, and hold the values that one process does."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from nmoe.cluster.checks.cases import FAMILIES
+from nmoe.errors import ShortfallError
+from nmoe.learner.sharding import share_model
+from nmoe.model.checkpoint import export_model, load_model, new_model, save_model
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
+from nmoe.parallel.ranks import Ranks, whole
+
+SPARE = 5 * 2**20
+"""Bytes beside the parts and the largest weight: a piece of a stored tensor, 4 MiB at most, and what is small."""
+
+_WIDE: dict[str, Any] = {"hidden_size": 256, "layers": 4, "vocab_size": 4096}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "dense": _WIDE | {"intermediate_size": 2048},
+    "qwen3_moe": _WIDE | {"expert_width": 64},
+    "deepseek_v3": _WIDE | {"expert_width": 64, "intermediate_size": 512},
+}
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on this rank's part
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, count: int) -> None:
+        self.now -= count
+
+
+Load = Callable[[Callable[[Transformer], None] | None], Transformer]
+
+
+def loads(config: ModelConfig, directory: Path) -> Iterator[tuple[str, Load]]:
+    """The ways to come by a model: drawn from a seed, and read from Hugging Face's layout and from our own."""
+    yield "seed", lambda share: new_model(config, torch.float32, "cpu", share=share).initialize(3)
+    for name in ("hf", "own"):
+        yield name, lambda share, name=name: load_model(directory / name, share=share)  # type: ignore[misc]
+
+
+def check_loading() -> str:
+    """New models and checkpoints of three families: a rank's peak while loading is at most its part, the largest weight and
+    `SPARE`; every value is that of one process."""
+    world, largest, count = dist.get_world_size(), 0.0, 0
+    for family, changes in _SHAPES.items():
+        config = ModelConfig(**(FAMILIES[family] | changes))
+        with _stored(config) as directory:
+            for way, load in loads(config, directory):
+                largest, count = max(largest, _peak_checked(load, Ranks(), f"{family} from {way}")), count + 1
+    return f"{count} models on {world} ranks; the highest peak is {largest:.2f} of the whole model"
+
+
+@contextmanager
+def _stored(config: ModelConfig) -> Iterator[Path]:
+    """A directory with a new model in both layouts, the same for all ranks and removed afterwards."""
+    made = [tempfile.mkdtemp(prefix="nmoe-loading-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made, src=0)
+    directory = Path(made[0])
+    if dist.get_rank() == 0:
+        model = Transformer(config).initialize(5)
+        (directory / "own").mkdir()
+        save_model(model, directory / "own")
+        export_model(model, directory / "hf")
+    dist.barrier()
+    yield directory
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+
+
+def _peak_checked(load: Load, ranks: Ranks, what: str) -> float:
+    """The peak of loading, as a share of the whole model. Raises ShortfallError for a peak or a value that is wrong."""
+    expected = load(None).state_dict()
+    with Allocated() as allocated:
+        model = load(partial(share_model, ranks=ranks, device=torch.device("cpu")))
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if not torch.equal(whole(tensor), expected[name]):
+            raise ShortfallError(f"{what}: {name} is not what one process loads")
+    part = sum(_bytes(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in state.values())
+    most = part + max(map(_bytes, expected.values())) + SPARE
+    if allocated.peak > most or allocated.peak < part:
+        raise ShortfallError(
+            f"{what}: rank {ranks.rank} allocated {allocated.peak:,} bytes at once, its bound is {most:,} and its part {part:,}"
+        )
+    return allocated.peak / sum(map(_bytes, expected.values()))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
