@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -31,10 +31,10 @@ from nmoe.learner.forward import (
     share_logprobs,
 )
 from nmoe.learner.objectives import Objective, Scored
-from nmoe.learner.optimizer import Optimizer, StepResult
+from nmoe.learner.optimizer import TENSORS, Optimizer, StepResult
 from nmoe.learner.routing import RoutingStatistics, auxiliary_loss, count_load, load_shares, move_router_bias
 from nmoe.learner.sharding import share_model
-from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, snapshot_model
+from nmoe.model.checkpoint import export_model, load_weights, refuse_packed, sharded_model, snapshot_model
 from nmoe.model.device import fetch, put
 from nmoe.model.head import Head
 from nmoe.model.lora import Lora
@@ -43,7 +43,8 @@ from nmoe.model.peft_format import resume_adapter, save_adapter, snapshot_adapte
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import command, gang
-from nmoe.parallel.ranks import Ranks, full_state, release
+from nmoe.parallel.ranks import Ranks, release, whole
+from nmoe.parallel.sharded_files import ShardedFiles
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -150,6 +151,8 @@ class Learner:
         self.temperature = temperature
         self.version = 0
         self._load_YE = self._no_load()
+        # Without an adapter, of which every rank has all.
+        self._files = ShardedFiles() if self.ranks.size > 1 and lora is None else None
 
     def _no_load(self) -> Tensor:
         return torch.zeros(len(self.model.moe_layers()), self.model.config.experts, dtype=torch.int64)
@@ -258,6 +261,7 @@ class Learner:
         """Writes what is trained, a head included, and its optimizer into an existing directory. An adapter comes with a reference
         to its base, not with the base. Returns the rest of the state, for `load`."""
         snapshot = self.snapshot(copied=False)
+        snapshot.start(directory / ".parts")
         if self.ranks.rank == 0:
             snapshot.write(directory)
         if not gang().leads:
@@ -268,37 +272,60 @@ class Learner:
     @command
     def snapshot(self, copied: bool) -> Snapshot:
         """What `save` would write and return now. With `copied` it is a copy in host memory, to be written while training goes on.
-        Every rank has to call this, and the first one to write it: the others hold nothing of it."""
-        first, model = self.ranks.rank == 0, self._unsharded() if self.lora is None else None
-        parts = [self.optimizer.snapshot(copied, keep=first)]
-        if first:
-            if self.head is not None:
-                parts.insert(0, self.head.snapshot(copied))
-            if self.lora is not None:
-                parts.insert(0, snapshot_adapter(self.lora, copied))
-            elif model is not None:
-                parts.insert(0, snapshot_model(model, copied))
+        Every rank has to call this and then the snapshot's `start`, which a controller calls for all; the first one its `write`."""
+        state = {"version": self.version}
+        if self._files is not None:
+            release(self.model)
+            files, settings = sharded_model(self.model)
+            size = self._files.hold({**files, TENSORS: self.optimizer.tensors()}, copied)
+            parts = [Snapshot(self._files.finish, size), settings, self.optimizer.settings_snapshot()]
+        elif self.ranks.rank == 0:
+            trained = snapshot_model(self.model, copied) if self.lora is None else snapshot_adapter(self.lora, copied)
+            parts = [trained, self.optimizer.snapshot(copied)]
+        else:
+            parts = []
+        if self.head is not None:
+            parts.append(self.head.snapshot(copied))
 
         def write(directory: Path) -> None:
             for part in parts:
                 part.write(directory)
 
-        return Snapshot(write, sum(part.size for part in parts), {"version": self.version})
+        return Snapshot(write, sum(part.size for part in parts), state, self._start)
+
+    @command
+    def _start(self, place: Path) -> None:
+        if self._files is not None:
+            self._files.start(place)
 
     @command
     def export(self, directory: Path, format: Literal["hf", "peft"] = "hf") -> None:
         """Writes the weights for other software into an existing, empty directory: "hf" a Hugging Face checkpoint of the family
         that the model fits, with an adapter merged into its base; "peft" the adapter alone. The tokenizer is not part of it:
         `tokenizer.save(directory)` adds it. Raises UserError (`export_model`)."""
-        if format == "hf":
-            lora = self.lora if self.ranks.size == 1 else None
-            with nullcontext(self._unsharded()) if lora is None else lora.merged() as model:
-                if model is not None:
-                    export_model(model, directory)
-        elif self.ranks.rank == 0:
-            assert self.lora is not None, "a learner of the whole model has no adapter"
-            save_adapter(self.lora, directory)
+        if format == "peft":
+            if self.ranks.rank == 0:
+                assert self.lora is not None, "a learner of the whole model has no adapter"
+                save_adapter(self.lora, directory)
+        elif self.ranks.size > 1:
+            release(self.model)
+            export_model(self.model, directory, gather=self._gather(), first=self.ranks.rank == 0)
+        else:
+            with nullcontext(self.model) if self.lora is None else self.lora.merged() as model:
+                export_model(model, directory)
         self.ranks.wait()
+
+    def _gather(self) -> Callable[[str], Tensor]:
+        """Gives a weight whole, by its name and with the adapter's update; the last one is kept, of which a checkpoint may take
+        expert by expert. All ranks ask for the same ones."""
+        state, updates = self.model.state_dict(), {} if self.lora is None else self.lora.updates()
+
+        @lru_cache(maxsize=1)
+        def gather(name: str) -> Tensor:
+            tensor = whole(state[name].detach())
+            return updates[name].merged(tensor) if name in updates else tensor
+
+        return gather
 
     @command
     def load(self, directory: Path, state: Mapping[str, int] | None = None) -> None:
@@ -314,21 +341,6 @@ class Learner:
         self.optimizer.load(directory)
         if state is not None:
             self.version = state["version"]
-
-    def _unsharded(self) -> Transformer | None:
-        """The model with whole weights: itself or, if ranks shard it, a copy on the first rank alone, in which an adapter is
-        merged. Every rank has to call this."""
-        if self.ranks.size == 1:
-            return self.model
-        state = full_state(self.model, keep=self.ranks.rank == 0)
-        if self.ranks.rank > 0:
-            return None
-        copy = Transformer(self.model.config)
-        copy.load_state_dict({name: state[name] for name in copy.state_dict()}, assign=True)
-        copy.generation = self.model.generation
-        if self.lora is not None:
-            self.lora.merge_into(copy)
-        return copy
 
 
 @dataclass

@@ -28,6 +28,9 @@ from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.parallel.ranks import by_mesh, clip, like, total_norm, whole
 
+# The files of its state.
+TENSORS, SETTINGS = "optimizer.safetensors", "optimizer.json"
+
 # Those of torch.amp.GradScaler.
 FIRST_LOSS_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -164,19 +167,30 @@ class Optimizer:
         """Writes the state into `directory`."""
         self.snapshot(copied=False).write(directory)
 
-    def snapshot(self, copied: bool, keep: bool = True) -> Snapshot:
-        """What `save` would write now. With `copied` later steps do not change it. If it is sharded, every rank calls this, and
-        those that do not `keep` it have no more than one whole tensor at a time."""
+    def snapshot(self, copied: bool) -> Snapshot:
+        """What `save` would write now. With `copied` later steps do not change it. No part of it is sharded."""
+        held, size = hold(self.tensors(), copied)
+        settings = self.settings_snapshot()
+
+        def write(directory: Path) -> None:
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
+            save_file(on_host, directory / TENSORS)
+            settings.write(directory)
+
+        return Snapshot(write, size)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of each parameter, sharded as the parameter is."""
         tensors: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             states = dict(self.adamw.state.get(master, {}))
             if master is not parameter:
                 states["master"] = master.detach()
-            for key, value in states.items():
-                full = whole(value)
-                if keep:
-                    tensors[f"{name}/{key}"] = full
-        held, size = hold(tensors, copied)
+            tensors |= {f"{name}/{key}": value for key, value in states.items()}
+        return tensors
+
+    def settings_snapshot(self) -> Snapshot:
+        """The state that is no tensor, as it is now."""
         state = {
             "steps": self.steps,
             "loss_scale": self.loss_scale,
@@ -185,19 +199,17 @@ class Optimizer:
         }
 
         def write(directory: Path) -> None:
-            on_host = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
-            save_file(on_host, directory / "optimizer.safetensors")
-            (directory / "optimizer.json").write_text(json.dumps(state) + "\n")
+            (directory / SETTINGS).write_text(json.dumps(state) + "\n")
 
-        return Snapshot(write, size)
+        return Snapshot(write)
 
     def load(self, directory: Path) -> None:
         """Loads what `save` wrote, and goes on with its schedule (`resumed_schedule`; `note` says so where its length has changed).
         Raises UserError for a missing or torn file, and if the state of a parameter is missing."""
         settings = self.settings
         try:
-            stored = safe_open(directory / "optimizer.safetensors", "pt")
-            state = json.loads((directory / "optimizer.json").read_text())
+            stored = safe_open(directory / TENSORS, "pt")
+            state = json.loads((directory / SETTINGS).read_text())
             self.steps, self.good_steps = int(state["steps"]), int(state["good_steps"])
             self.loss_scale = float(state["loss_scale"])
             asked, peak = settings.schedule_steps > 0, settings.learning_rate
@@ -215,13 +227,13 @@ class Optimizer:
             if low != ("master" in states):
                 precision = str(parameter.dtype).removeprefix("torch.")
                 raise UserError(
-                    f"{directory / 'optimizer.safetensors'}: {name} {'has no' if low else 'has an'} fp32 master, and this "
+                    f"{directory / TENSORS}: {name} {'has no' if low else 'has an'} fp32 master, and this "
                     f"run trains in {precision}; resume with the model.precision that the run began with"
                 )
             if low:
                 master.data.copy_(states.pop("master"))
             if not states and self.steps:
-                raise UserError(f"{directory / 'optimizer.safetensors'}: no state for parameter {name}")
+                raise UserError(f"{directory / TENSORS}: no state for parameter {name}")
             self.adamw.state[master] = states
 
 

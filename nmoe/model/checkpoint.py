@@ -22,7 +22,7 @@ from nmoe.model.families.base import Family, fill, tensors_of
 from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
 from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
 from nmoe.model.precision import cast
-from nmoe.model.shards import Shards, write_shards
+from nmoe.model.shards import Shards, files_of, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 from nmoe.types import ExpertWeightsForm
@@ -112,27 +112,63 @@ def snapshot_model(model: Transformer, copied: bool) -> Snapshot:
     return Snapshot(lambda directory: _write(state, config, generation, directory, native, SHARD_BYTES), size)
 
 
-def export_model(model: Transformer, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def sharded_model(model: Transformer, shard_bytes: int = SHARD_BYTES) -> tuple[dict[str, dict[str, Tensor]], Snapshot]:
+    """The files that `save_model` would write, with tensors that ranks may hold parts of; and the rest of what it writes."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+    files = files_of(sizes, shard_bytes)
+    config, generation = native.config_to_hf(model.config), dict(model.generation)
+
+    def write(directory: Path) -> None:
+        _write_settings(config, generation, directory)
+        write_index(directory, files, sizes)
+
+    return {file: {name: state[name] for name in names} for file, names in files.items()}, Snapshot(write)
+
+
+def export_model(
+    model: Transformer,
+    directory: Path,
+    shard_bytes: int = SHARD_BYTES,
+    gather: Callable[[str], Tensor] | None = None,
+    first: bool = True,
+) -> None:
     """Writes a checkpoint that transformers loads, in the dtype of the parameters; experts that have a profile are written in it,
     as compressed-tensors stores them. Creates the directory if needed.
 
-    The family is the one that has all features of the model; a model loaded from a family returns to it. Raises UserError if no
-    family has all features, and if the directory already holds a model, since shards of both would be mixed.
+    The family is the one that has all features of the model; a model loaded from a family returns to it. Where ranks hold parts of
+    the model, each calls this with a `gather` that gives a tensor whole, by its name, once all of them ask for it; only the `first`
+    writes. Raises UserError if no family has all features, and if the directory already holds a model, since shards of both would
+    be mixed.
     """
     refuse_packed(model, "exported")
-    if old := sorted(directory.glob("*.safetensors*")):
+    if first and (old := sorted(directory.glob("*.safetensors*"))):
         raise UserError(f"{old[0]}: {directory} already holds a model; export to another directory")
     family = family_of(model.config)
     refuse_stacked(family, model.config)
+    state = _own_state(model)
     filled = {entry.ours for entry in family.entries(model.config)}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         if name not in filled and tensor.any():
             raise UserError(
                 f"{name} is not zero, and {family.MODEL_TYPE} has no place for it: routers of this family choose by score "
                 "alone. Train with router_aux_loss_coef in place of router_bias_rate where export is wanted"
             )
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(model.state_dict(), model.config, model.generation, directory, family, shard_bytes)
+    if first:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(state, model.config, model.generation, directory, family, shard_bytes, gather)
+    else:
+        assert gather is not None, "ranks hold parts of the model"
+        for _, _, make in tensors_of(state, family.entries(model.config), gather):
+            make()
+
+
+def _own_state(model: Transformer) -> dict[str, Tensor]:
+    """The state of a model without that of an adapter."""
+    with torch.device("meta"):
+        names = Transformer(model.config).state_dict()
+    state = model.state_dict()
+    return {name: state[name].detach() for name in names}
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -183,21 +219,26 @@ def _write(
     directory: Path,
     family: Family,
     shard_bytes: int,
+    gather: Callable[[str], Tensor] | None = None,
 ) -> None:
     config = family.config_to_hf(model_config)
     if family is not native:
         config |= {name: generation.get(name) for name in _TOKEN_IDS}
         config["torch_dtype"] = str(state["embedding.weight"].dtype).removeprefix("torch.")
     if family is native or model_config.expert_profile is None:
-        tensors = tensors_of(state, family.entries(model_config))
+        tensors = tensors_of(state, family.entries(model_config), gather)
     else:
         tensors = stored_tensors(state, family, model_config)
         if (quantised := quantization_config(family, model_config)) is not None:
             config["quantization_config"] = quantised
+    _write_settings(config, generation, directory)
+    write_shards(directory, tensors, shard_bytes)
+
+
+def _write_settings(config: dict[str, Any], generation: dict[str, Any], directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if generation:
         (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    write_shards(directory, tensors, shard_bytes)
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:

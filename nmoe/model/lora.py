@@ -265,12 +265,10 @@ class Lora:
                 for (module, weight, _, _), before in zip(self._places, frozen, strict=True):
                     setattr(module, weight, before)
 
-    def merge_into(self, other: Transformer) -> None:
-        """Adds the updates to the weights of another model of the same base, which has no adapter."""
+    def updates(self) -> dict[str, LowRank | ExpertsLowRank]:
+        """The updates by the name of the weight that each is of."""
         names = {module: name for name, module in self.model.named_modules()}
-        for module, weight, _, update in self._places:
-            place = other.get_submodule(names[module])
-            setattr(place, weight, nn.Parameter(update.merged(getattr(place, weight)), requires_grad=False))
+        return {f"{names[module]}.{weight}": update for module, weight, _, update in self._places}
 
     def describe(self) -> list[str]:
         """Lines such as `adapter: 24,576 parameters beside 1,203,456 (2.0%), at q_proj, o_proj; rank 8, alpha 16`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,28 +125,36 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
 def write_shards(directory: Path, tensors: Iterable[tuple[str, int, Callable[[], Tensor]]], shard_bytes: int) -> None:
     """Writes tensors, given by name, size in bytes and a call that makes them, into an existing directory: one file where they
     fit into `shard_bytes`, else several and their index. One shard is held in memory at a time."""
-    shards: list[dict[str, Callable[[], Tensor]]] = [{}]
-    total = filled = 0
-    weight_map: dict[str, int] = {}
-    for name, size, make in tensors:
-        if filled and filled + size > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = make
-        weight_map[name] = len(shards)
-        filled += size
-        total += size
-
-    def file_name(number: int) -> str:
-        return f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-
-    for number, shard in enumerate(shards, 1):
-        held = {name: make() for name, make in shard.items()}
-        save_file(held, directory / file_name(number), metadata={"format": "pt"})
+    sizes, make = {}, {}
+    for name, size, call in tensors:
+        sizes[name], make[name] = size, call
+    files = files_of(sizes, shard_bytes)
+    for file, names in files.items():
+        held = {name: make[name]() for name in names}
+        save_file(held, directory / file, metadata={"format": "pt"})
         del held
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file_name(number) for name, number in weight_map.items()},
-        }
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_index(directory, files, sizes)
+
+
+def files_of(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors in each file, where a file has at most `shard_bytes`, or one tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
+
+
+def write_index(directory: Path, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> None:
+    """Writes the index of several files; a single one needs none."""
+    if len(files) == 1:
+        return
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")

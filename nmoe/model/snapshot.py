@@ -17,11 +17,14 @@ class Snapshot:
     write: fills an existing directory with the part's files.
     size: bytes of the tensors that it writes; small files are not counted.
     state: what belongs to it beside the files, as JSON has it; None if nothing.
+    start: called before `write`, by the thread that trains, with a path on the same disk: other processes begin to write there,
+        which `write` waits for.
     """
 
     write: Callable[[Path], None]
     size: int = 0
     state: Any = None
+    start: Callable[[Path], None] = lambda place: None
 
 
 def hold(tensors: Mapping[str, Tensor], copied: bool) -> tuple[dict[str, Tensor], int]:

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
@@ -20,6 +21,9 @@ import torch.distributed as dist
 import nmoe
 from nmoe.errors import UserError
 from nmoe.parallel.gang import DEADLINE, Controller, Gang, Member, use
+
+SAVING = "save parts"
+"""The name of a thread that takes part in collectives of its own."""
 
 
 def join(arguments: Sequence[str]) -> Gang:
@@ -91,7 +95,10 @@ def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
 
 
 def leave() -> None:
-    """Ends this process's part in the gang."""
+    """Ends this process's part in the gang, once it has written its part of a checkpoint."""
     use(Gang())
+    for thread in threading.enumerate():
+        if thread.name == SAVING:
+            thread.join()
     if dist.is_initialized():
         dist.destroy_process_group()

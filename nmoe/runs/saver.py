@@ -16,6 +16,8 @@ from nmoe.runs.storage import bytes_free, make_directory, step_name, storage_err
 
 # What a checkpoint holds beside a model that others load.
 _ONLY_TO_RESUME = shutil.ignore_patterns("optimizer.safetensors", "optimizer.json", STATE, MANIFEST)
+# Where other processes write their parts.
+_PARTS = ".parts_"
 
 
 class Saver:
@@ -44,6 +46,11 @@ class Saver:
         self.wait()
         snapshot = snapshot_parts(parts, copied=self._asynchronous)
         refuse_without_room(self._directory, step, snapshot.size)
+        with storage_errors(self._directory):
+            for left in self._directory.glob(f"{_PARTS}*"):  # of a save that was killed
+                shutil.rmtree(left)
+            self._directory.mkdir(parents=True, exist_ok=True)
+        snapshot.start(self._directory / f"{_PARTS}{step_name(step)}")
         if not self._asynchronous:
             self._write(step, snapshot, best)
             return

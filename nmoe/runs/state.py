@@ -75,7 +75,7 @@ class Subdirectory:
             (directory / self.name).mkdir()
             inner.write(directory / self.name)
 
-        return Snapshot(write, inner.size)
+        return Snapshot(write, inner.size, start=inner.start)
 
     def load(self, directory: Path, state: Any) -> None:
         load_parts(directory / self.name, self.parts)
@@ -87,12 +87,16 @@ def snapshot_parts(parts: Mapping[str, Part], copied: bool) -> Snapshot:
     # As text, since a part may return what it changes later.
     state = json.dumps({name: one.state for name, one in taken.items() if one.state is not None}) + "\n"
 
+    def start(place: Path) -> None:
+        for name, one in taken.items():
+            one.start(place.with_name(f"{place.name}.{name}"))
+
     def write(directory: Path) -> None:
         for one in taken.values():
             one.write(directory)
         (directory / STATE).write_text(state)
 
-    return Snapshot(write, sum(one.size for one in taken.values()))
+    return Snapshot(write, sum(one.size for one in taken.values()), start=start)
 
 
 def load_parts(directory: Path, parts: Mapping[str, Part]) -> None:

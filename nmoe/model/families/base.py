@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -194,17 +194,19 @@ Written = tuple[str, int, Callable[[], Tensor]]
 """A tensor to store: its name, its size in bytes, and a call that makes it, contiguous on the CPU."""
 
 
-def tensors_of(state: dict[str, Tensor], entries: Iterable[Entry]) -> Iterator[Written]:
-    """A model's state as the tensors that these entries name."""
+def tensors_of(
+    state: Mapping[str, Tensor], entries: Iterable[Entry], gather: Callable[[str], Tensor] | None = None
+) -> Iterator[Written]:
+    """A model's state as the tensors that these entries name. Where ranks hold parts of it, `gather` gives a tensor whole."""
     for entry in entries:
-        part = state[entry.ours][entry.index]
 
-        def make(part: Tensor = part, entry: Entry = entry) -> Tensor:
-            tensor = entry.write(part.detach()).cpu().contiguous()
+        def make(entry: Entry = entry) -> Tensor:
+            whole = state[entry.ours] if gather is None else gather(entry.ours)
+            tensor = entry.write(whole.detach()[entry.index]).cpu().contiguous()
             assert tensor.shape == entry.shape, f"{entry.theirs}: {tuple(tensor.shape)} is not {entry.shape}"
             return tensor
 
-        yield entry.theirs, part.numel() * part.element_size(), make
+        yield entry.theirs, math.prod(entry.shape) * state[entry.ours].element_size(), make
 
 
 def _stored_names(theirs: str, family: Family, shards: Shards) -> tuple[tuple[str, ...], Callable[..., Tensor]]:

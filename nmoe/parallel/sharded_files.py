@@ -1,0 +1,140 @@
+"""Files of whole tensors, written by the ranks that hold parts of them.
+
+Each rank writes its own parts by `torch.distributed.checkpoint`, in a thread, while it goes on. Then the first rank joins them,
+tensor by tensor, to the files that one process would have written. So no rank ever holds more than its own parts and one tensor.
+Torch can join parts, too, but writes tensors without axes wrongly (2.13), and those with integers not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from nmoe.parallel.join import SAVING
+
+# How long a rank may write longer than the first one that is done.
+_DEADLINE = timedelta(hours=1)
+# By their names in the headers of safetensors files.
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Files = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each file, by the name of the file."""
+
+
+class ShardedFiles:
+    """One set of files at a time: `hold`, `start` and `finish`. All ranks of the default group make one, and call `hold` and
+    `start` together; the first rank alone calls `finish`."""
+
+    def __init__(self) -> None:
+        # Of its own, on the host: collectives of a thread must not mix with those of training.
+        self._group = dist.new_group(backend="gloo", timeout=_DEADLINE)
+        self._held: dict[str, Tensor] = {}
+        self._files: dict[str, list[str]] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._place: Path | None = None
+
+    def hold(self, files: Files, copied: bool) -> int:
+        """Keeps the tensors as they are now, or with `copied` copies of this rank's parts in host memory, which no later step
+        changes. Returns the bytes of all whole tensors."""
+        self._wait()
+        self._files = {file: list(tensors) for file, tensors in files.items()}
+        held = {f"{file}/{name}": tensor.detach() for file, of in files.items() for name, tensor in of.items()}
+        self._held = BlockingAsyncStager().stage(held) if copied else held
+        return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+
+    def start(self, place: Path) -> None:
+        """Begins to write what is held into a directory that all ranks share."""
+        self._place = place
+        self._thread = threading.Thread(target=self._write, name=SAVING, daemon=True)
+        self._thread.start()
+
+    def finish(self, directory: Path) -> None:
+        """Waits until all ranks have written, and joins the parts to whole tensors in the files of `directory`. Raises OSError
+        where a rank could not write."""
+        self._wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        assert self._place is not None, "writing was started"
+        join(self._place, self._files, directory)
+        shutil.rmtree(self._place)
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self) -> None:
+        number = {file: place for place, file in enumerate(self._files, 1)}
+        index = {f"{file}/{name}": number[file] for file, names in self._files.items() for name in names}
+        writer = HuggingFaceStorageWriter(str(self._place), fqn_to_index_mapping=index, save_distributed=True)
+        try:
+            dcp.save(self._held, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:
+            # What the first rank that failed met with.
+            self._error = next(iter(error.failures.values()))[0]
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._held = {}
+
+
+def join(place: Path, files: Mapping[str, list[str]], directory: Path) -> None:
+    """Writes each file's tensors whole, from the parts in the files of `place`. Raises ValueError where parts are missing."""
+    parts: dict[str, list[tuple[Path, list[int]]]] = defaultdict(list)
+    shapes: dict[str, list[int]] = {}
+    types: dict[str, str] = {}
+    for path in sorted(place.glob("*.safetensors")):
+        with safe_open(path, "pt") as opened:
+            offsets = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for key in opened.keys():  # noqa: SIM118 - not a mapping
+                first, part = offsets[key]["saved_offsets"], opened.get_slice(key)
+                shape = part.get_shape()
+                types[key] = part.get_dtype()
+                ends = [start + length for start, length in zip(first, shape, strict=True)]
+                shapes[key] = [max(pair) for pair in zip(ends, shapes.get(key, ends), strict=True)]
+                parts[key].append((path, first))
+    for file, names in files.items():
+        keys = {name: f"{file}/{name}" for name in names}
+        if missing := [name for name in names if keys[name] not in parts]:
+            raise ValueError(f"{place}: no rank wrote {missing[0]} of {file}")
+        _join_file(directory / file, {name: (types[key], shapes[key], parts[key]) for name, key in keys.items()}, keys)
+
+
+def _join_file(
+    path: Path, tensors: Mapping[str, tuple[str, list[int], list[tuple[Path, list[int]]]]], keys: Mapping[str, str]
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, _) in tensors.items():
+        begin, end = end, end + torch.Size(shape).numel() * _TYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, shape, parts) in tensors.items():
+            tensor, filled = torch.empty(shape, dtype=_TYPES[dtype]), 0
+            for file, first in parts:
+                with safe_open(file, "pt") as opened:
+                    part = opened.get_tensor(keys[name])
+                tensor[tuple(slice(at, at + length) for at, length in zip(first, part.shape, strict=True))] = part
+                filled += part.numel()
+            if filled != tensor.numel():
+                raise ValueError(f"{path}: the parts of {name} are {filled} of its {tensor.numel()} numbers")
+            out.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
