@@ -40,8 +40,7 @@ class ShardedFiles:
     `start` together; the first rank alone calls `finish`."""
 
     def __init__(self) -> None:
-        # Of its own, on the host: collectives of a thread must not mix with those of training.
-        self._group = dist.new_group(backend="gloo", timeout=_DEADLINE)
+        self._group: dist.ProcessGroup | None = None
         self._held: dict[str, Tensor] = {}
         self._files: dict[str, list[str]] = {}
         self._thread: threading.Thread | None = None
@@ -52,6 +51,9 @@ class ShardedFiles:
         """Keeps the tensors as they are now, or with `copied` copies of this rank's parts in host memory, which no later step
         changes. Returns the bytes of all whole tensors."""
         self._wait()
+        if self._group is None:
+            # Of its own, on the host: collectives of a thread must not mix with those of training.
+            self._group = dist.new_group(backend="gloo", timeout=_DEADLINE)
         self._files = {file: list(tensors) for file, tensors in files.items()}
         held = {f"{file}/{name}": tensor.detach() for file, of in files.items() for name, tensor in of.items()}
         self._held = BlockingAsyncStager().stage(held) if copied else held

@@ -136,7 +136,10 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
         held["gathered blocks"] = (sum(blocks[:2]) + outside) * width
         held["gradient of a block"] = 0 if size.adapts else max(blocks[0], outside) * _FLOAT
     whole = estimate(config, size)
-    for name in ("copy for a checkpoint", "other models", "key-value cache"):
+    if (copy := "copy for a checkpoint") in whole:
+        # What every rank has whole, the first one writes.
+        held[copy] = whole[copy] if world == 1 or size.adapts else here * width + held["optimizer"]
+    for name in ("other models", "key-value cache"):
         if name in whole:
             held[name] = whole[name]
     if world > 1 and isinstance(config, RLConfig | SelfplayConfig):
