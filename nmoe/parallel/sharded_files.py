@@ -139,4 +139,4 @@ def _join_file(
                 filled += part.numel()
             if filled != tensor.numel():
                 raise ValueError(f"{path}: the parts of {name} are {filled} of its {tensor.numel()} numbers")
-            out.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+            out.write(tensor.flatten().view(torch.uint8).numpy().data)
