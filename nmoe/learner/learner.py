@@ -278,7 +278,8 @@ class Learner:
             release(self.model)
             files, settings = sharded_model(self.model)
             size = self._files.hold({**files, TENSORS: self.optimizer.tensors()}, copied)
-            parts = [Snapshot(self._files.finish, size), settings, self.optimizer.settings_snapshot()]
+            # Twice, since the parts lie on the disk until they are joined.
+            parts = [Snapshot(self._files.finish, 2 * size), settings, self.optimizer.settings_snapshot()]
         elif self.ranks.rank == 0:
             trained = snapshot_model(self.model, copied) if self.lora is None else snapshot_adapter(self.lora, copied)
             parts = [trained, self.optimizer.snapshot(copied)]

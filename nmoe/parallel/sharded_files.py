@@ -67,14 +67,17 @@ class ShardedFiles:
 
     def finish(self, directory: Path) -> None:
         """Waits until all ranks have written, and joins the parts to whole tensors in the files of `directory`. Raises OSError
-        where a rank could not write."""
+        where a rank could not write. The parts are removed in both cases: on a full disk they would keep the room that is
+        missing."""
         self._wait()
         error, self._error = self._error, None
-        if error is not None:
-            raise error
         assert self._place is not None, "writing was started"
-        join(self._place, self._files, directory)
-        shutil.rmtree(self._place)
+        try:
+            if error is not None:
+                raise error
+            join(self._place, self._files, directory)
+        finally:
+            shutil.rmtree(self._place, ignore_errors=True)
 
     def _wait(self) -> None:
         if self._thread is not None:

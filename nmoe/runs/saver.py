@@ -45,10 +45,11 @@ class Saver:
         """
         self.wait()
         snapshot = snapshot_parts(parts, copied=self._asynchronous)
+        with storage_errors(self._directory):
+            for left in self._directory.glob(f"{_PARTS}*"):  # of a save that was killed: they take room
+                shutil.rmtree(left)
         refuse_without_room(self._directory, step, snapshot.size)
         with storage_errors(self._directory):
-            for left in self._directory.glob(f"{_PARTS}*"):  # of a save that was killed
-                shutil.rmtree(left)
             self._directory.mkdir(parents=True, exist_ok=True)
         snapshot.start(self._directory / f"{_PARTS}{step_name(step)}")
         if not self._asynchronous:

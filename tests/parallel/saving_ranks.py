@@ -77,7 +77,7 @@ def main(directory: Path, case: str) -> None:
         try:
             writer.finish(directory)
         except OSError as error:
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps({"error": str(error), "left": place.exists()}))
         else:
             torch.empty = empty
             equal = {file: same(directory / file, of) for file, of in expected.items()}

@@ -47,7 +47,7 @@ def test_what_ranks_hold_parts_of_is_written_whole(ranks: int, tmp_path: Path) -
 
 
 def test_a_rank_that_cannot_write_is_told_of_by_the_first(tmp_path: Path) -> None:
-    assert saved(2, tmp_path, "full") == {"error": "[Errno 28] No space left on device"}
+    assert saved(2, tmp_path, "full") == {"error": "[Errno 28] No space left on device", "left": False}
 
 
 def test_missing_parts_are_refused(tmp_path: Path) -> None:

@@ -160,6 +160,17 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         refuse_without_room(tmp_path, 2, 1000)
 
 
+def test_parts_that_a_killed_save_left_make_room_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".parts_step_000001.learner"
+    left.mkdir()
+    (left / "part").write_bytes(b"x")
+    monkeypatch.setattr("nmoe.runs.saver.bytes_free", lambda directory: 0 if left.exists() else 1000)
+    with Saver(tmp_path, keep=2) as saver:
+        saver.save(2, {"counter": Counter(size=1000)})
+    assert saved(tmp_path / "step_000002") == 0
+    assert not left.exists()
+
+
 def test_weights_go_elsewhere_too_without_what_only_a_resumption_needs(tmp_path: Path) -> None:
     own, exports = tmp_path / "run", tmp_path / "other disk" / "exports"
 
