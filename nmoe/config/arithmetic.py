@@ -23,8 +23,13 @@ def batch_arithmetic(config: SupervisedConfig | RLConfig) -> list[str]:
         for probe in config.eval:
             on = "" if len(config.eval) == 1 else f"{(probe.environment or config.environment).env_id}, "
             lines.append(_evaluations(config.run.steps, probe.every_steps, f"{on}{probe.problems:,} problems"))
-    if not isinstance(config, RLConfig) and config.eval:
-        lines.append(_evaluations(config.run.steps, config.evaluate_every, evaluated))
+    if not isinstance(config, RLConfig):
+        if config.evaluate_every:
+            lines.append(_evaluations(config.run.steps, config.evaluate_every, evaluated))
+        for one in config.probes.values():
+            assert one.environment is not None, "what makes it a probe"
+            asked = f"{one.environment.env_id}, {one.problems:,} problems"
+            lines.append(_evaluations(config.run.steps, one.every_steps, asked))
     if not config.eval:
         lines.append("evaluation: none during the run")
     lines.append(

@@ -149,7 +149,8 @@ class Run:
                 if recipe.evaluate_every and (last or step % recipe.evaluate_every == 0):
                     figures, probe = self._evaluate(recipe, step)
                     metrics |= figures
-                    if not last and (reason := recipe.reason_to_end()) is not None:
+                    evaluated = self.ledger.has_evaluation(step)
+                    if not last and evaluated and (reason := recipe.reason_to_end()) is not None:
                         self.note(f"step {step}: ends here, since {reason}")
                         last = True
                 self.ledger.metrics(step, metrics)
@@ -200,8 +201,7 @@ class Run:
             self.note(self._moved)
         saver.resume(checkpoint, self.ledger.is_best(first))
         # Only where the step was evaluated: the run went on after any other, whatever its last evaluation or the baseline said.
-        evaluated = bool(recipe.evaluate_every) and first % recipe.evaluate_every == 0
-        if evaluated and (reason := recipe.reason_to_end()) is not None:
+        if self.ledger.has_evaluation(first) and (reason := recipe.reason_to_end()) is not None:
             self.note(f"step {first}: ended here, since {reason}")
             return self._steps
         return first

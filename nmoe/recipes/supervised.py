@@ -5,21 +5,26 @@ A recipe of this kind reads its data, says what a step's batch is, and hands bot
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from nmoe.config.arithmetic import batch_arithmetic
-from nmoe.config.commands.base import SupervisedConfig
+from nmoe.config.commands.base import ProbedConfig, SupervisedConfig
 from nmoe.config.tables.records import RecordsSection
+from nmoe.engine.native.engine import NativeEngine
+from nmoe.engine.ranks import RanksEngine, sampling_engine
 from nmoe.errors import UserError
 from nmoe.eval.baseline import since_baseline, since_start
+from nmoe.eval.probes import Probes, probes_of
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import Objective
-from nmoe.recipes.run_loop import HeldOut, Recipe, Step, open_run
+from nmoe.recipes.run_loop import HeldOut, Recipe, Run, Step, open_run
 from nmoe.recipes.setup import describe
 from nmoe.runs.state import Files, JsonPart, Part
 from nmoe.text.tokenizer import Tokenizer
@@ -54,10 +59,11 @@ class Supervised(Recipe):
     source: the name of the data in errors.
     next_batch: returns the batch of the next step; it moves `examples`.
     data_notes: lines about the data, printed before the first step.
-    held_out: evaluates, before the first step, every `config.evaluate_every` steps and at the end; None without held-out data.
+    held_out: evaluates on held-out data, before the first step, every `config.evaluate_every` steps and at the end; None without.
     metrics: figures of a step beside loss, speed, optimizer and routing.
     save_more: writes files of the recipe's own into a checkpoint, beside weights, optimizer and tokenizer.
-    evaluations: the run's directory `eval`, from the opening of the run on.
+    run: the run, from its opening on.
+    probing: what the [[eval]] tables with an environment sample; None without one.
     """
 
     config: SupervisedConfig
@@ -71,12 +77,16 @@ class Supervised(Recipe):
     held_out: Callable[[], HeldOut] | None = None
     metrics: Callable[[Batch, PassResult], Mapping[str, float]] = field(default=_no_metrics)
     save_more: Callable[[Path], None] = field(default=_save_nothing)
-    evaluations: Path | None = None
+    run: Run | None = None
+    probing: Probing | None = None
 
     def __post_init__(self) -> None:
-        self.evaluate_every = 0 if self.held_out is None else self.config.evaluate_every
+        periods = [one.every_steps for one in self.config.probes.values()]
+        self._held_out_every = 0 if self.held_out is None else self.config.evaluate_every
+        self.evaluate_every = math.gcd(self._held_out_every, *periods)
         self.evaluate_first = bool(self.evaluate_every)
         self.experts = self.learner.model.config.routed_experts
+        self._at = 0  # the step that was taken last
 
     def notes(self) -> list[str]:
         return [
@@ -86,7 +96,7 @@ class Supervised(Recipe):
         ]
 
     def step(self, step: int) -> Step:
-        began = time.perf_counter()
+        began, self._at = time.perf_counter(), step
         batch = self.next_batch()
         result = self.learner.forward_backward(batch, self.objective).result()
         update = self.learner.optim_step().result()
@@ -103,12 +113,21 @@ class Supervised(Recipe):
         return Step(metrics, {"loss": result.loss, "tokens/s": speed})
 
     def evaluate(self) -> HeldOut | None:
-        if self.held_out is None:
+        assert self.run is not None, "set as the run is opened"
+        found, at, every = HeldOut({}, ""), self._at, self._held_out_every
+        if self.held_out is not None and every and (at % every == 0 or at == self.config.run.steps):
+            found = self.held_out()
+        results = since_baseline(found.results, self.run.directory.path / "eval")
+        notes = [found.note + since_start(results[0])] if results else []
+        if self.probing is not None:
+            records = self.probing.sample(at, self.learner, self.run)
+            results, notes = [*results, *records], [*notes, *self.probing.probes.notes(records)]
+        return HeldOut(found.metrics, "; ".join(notes), results, found.record) if results else None
+
+    def reason_to_end(self) -> str | None:
+        if self.probing is None or self.run is None:
             return None
-        found = self.held_out()
-        assert self.evaluations is not None, "set as the run is opened"
-        results = since_baseline(found.results, self.evaluations)
-        return replace(found, results=results, note=found.note + since_start(results[0]))
+        return self.probing.probes.reason_to_end([record["results"] for record in self.run.ledger.evaluations()])
 
     def parts(self) -> dict[str, Part]:
         return {
@@ -128,11 +147,43 @@ class Supervised(Recipe):
         self.examples.position = state["position"]
 
 
+@dataclass(frozen=True)
+class Probing:
+    """The probes of a run, and the engine that samples them."""
+
+    probes: Probes
+    engine: NativeEngine | RanksEngine
+
+    @classmethod
+    def of(cls, config: ProbedConfig, learner: Learner, tokenizer: Tokenizer, stack: ExitStack) -> Probing:
+        """Raises UserError for an environment that cannot be loaded. What tools and tests run in is closed with `stack`."""
+        probes = Probes(
+            probes_of(list(config.probes.values()), tokenizer),
+            tokenizer,
+            learner.model.config.context_tokens,
+            config.sandbox,
+            stack,
+            steps=config.run.steps,
+            seed=config.run.seed,
+        )
+        return cls(probes, sampling_engine(learner, config.engine.max_sequences, config.engine.cache_mb))
+
+    def sample(self, step: int, learner: Learner, run: Run) -> list[dict[str, Any]]:
+        """The results of the probes that are due at a step, as records for eval/. The learner keeps its version: nothing is trained
+        on what is sampled, and a checkpoint is that of a run without probes."""
+        learner.hand_over(self.engine)
+        return self.probes.evaluate(step, self.engine, run.directory)
+
+
 def supervise(recipe: Supervised, threads: int) -> Path:
     """Runs the recipe to its last step and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
     signal asked it to stop."""
-    with open_run(recipe.config, threads) as run:
-        recipe.evaluations = run.directory.path / "eval"
+    config, around = recipe.config, dict[str, str]()
+    with ExitStack() as stack:
+        if isinstance(config, ProbedConfig) and config.probes:
+            recipe.probing = Probing.of(config, recipe.learner, recipe.tokenizer, stack)
+            around = recipe.probing.probes.provenance
+        run = recipe.run = stack.enter_context(open_run(config, threads, around=around))
         run.follow(recipe)
     return run.directory.path
 

@@ -32,6 +32,7 @@ from nmoe.engine.ranks import sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.eval.probes import Probes, probes_of
 from nmoe.learner.advantages import advantage, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -60,12 +61,10 @@ from nmoe.rl.experience import (
 )
 from nmoe.rl.metrics import joined_passes, joined_steps, rollout_metrics, shown, update_metrics
 from nmoe.rl.policy import policy_learner, policy_objective
-from nmoe.rl.probes import Probes, probes_of
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
 from nmoe.rl.teacher import Teacher
-from nmoe.rollout.collector import GradingError
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
@@ -87,7 +86,7 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
         partial(load_step_scorer, device=device),
         partial(RewardModel.load, device=device),
     )
-    probes = probes_of(config, environment, tokenizer)
+    probes = probes_of(config.eval, tokenizer, environment, config.sampling.max_new_tokens)
     learner = everywhere(policy_learner, config, tokenizer)
     policy = PolicyUpdate(
         learner,
@@ -102,11 +101,18 @@ def train(config: RLConfig, generate_fn: GenerateFunction | None = None) -> Path
     )
     context_tokens = learner.model.config.context_tokens
     environment.leave_out_overlong(context_tokens, config.sampling.max_new_tokens)
-    for probe in probes:
-        probe.environment.leave_out_overlong(context_tokens, probe.max_tokens(config))
     with ExitStack() as stack:
         tools = stack.enter_context(ToolRuntime(environment, config.sandbox))
-        asked = Probes(probes, config, tools, stack)
+        asked = Probes(
+            probes,
+            tokenizer,
+            context_tokens,
+            config.sandbox,
+            stack,
+            steps=config.run.steps,
+            seed=config.run.seed,
+            tools=tools,
+        )
         run = stack.enter_context(open_run(config, threads, around=tools.provenance()))
         run.follow(PolicyGradient(config, run, tokenizer, environment, tools, asked, policy, generate_fn))
     return run.directory.path
@@ -176,14 +182,7 @@ class PolicyGradient(Recipe):
         """The share of held-out problems solved, the same problems each time. Raises GradingError with its sample saved."""
         if not self.probes:
             return None
-        self.engine.forget_prefixes()
-        context, evaluations = self.learner.model.config.context_tokens, self.run.directory.path / "eval"
-        try:
-            records = self.probes.evaluate(self._at, self.engine, context, evaluations)
-        except GradingError as error:
-            lost = error.trajectory
-            self.run.ledger.failure(lost.record(self.learner.version, self.tokenizer.decode(lost.token_ids)))
-            raise
+        records = self.probes.evaluate(self._at, self.engine, self.run.directory)
         if not records:
             return None
         return HeldOut({}, "; ".join(self.probes.notes(records)), records)

@@ -54,6 +54,10 @@ class Ledger:
         content = _line({"step": step} | dict(record), f"evaluation of step {step}")
         write_atomically(self._directory / "eval" / f"{step_name(step)}.json", content)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether anything was evaluated at this step."""
+        return (self._directory / "eval" / f"{step_name(step)}.json").exists()
+
     def is_best(self, step: int) -> bool:
         """Whether this step was evaluated and its first result is at least as good as that of every step before. Step 0 is only
         the baseline."""

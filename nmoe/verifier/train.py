@@ -26,6 +26,7 @@ from nmoe.learner.objectives import Objective, classification, cross_entropy, st
 from nmoe.model.head import DESCRIPTION as HEAD_DESCRIPTION
 from nmoe.model.head import Head, load_head
 from nmoe.parallel.gang import everywhere
+from nmoe.recipes.held_out import content_keys
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
@@ -191,7 +192,17 @@ def evaluate(judge: Judge, probe: Sequence[LabelledSolution], mode: str, dataset
     def result(name: str, value: float, low: float, high: float, count: int) -> dict[str, Any]:
         return Evaluation(name, dataset, count, value, low, high).record()
 
-    results = [result(f"{unit}_accuracy", accuracy, accuracy_interval.low, accuracy_interval.high, len(probe))]
+    hits_of: dict[int, list[bool]] = {}
+    for number, hit in zip(solutions, hits, strict=True):
+        hits_of.setdefault(number, []).append(hit)
+    keys = content_keys("\x1e".join((one.problem, *one.steps)).encode(errors="replace") for one in probe)
+    # Steps of one solution go together: a difference from the start is paired by solution, weighted by its steps.
+    paired = {
+        "outcomes": {keys[number]: sum(own) / len(own) for number, own in hits_of.items()},
+        "weights": {keys[number]: len(own) / len(hits) for number, own in hits_of.items()},
+    }
+    low, high = accuracy_interval.low, accuracy_interval.high
+    results = [result(f"{unit}_accuracy", accuracy, low, high, len(probe)) | paired]
     metrics = {
         "verifier_accuracy": accuracy,
         "verifier_ece": calibrated.ece,

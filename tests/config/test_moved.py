@@ -68,12 +68,11 @@ def test_a_renamed_key_is_named_with_its_successor(tmp_path: Path) -> None:
 def test_a_key_of_other_commands_is_refused_by_their_names(tmp_path: Path) -> None:
     path = tmp_path / "sft.toml"
     path.write_text('[run]\nsteps = 1\n[model]\npath = "base"\n[records]\npath = "r.jsonl"\n[critic]\ngamma = 0.5\n')
-    assert refusals(path, COMMANDS["sft"], "--eval.0.problems=5", "--critics.gamma=1") == [
+    assert refusals(path, COMMANDS["sft"], "--eval.0.split=eval", "--critics.gamma=1") == [
         "7: [critic]: unknown key; `nmoe sft` does not have it, `nmoe rl train` has",
-        "--eval.0.problems=5: unknown key; `nmoe sft` does not have it, `nmoe verifier`, `nmoe rl train`, "
-        "`nmoe selfplay` have",
+        "--eval.0.split=eval: unknown key; `nmoe sft` does not have it, `nmoe rl train` has",
         "--critics.gamma=1: unknown key; known here: run, model, batch, optimizer, monitor, checkpoint, parallel, "
-        "sinks, lora, eval, records",
+        "sinks, lora, eval, records, engine, sandbox",
     ]
 
 

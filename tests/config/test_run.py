@@ -157,15 +157,20 @@ def test_each_verb_requires_its_own_table(config: Write) -> None:
 
 # Of each command a table or a key that another has, which it would not look at.
 NOT_ITS_OWN = {
-    "pretrain": ("--critic.gamma=0.5", "--records.path=r", "--eval.0.problems=5", "--batch.group_size=4"),
+    "pretrain": ("--critic.gamma=0.5", "--records.path=r", "--eval.0.split=eval", "--batch.group_size=4"),
     "sft": ("--critic.gamma=0.5", "--preference.beta=1", "--algorithm.loss=gspo", "--sampling.top_p=0.9"),
     "dpo": (
         "--reward_model.margin=1",
         "--records.share_prefixes=true",
-        "--engine.cache_mb=9",
+        "--sampling.top_k=9",
         "--monitor.replay_sample_rate=0",
     ),
-    "reward": ("--preference.beta=1", "--records.share_prefixes=true", "--distillation.teacher=t"),
+    "reward": (
+        "--preference.beta=1",
+        "--engine.cache_mb=9",
+        "--records.share_prefixes=true",
+        "--distillation.teacher=t",
+    ),
     "verifier": ("--records.path=r", "--critic.gamma=0.5", "--environment.env_id=e", "--eval.0.environment.env_id=e"),
     "rl train": ("--data.documents=d", "--records.path=r", "--preference.beta=1", "--selfplay.rounds=2"),
     "selfplay": (

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from nmoe.engine.native.engine import NativeEngine
+from nmoe.eval.probes import Probes
 from nmoe.recipes.run_loop import Step
-from nmoe.rl.probes import Probes
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.train import PolicyGradient
 from nmoe.runs.ledger import read_metrics
@@ -140,8 +140,8 @@ def test_each_rule_that_ends_a_run_reads_its_own_probe(
     found: list[Probes] = []
     build = Probes.__init__
 
-    def kept(self: Probes, *arguments: Any) -> None:
-        build(self, *arguments)
+    def kept(self: Probes, *arguments: Any, **keywords: Any) -> None:
+        build(self, *arguments, **keywords)
         found.append(self)
 
     monkeypatch.setattr(Probes, "__init__", kept)

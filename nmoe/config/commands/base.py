@@ -4,18 +4,21 @@ Relative paths start from the directory that the command runs in, except those t
 from the file they stand in, as do the paths in that file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from nmoe.config.base import Array, Conflict, Section
 from nmoe.config.tables.batch import MicroBatchSection
-from nmoe.config.tables.evaluation import PeriodSection, only_one
+from nmoe.config.tables.evaluation import ExamplesEvalSection, PeriodSection, confusable, only_one, without_place
 from nmoe.config.tables.model import LoraSection, ModelSection
 from nmoe.config.tables.monitor import WatchSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.parallel import ParallelSection
+from nmoe.config.tables.rollout import EngineSection
 from nmoe.config.tables.run import CheckpointSection, RunSection
+from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.config.tables.sinks import SinksSection
 
 
@@ -80,10 +83,61 @@ class SupervisedConfig(AdaptableConfig):
     eval: Array[PeriodSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
 
     @property
+    def probes(self) -> Mapping[int, ExamplesEvalSection]:
+        """The [[eval]] tables that sample an environment, by number."""
+        return {}
+
+    @property
+    def held_out_tables(self) -> list[int]:
+        """The numbers of the [[eval]] tables that evaluate on held-out examples: one at most."""
+        return [number for number in range(len(self.eval)) if number not in self.probes]
+
+    @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations; 0: none."""
-        return self.eval[0].every_steps if self.eval else 0
+        """Steps between evaluations on held-out examples; 0: none."""
+        return self.eval[self.held_out_tables[0]].every_steps if self.held_out_tables else 0
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        yield from only_one(len(self.eval), "the held-out examples are one set, evaluated in one way")
+        yield from only_one(self.held_out_tables, "the held-out examples are one set, evaluated in one way")
+
+
+# The tables that nothing reads without a probe.
+_OF_PROBES = frozenset({"engine", "sandbox"})
+
+
+class ProbedConfig(SupervisedConfig):
+    """A run that learns from given examples, and whose model [[eval]] tables may sample on environments meanwhile."""
+
+    eval: Array[ExamplesEvalSection] = Field(
+        default=(),
+        description="evaluations during the run, as [[eval]]: held-out examples, or problems of an environment",
+    )
+    engine: EngineSection = Field(default=EngineSection(), description="engine that probes sample with")
+    sandbox: SandboxSettings = Field(
+        default=SandboxSettings(), description="isolation of the tools and tests of probes"
+    )
+
+    @property
+    def probes(self) -> Mapping[int, ExamplesEvalSection]:
+        return {number: one for number, one in enumerate(self.eval) if one.environment is not None}
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        shape = self.model.shape
+        for number, probe in self.probes.items():
+            assert probe.environment is not None, "what makes it a probe"
+            yield from without_place(number, probe, probe.environment)
+            if shape is not None and (probe.max_tokens or 0) >= shape.context_tokens:
+                yield Conflict(
+                    f"eval.{number}.max_tokens",
+                    f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
+                )
+        yield from confusable(self.probes)
+        for key in () if self.probes else sorted(self.model_fields_set & _OF_PROBES):
+            yield Conflict(key, "is of probes, which sample, and no [[eval]] names an environment; leave it out")
+
+    @model_serializer(mode="wrap")
+    def _only_what_applies(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = written(self)
+        return {key: value for key, value in found.items() if self.probes or key not in _OF_PROBES}

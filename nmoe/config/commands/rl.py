@@ -12,7 +12,7 @@ from nmoe.config.packaged import find_environment
 from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.config.tables.batch import BatchSection
 from nmoe.config.tables.critic import CriticSection, DistillationSection
-from nmoe.config.tables.evaluation import ProbeSection, confusable
+from nmoe.config.tables.evaluation import RLEvalSection, confusable, without_place
 from nmoe.config.tables.monitor import MonitorSection
 from nmoe.config.tables.pools import task_types
 from nmoe.config.tables.rollout import EngineSection, SamplingSection
@@ -34,7 +34,7 @@ class RLConfig(AdaptableConfig):
     algorithm: AlgorithmSection = Field(default=AlgorithmSection(), description="policy gradient")
     critic: CriticSection | None = Field(default=None, description="the critic of PPO")
     distillation: DistillationSection | None = Field(default=None, description="a teacher in place of rewards")
-    eval: Array[ProbeSection] = Field(default=(), description="evaluations during the run, as [[eval]]")
+    eval: Array[RLEvalSection] = Field(default=(), description="evaluations during the run, as [[eval]]")
     monitor: MonitorSection = Field(default=MonitorSection(), description="rules that watch the run; kept rollouts")
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -60,10 +60,8 @@ class RLConfig(AdaptableConfig):
                     f"eval.{index}.every_steps",
                     "the training problems have no eval split; name another in eval.environment",
                 )
-            settings = self.environment if probe.environment is None else probe.environment
-            if probe.reasoning_effort is not None and settings.format == "boxed":
-                yield Conflict(f"eval.{index}.reasoning_effort", "plain text has no place for it; drop it")
-        yield from confusable(self.eval, self.environment.env_id)
+            yield from without_place(index, probe, probe.environment or self.environment)
+        yield from confusable(dict(enumerate(self.eval)), self.environment.env_id)
 
     def _algorithm_conflicts(self) -> Iterator[Conflict]:
         algorithm, critic = self.algorithm, self.critic

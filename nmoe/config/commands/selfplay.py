@@ -40,7 +40,7 @@ class SelfplayConfig(RunConfig):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        yield from only_one(len(self.eval), "the verifier is evaluated on one environment")
+        yield from only_one(range(len(self.eval)), "the verifier is evaluated on one environment")
         if self.environment is not None:
             yield from self._environment_conflicts(self.environment)
         elif self.selfplay.problem_source is None:

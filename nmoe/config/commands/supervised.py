@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict
-from nmoe.config.commands.base import SupervisedConfig
+from nmoe.config.commands.base import ProbedConfig, SupervisedConfig
 from nmoe.config.tables.documents import DataSection
 from nmoe.config.tables.evaluation import CountedEvalSection
 from nmoe.config.tables.optimizer import FineTuningOptimizerSection, PretrainingOptimizerSection
@@ -15,7 +15,7 @@ from nmoe.config.tables.run import RecordsRunSection
 from nmoe.config.tables.verifier import VerifierSection
 
 
-class PretrainConfig(SupervisedConfig):
+class PretrainConfig(ProbedConfig):
     """A run of `nmoe pretrain`: [data] is required."""
 
     data: DataSection = Field(description="text to pretrain on")
@@ -25,8 +25,10 @@ class PretrainConfig(SupervisedConfig):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if self.eval and self.data.held_out_documents == 0:
-            yield Conflict("eval.0.every_steps", "nothing to evaluate on; set data.held_out_documents")
+        if self.evaluate_every and self.data.held_out_documents == 0:
+            yield Conflict(
+                f"eval.{self.held_out_tables[0]}.every_steps", "nothing to evaluate on; set data.held_out_documents"
+            )
 
 
 class RecordsConfig(SupervisedConfig):
@@ -42,17 +44,20 @@ class RecordsConfig(SupervisedConfig):
             yield Conflict("run.steps", "must be more than 0, unless records.epochs is given")
         if self.run.steps > 0 and epochs is not None:
             yield Conflict("run.steps", f"excludes records.epochs = {epochs:g}; give one of the two")
-        if self.eval and not self.records.holds_out:
+        if self.evaluate_every and not self.records.holds_out:
             yield Conflict(
-                "eval.0.every_steps", "nothing to evaluate on; set records.held_out, held_out_path or held_out_split"
+                f"eval.{self.held_out_tables[0]}.every_steps",
+                "nothing to evaluate on; set records.held_out, held_out_path or held_out_split",
             )
-        if self.records.holds_out and not self.eval:
+        if self.records.holds_out and not self.evaluate_every:
             yield Conflict("eval", "records are held out but never evaluated on; add [[eval]] with every_steps")
 
 
-class SFTConfig(RecordsConfig):
+class SFTConfig(ProbedConfig, RecordsConfig):
     """A run of `nmoe sft`."""
 
+    # Said again, since of two bases with a [run] the first counts.
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
     records: SFTRecordsSection = Field(description="examples to learn from")
     optimizer: FineTuningOptimizerSection = Field(
         default=FineTuningOptimizerSection(), description="optimizer and schedule"
@@ -68,9 +73,11 @@ class PreferenceConfig(RecordsConfig):
             yield Conflict("records.kind", 'must be "preference" or left out')
 
 
-class DPOConfig(PreferenceConfig):
+class DPOConfig(ProbedConfig, PreferenceConfig):
     """A run of `nmoe dpo`."""
 
+    # Said again, since of two bases with a [run] the first counts.
+    run: RecordsRunSection = Field(default=RecordsRunSection(), description="name, length, seed")
     preference: PreferenceSection = Field(default=PreferenceSection(), description="the loss of preference pairs")
 
 

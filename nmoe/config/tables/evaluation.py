@@ -1,9 +1,9 @@
 """[[eval]]: when a run evaluates, on what, and how. Every table is one probe, which is asked the same problems each time."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from nmoe.config.base import Conflict, FromFile, Section
 from nmoe.config.environment import EnvironmentSettings
@@ -32,11 +32,9 @@ class ProbeSection(CountedEvalSection):
         description="out of the distribution, it decides which checkpoint is best; else the first probe does",
     )
     environment: Annotated[EnvironmentSettings | None, FromFile(find_environment)] = Field(
-        default=None, description="held-out environment, or its `path`; default: a split of the training environment"
-    )
-    split: Literal["validation", "eval"] = Field(
-        default="eval",
-        description="the split of the training environment to evaluate on; use `validation` if evaluations end the run",
+        default=None,
+        description="held-out environment, or its `path`; default: in RL a split of the training environment, elsewhere the "
+        "examples held out",
     )
     mode: str | None = Field(
         default=None,
@@ -45,7 +43,7 @@ class ProbeSection(CountedEvalSection):
     samples: int | None = Field(default=None, gt=0, description="completions per problem; default: the mode's, or 1")
     temperature: float | None = Field(default=None, ge=0, description="default: the mode's, or 0, which is greedy")
     max_tokens: int | None = Field(
-        default=None, gt=0, description="tokens of a completion; default: sampling.max_new_tokens"
+        default=None, gt=0, description="tokens of a completion; default: sampling.max_new_tokens in RL"
     )
     reasoning_effort: Literal["low", "medium", "high"] | None = Field(
         default=None, description="in place of the environment's"
@@ -76,10 +74,6 @@ class ProbeSection(CountedEvalSection):
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
-        if self.environment is None and self.role == "out_of_distribution":
-            yield Conflict("environment", "is required: other problems than those of the training environment")
-        if self.environment is not None and self.split != "eval":
-            yield Conflict("split", "applies to the training environment, and this table names another")
         try:
             name = self.sampled.name
         except UserError as error:
@@ -87,6 +81,42 @@ class ProbeSection(CountedEvalSection):
             return
         if self.drops and name != "greedy_pass@1":
             yield Conflict("drops", f"compares greedy_pass@1, and the mode is {name}; set 0")
+
+
+class RLEvalSection(ProbeSection):
+    """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
+
+    split: Literal["validation", "eval"] = Field(
+        default="eval",
+        description="the split of the training environment to evaluate on; use `validation` if evaluations end the run",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.environment is None and self.role == "out_of_distribution":
+            yield Conflict("environment", "is required: other problems than those of the training environment")
+        if self.environment is not None and self.split != "eval":
+            yield Conflict("split", "applies to the training environment, and this table names another")
+
+
+class ExamplesEvalSection(ProbeSection):
+    """[[eval]] of a run that learns from given examples: with an environment a probe that samples, without one the loss or
+    accuracy on the examples held out."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        yield from super().conflicts()
+        if self.environment is None:
+            for key in sorted(self.model_fields_set - {"every_steps", "environment"}):
+                yield Conflict(key, "is of a probe, which samples; name its environment, or leave this out")
+        elif self.max_tokens is None:
+            yield Conflict("max_tokens", "is required beside an environment: the most tokens of a completion")
+
+    @model_serializer(mode="wrap")
+    def _only_its_keys(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without an environment the keys of a probe are refused, so their defaults are not written."""
+        found: dict[str, Any] = written(self)
+        kept = found if self.environment is not None else found.keys() & {"every_steps"}
+        return {key: found[key] for key in kept}
 
 
 class SelfplayEvalSection(Section):
@@ -98,16 +128,17 @@ class SelfplayEvalSection(Section):
     )
 
 
-def only_one(count: int, what: str) -> Iterator[Conflict]:
-    """The conflict of a command that evaluates on one set, where its configuration has several [[eval]]."""
-    if count > 1:
-        yield Conflict("eval.1", f"{what}; leave out all [[eval]] but one")
+def only_one(held_out: Sequence[int], what: str) -> Iterator[Conflict]:
+    """The conflict of a command whose held-out examples are one set, where several [[eval]], of these numbers, evaluate on it."""
+    if len(held_out) > 1:
+        yield Conflict(f"eval.{held_out[1]}", f"{what}; leave out all [[eval]] but one")
 
 
-def confusable(probes: tuple[ProbeSection, ...], training: str) -> Iterator[Conflict]:
-    """Probes whose results would have the same mode and dataset. `training` is the training environment's env_id."""
+def confusable(probes: Mapping[int, ProbeSection], training: str = "") -> Iterator[Conflict]:
+    """Probes, by the number of their [[eval]], whose results would have the same mode and dataset. `training` is the training
+    environment's env_id."""
     first: dict[tuple[str, str], int] = {}
-    for index, probe in enumerate(probes):
+    for index, probe in probes.items():
         mode, name = probe.sampled, training if probe.environment is None else probe.environment.env_id
         # Samples at a temperature give `sampling_pass@1` besides, however many they are.
         kind = (name, "sampling" if mode.temperature else mode.name)
@@ -118,3 +149,9 @@ def confusable(probes: tuple[ProbeSection, ...], training: str) -> Iterator[Conf
                 "another mode, or give its environment another env_id",
             )
         first.setdefault(kind, index)
+
+
+def without_place(index: int, probe: ProbeSection, environment: EnvironmentSettings) -> Iterator[Conflict]:
+    """The conflict of the probe of this number with a reasoning effort that its environment's format cannot say."""
+    if probe.reasoning_effort is not None and environment.format == "boxed":
+        yield Conflict(f"eval.{index}.reasoning_effort", "plain text has no place for it; drop it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nmoe.rl.early_stopping import Rates, rates_of, reason_to_end
+from nmoe.eval.early_stopping import Rates, rates_of, reason_to_end
 
 CLIMBING: list[Rates] = [{"a": 0.5, "b": 0.1}, {"a": 0.6, "b": 0.1}, {"a": 0.96, "b": 0.1}]
 
