@@ -13,6 +13,11 @@ _MEASURE_S = 0.2
 _NEGLIGIBLE_CORES = 0.25
 
 
+def usable_cores() -> int:
+    """The number of cores that this process may use; all cores if the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def choose_threads(requested: int) -> int:
     """The thread count to use: `requested`, or for 0 the number of cores that are free now, at least 1.
 

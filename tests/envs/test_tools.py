@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.config.tables.tools import BudgetSettings
+from nmoe.envs.tools import executor as executor_module
 from nmoe.envs.tools.builtin import builtin_tools, sandbox_limits
 from nmoe.envs.tools.executor import AsyncToolExecutor
 from nmoe.envs.tools.registry import load_tools
@@ -25,6 +28,7 @@ from nmoe.sandbox.api import Limits, Result, SandboxFileError
 from nmoe.types import FAILURES, ToolCall, ToolEvent
 
 BUDGET = BudgetSettings(tool_s=0.2, tool_output_chars=256)
+PATIENT = BudgetSettings(tool_s=2.0)
 ALL = (
     "add",
     "echo",
@@ -43,10 +47,13 @@ NAMES = [*(f"tool_cases:{name}" for name in ALL), "python", "bash", "read", "wri
 
 
 def run(
-    calls: Sequence[tuple[str, str]], sandbox: FakeSandbox | None = None, names: list[str] = NAMES
+    calls: Sequence[tuple[str, str]],
+    sandbox: FakeSandbox | None = None,
+    names: list[str] = NAMES,
+    budget: BudgetSettings = BUDGET,
 ) -> list[ToolEvent]:
     async def within() -> list[ToolEvent]:
-        executor = AsyncToolExecutor(load_tools(names, BUDGET), BUDGET)
+        executor = AsyncToolExecutor(load_tools(names, budget), budget)
         made = [ToolCall(name, arguments, f"0/{place}") for place, (name, arguments) in enumerate(calls)]
         async with ToolSession(FakeSandboxes(sandbox or FakeSandbox())) as session:
             return await executor.run(made, session)
@@ -173,8 +180,8 @@ def test_a_call_whose_form_is_broken_is_answered_with_its_fault() -> None:
 
 def test_calls_of_one_turn_run_at_the_same_time_and_keep_their_order() -> None:
     began = time.perf_counter()
-    events = run([("sleep", '{"seconds": 0.1}'), ("block", '{"seconds": 0.05}')] * 8)
-    assert time.perf_counter() - began < 0.6
+    events = run([("sleep", '{"seconds": 0.1}'), ("block", '{"seconds": 0.05}')] * 8, budget=PATIENT)
+    assert time.perf_counter() - began < 1.0  # 1.2 s one after another
     assert [event.output for event in events] == ["slept 0.1", "blocked 0.05"] * 8
     assert [event.call.call_id for event in events] == [f"0/{place}" for place in range(16)]
     assert all(0.04 < event.wall_s < 0.6 for event in events)
@@ -303,3 +310,46 @@ def test_every_event_has_exactly_one_known_failure(calls: list[tuple[str, str]])
     assert all(event.failure in FAILURES for event in events)
     for event in events:
         event.output.encode()  # it can be tokenized
+
+
+class CrowdedSandbox(FakeSandbox):
+    """Of one machine with all others: each call needs a moment, and all of them far too long where too many run at once."""
+
+    running = most = 0
+
+    async def python(self, code: str, *, limits: Limits | None = None, channel: socket.socket | None = None) -> Result:
+        CrowdedSandbox.running += 1
+        CrowdedSandbox.most = max(CrowdedSandbox.most, CrowdedSandbox.running)
+        try:
+            await asyncio.sleep(0.02 if CrowdedSandbox.running <= 4 else 5.0)
+            return await super().python(code, limits=limits)
+        finally:
+            CrowdedSandbox.running -= 1
+
+
+def test_calls_of_many_episodes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they take longer than a call's deadline; no call is late for having waited for others, or for its sandbox."""
+    monkeypatch.setattr(executor_module, "usable_cores", lambda: 1)
+    monkeypatch.setattr(executor_module, "GRACE_S", 0.0)
+
+    class Slow(FakeSandboxes):
+        async def open(self, workspace: Path | None = None) -> FakeSandbox:
+            await asyncio.sleep(0.3)
+            return CrowdedSandbox()
+
+    budget = BudgetSettings(tool_s=0.5)
+    runner = AsyncToolExecutor(load_tools(["python"], budget), budget)
+
+    async def episode(number: int) -> ToolEvent:
+        async with ToolSession(Slow(FakeSandbox())) as session:
+            (event,) = await runner.run([ToolCall("python", '{"code": "print(1)"}', f"{number}/0")], session)
+            assert not session.lost
+            return event
+
+    async def all_of_them() -> list[ToolEvent]:
+        return await asyncio.gather(*(episode(number) for number in range(8)))
+
+    for _ in range(2):  # in an event loop each, as batches are
+        events = asyncio.run(all_of_them())
+        assert [event.failure for event in events] == ["ok"] * 8
+    assert CrowdedSandbox.most == 4

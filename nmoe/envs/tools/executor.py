@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from nmoe.config.tables.tools import BudgetSettings
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
 from nmoe.envs.user_code import in_thread
+from nmoe.runs.threads import usable_cores
 from nmoe.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.types import ToolCall, ToolEvent
@@ -22,6 +24,9 @@ from nmoe.types import ToolCall, ToolEvent
 # The sandbox stops a tool at its deadline and stays usable. The executor's own deadline is later by this much and catches tools
 # that do not stop.
 GRACE_S = 2.0
+# Calls that run in sandboxes at once, for each core. Hundreds of episodes often call in the same moment; if all their interpreters
+# started together, every call would exceed its deadline for want of a CPU: of 800 on two busy cores 750 did.
+CALLS_PER_CORE = 4
 
 
 class AsyncToolExecutor:
@@ -30,6 +35,8 @@ class AsyncToolExecutor:
     def __init__(self, tools: Mapping[str, Tool], budget: BudgetSettings) -> None:
         self.tools = tools
         self._budget = budget
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(0)
 
     async def run(self, calls: Sequence[ToolCall], session: ToolSession) -> list[ToolEvent]:
         """Runs all calls concurrently and returns their events in order."""
@@ -40,19 +47,26 @@ class AsyncToolExecutor:
         return [task.result() for task in running]
 
     async def _run(self, call: ToolCall, session: ToolSession) -> ToolEvent:
-        began = time.perf_counter()
-        output = await self._output(call, session)
-        wall_s = time.perf_counter() - began
+        tool = self.tools.get(call.name)
+        async with self._free() if tool is not None and tool.sandbox_parameter is not None else nullcontext():
+            began = time.perf_counter()
+            output = await self._output(call, tool, session)
+            wall_s = time.perf_counter() - began
         failure, text, reason = _text(output, self._budget.tool_output_chars)
         if failure != "ok":
             text = f"{text}\n" if text and not text.endswith("\n") else text
             text += f"error ({failure}): {reason}" if reason else f"error ({failure})"
         return ToolEvent(call, failure, text, reason, began - session.began, wall_s)
 
-    async def _output(self, call: ToolCall, session: ToolSession) -> ToolOutput:
+    def _free(self) -> asyncio.Semaphore:
+        """What a call in a sandbox waits for. Each batch of episodes has an event loop of its own, to which a semaphore belongs."""
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            self._loop, self._slots = loop, asyncio.Semaphore(CALLS_PER_CORE * usable_cores())
+        return self._slots
+
+    async def _output(self, call: ToolCall, tool: Tool | None, session: ToolSession) -> ToolOutput:
         if call.fault:
             return ToolOutput("", "parse_error", call.fault)
-        tool = self.tools.get(call.name)
         if tool is None:
             return ToolOutput("", "unknown_tool", f"there is no tool {call.name!r}; there are {', '.join(self.tools)}")
         try:
@@ -60,10 +74,12 @@ class AsyncToolExecutor:
         except ArgumentsError as error:
             return ToolOutput("", "parse_error", f"the arguments are not what {call.name} takes: {error}")
         deadline_s = self._budget.tool_s + (GRACE_S if tool.sandbox_parameter else 0.0)
+        clock = None
         try:
+            if tool.sandbox_parameter is not None:
+                # Before the call's time begins: opening has a deadline of its own, and is no fault of the policy's.
+                arguments[tool.sandbox_parameter] = await session.sandbox()
             async with asyncio.timeout(deadline_s) as clock:
-                if tool.sandbox_parameter is not None:
-                    arguments[tool.sandbox_parameter] = await session.sandbox()
                 if tool.is_async:
                     return as_output(await tool.function(**arguments))
                 return as_output(await in_thread(tool.function, arguments))
@@ -74,7 +90,7 @@ class AsyncToolExecutor:
         except SandboxFileError as error:
             return ToolOutput("", error.failure, shortened(str(error)))
         except (Exception, SystemExit) as error:  # a tool may raise anything; the policy is told and may go on
-            if isinstance(error, TimeoutError) and clock.expired():
+            if isinstance(error, TimeoutError) and clock is not None and clock.expired():
                 session.lost = session.lost or tool.sandbox_parameter is not None
                 return ToolOutput("", "timeout", f"{call.name} took longer than {self._budget.tool_s:g} s")
             return ToolOutput("", "tool_error", shortened(f"{type(error).__name__}: {error}"))

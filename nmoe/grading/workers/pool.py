@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nmoe.runs.threads import usable_cores
+
 DEADLINE_S = 3.0
 MEMORY_MB = 2048
 
@@ -72,7 +74,7 @@ class WorkerPool:
         self, function: str, workers: int | None = None, *, deadline_s: float = DEADLINE_S, memory_mb: int = MEMORY_MB
     ) -> None:
         self._command = [sys.executable, "-m", "nmoe.grading.workers.worker", function, str(deadline_s), str(memory_mb)]
-        self._size = workers or max(1, min(4, _cores() - 1))
+        self._size = workers or max(1, min(4, usable_cores() - 1))
         # A worker without CPU time never reaches its deadline. After this long without a reply it counts as lost.
         self._silence_s = 20 * deadline_s + 60
         self._queue: deque[_Call] = deque()
@@ -189,11 +191,6 @@ class WorkerPool:
             signals = " and ".join("none" if loss is None else signal.Signals(loss).name for loss in call.losses)
             _finish(call, Reply("lost", f"two workers were lost on it, by signals {signals}"))
         return False
-
-
-def _cores() -> int:
-    """The number of cores that this process may use; all cores if the system does not say."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _finish(call: _Call, outcome: Reply | WorkerError) -> None:
