@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # Triton's kernels run on CPU in its interpreter, which has to be chosen before anything imports triton: torch does.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Where there is no C++ compiler every process that loads the kernels says so once; what tests read of one is the rest.
+os.environ["PYTHONWARNINGS"] = "ignore:the C++ kernels could not be compiled"
 
 import torch
 
@@ -35,6 +38,10 @@ from nmoe.rl.train import train
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
+
+# An example's time says more of what else the machine runs than of the code.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 RIGHT, PROPER = 0.5, 0.6
 

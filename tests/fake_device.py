@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from nmoe.model.device import Kind, Precision, Record
 DEVICE = torch.device("meta", 7)
 
 aten = torch.ops.aten
-# `torch.optim` hides the module.
-optimizers: Any = import_module("torch.optim.optimizer")
 
 # Their results' shapes, or what they return, depend on values, which the host has to know.
 _WAITS = {
@@ -220,8 +217,6 @@ def fake_device() -> Iterator[FakeKind]:
     KIND = FakeKind()
     before = dict(devices.KINDS)
     devices.KINDS.update(cuda=KIND, meta=KIND)
-    fused = optimizers._get_fused_kernels_supported_devices
-    optimizers._get_fused_kernels_supported_devices = lambda: [*fused(), DEVICE.type]
     # Wrapped tensors have no views under inference mode.
     inference = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     torch.inference_mode.__enter__, torch.inference_mode.__exit__ = torch.no_grad.__enter__, torch.no_grad.__exit__
@@ -230,6 +225,5 @@ def fake_device() -> Iterator[FakeKind]:
             yield KIND
     finally:
         torch.inference_mode.__enter__, torch.inference_mode.__exit__ = inference
-        optimizers._get_fused_kernels_supported_devices = fused
         devices.KINDS.clear()
         devices.KINDS.update(before)

@@ -113,6 +113,21 @@ def test_paired_difference_is_scipys(pairs: list[tuple[float, float]]) -> None:
         assert estimate.interval.high == pytest.approx(interval.high, abs=1e-9)
 
 
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=20))
+def test_what_is_said_of_two_models_is_scipys(pairs: list[tuple[float, float]]) -> None:
+    """Wilson's interval, the paired test's p value and Welch's interval."""
+    before, after = map(list, zip(*pairs, strict=True))
+    right = sum(value > 0.5 for value in after)
+    exact = stats.binomtest(right, len(after)).proportion_ci(0.9, method="wilson")
+    assert (wilson(right, len(after), 0.9).low, wilson(right, len(after), 0.9).high) == (exact.low, exact.high)
+    if np.std(np.subtract(after, before)) > 1e-6:
+        assert paired_p_value(before, after) == pytest.approx(stats.ttest_rel(after, before).pvalue, abs=1e-9)
+    if np.std(before) > 1e-6 and np.std(after) > 1e-6:
+        interval, wanted = welch(before, after[1:]), stats.ttest_ind(after[1:], before, equal_var=False)
+        assert interval is not None
+        assert (interval.low, interval.high) == pytest.approx(tuple(wanted.confidence_interval(0.95)), abs=1e-9)
+
+
 def test_paired_difference_refuses_unpaired_results() -> None:
     with pytest.raises(ValueError, match="results on 2 and 1 problems"):
         paired_difference([0, 1], [1])

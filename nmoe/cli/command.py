@@ -233,7 +233,7 @@ def run(command: typer.Typer, program: str) -> None:
     warnings.formatwarning = _one_line
     try:
         try:
-            with _ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext(), of_a_command():
+            with _ranks() if os.environ.get("WORLD_SIZE", "1") != "1" else nullcontext(), of_a_command():
                 command(prog_name=program)
         finally:
             sys.stdout.flush()
@@ -250,27 +250,30 @@ def run(command: typer.Typer, program: str) -> None:
 def _ranks() -> Iterator[None]:
     """Joins the other ranks for the block, which only rank 0 enters: the others serve it, and end with its exit code."""
     from nmoe.parallel.gang import Controller, Member
-    from nmoe.parallel.join import join, leave
+    from nmoe.parallel.join import join, leave, told_to_torchrun
 
-    gang = join(sys.argv[1:])
-    if isinstance(gang, Member):
-        exit_code = gang.serve()
-        leave()
-        sys.exit(exit_code)
-    assert isinstance(gang, Controller), "rank 0 leads"
-    exit_code = 1
-    try:
-        yield
-        exit_code = 0
-    except SystemExit as end:
-        exit_code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        raise
-    except UserError as error:
-        exit_code = error.exit_code
-        raise
-    finally:
-        gang.close(exit_code)
-        leave()
+    with told_to_torchrun():
+        gang = join(sys.argv[1:])
+        if isinstance(gang, Member):
+            exit_code = gang.serve()
+            leave()
+            if exit_code:
+                gang.outlast()
+            sys.exit(exit_code)
+        assert isinstance(gang, Controller), "rank 0 leads"
+        exit_code = 1
+        try:
+            yield
+            exit_code = 0
+        except SystemExit as end:
+            exit_code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+            raise
+        except UserError as error:
+            exit_code = error.exit_code
+            raise
+        finally:
+            gang.close(exit_code)
+            leave()
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -12,13 +12,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nmoe.config.tables.optimizer import OptimizerSection
-from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import (
     Scores,
@@ -44,7 +43,9 @@ from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import command, gang
 from nmoe.parallel.ranks import Ranks, release, whole
-from nmoe.parallel.sharded_files import ShardedFiles
+
+if TYPE_CHECKING:
+    from nmoe.parallel.sharded_files import ShardedFiles
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -138,11 +139,6 @@ class Learner:
         if head is not None:
             head.to(model.device)
         self.ranks = ranks or Ranks()
-        if model.config.expert_profile is not None and self.ranks.size > 1:
-            raise UserError(
-                f"{self.ranks.size} ranks: experts in {model.config.expert_profile} are trained by one process; start it without "
-                "torchrun, or leave model.expert_profile out"
-            )
         if head_only and model.head is not None:
             model.head.requires_grad_(False)  # it never runs, and would be a parameter without a gradient
         share_model(model, self.ranks, kept=[] if lora is None else lora.parameters())
@@ -152,7 +148,12 @@ class Learner:
         self.version = 0
         self._load_YE = self._no_load()
         # Without an adapter, of which every rank has all.
-        self._files = ShardedFiles() if self.ranks.size > 1 and lora is None else None
+        self._files: ShardedFiles | None = None
+        if self.ranks.size > 1 and lora is None:
+            # Imported here because it takes 0.5 s, which only several ranks should cost.
+            from nmoe.parallel.sharded_files import ShardedFiles
+
+            self._files = ShardedFiles()
 
     def _no_load(self) -> Tensor:
         return torch.zeros(len(self.model.moe_layers()), self.model.config.experts, dtype=torch.int64)
@@ -317,11 +318,11 @@ class Learner:
         self.ranks.wait()
 
     def _gather(self) -> Callable[[str], Tensor]:
-        """Gives a weight whole, by its name and with the adapter's update; the last one is kept, of which a checkpoint may take
-        expert by expert. All ranks ask for the same ones."""
+        """Gives a weight whole, by its name and with the adapter's update. All ranks ask for the same ones. The last two are kept,
+        because a checkpoint takes gate and up, then down, expert by expert."""
         state, updates = self.model.state_dict(), {} if self.lora is None else self.lora.updates()
 
-        @lru_cache(maxsize=1)
+        @lru_cache(maxsize=2)
         def gather(name: str) -> Tensor:
             tensor = whole(state[name].detach())
             return updates[name].merged(tensor) if name in updates else tensor

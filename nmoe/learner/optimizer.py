@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.errors import DivergenceError, UserError
+from nmoe.learner.adamw import AdamW
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold
-from nmoe.parallel.ranks import by_mesh, clip, like, total_norm, whole
+from nmoe.parallel.ranks import clip, like, local, own_part, sharded_as, total_norm, whole
 
 # The files of its state.
 TENSORS, SETTINGS = "optimizer.safetensors", "optimizer.json"
@@ -82,8 +84,9 @@ class Optimizer:
         self.scaled = any(parameter.dtype == torch.float16 for parameter in self.parameters)
         self.loss_scale = FIRST_LOSS_SCALE if self.scaled else 1.0
         self.good_steps = 0
+        self.stepped = [own_part(master) for master in self.masters]
         own = len(list(head.parameters())) if head is not None and head_learning_rate is not None else 0
-        body, of_head = self.masters[: len(self.masters) - own], self.masters[len(self.masters) - own :]
+        body, of_head = self.stepped[: len(self.stepped) - own], self.stepped[len(self.stepped) - own :]
         peak = settings.learning_rate
         # The biases of a layer's experts are stacked into a matrix, which is still a bias.
         decays = [p.dim() >= 2 and not name.endswith("bias") for name, p in zip(self.names, body, strict=False)]
@@ -96,14 +99,8 @@ class Optimizer:
             {"params": [p for p, d in zip(body, decays, strict=True) if not d], "weight_decay": 0.0, "peak": peak},
             {"params": of_head, "weight_decay": 0.0, "peak": head_learning_rate},
         ]
-        # Its fused step takes tensors of one mesh at a time.
-        self.adamw = torch.optim.AdamW(
-            [group | {"params": part} for group in groups for part in by_mesh(group["params"])],
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        parts = [group for group in groups if group["params"]]
+        self.adamw = AdamW(parts, settings.beta1, settings.beta2, settings.eps)
 
     def step(self) -> StepResult:
         """Takes one step and clears the gradient.
@@ -130,11 +127,14 @@ class Optimizer:
             if not self.scaled or scale <= 1.0:
                 raise DivergenceError(self._diagnosis(grad_norm))
             self.loss_scale, self.good_steps = scale / 2, 0
-            self.adamw.zero_grad(set_to_none=True)
+            self._clear()
             return StepResult(None, settings.learning_rate * factor, scale, overflow=True)
         clip(self.masters, settings.max_grad_norm, norm)
+        for mine, master in zip(self.stepped, self.masters, strict=True):
+            if mine is not master:  # FSDP may have moved what this rank holds, to pad it
+                mine.data, mine.grad = local(master.detach()), None if master.grad is None else local(master.grad)
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self._clear()
         self._write_back()
         self.steps += 1
         if not self.scaled:
@@ -143,6 +143,10 @@ class Optimizer:
         if self.good_steps == GROWTH_STEPS:
             self.loss_scale, self.good_steps = scale * 2, 0
         return StepResult(grad_norm, settings.learning_rate * factor, scale)
+
+    def _clear(self) -> None:
+        for tensor in (*self.masters, *self.stepped):
+            tensor.grad = None
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -182,8 +186,8 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """The state of each parameter, sharded as the parameter is."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            states = dict(self.adamw.state.get(master, {}))
+        for name, parameter, master, mine in self._all():
+            states = {key: sharded_as(value, master) for key, value in self.adamw.state.get(mine, {}).items()}
             if master is not parameter:
                 states["master"] = master.detach()
             tensors |= {f"{name}/{key}": value for key, value in states.items()}
@@ -220,7 +224,7 @@ class Optimizer:
         for path in stored.keys():  # noqa: SIM118 - not a mapping
             name, _, key = path.rpartition("/")
             keys[name].append(key)
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+        for name, parameter, master, mine in self._all():
             # One tensor at a time, of which a rank keeps its part.
             states = {key: like(stored.get_tensor(f"{name}/{key}").to(master.device), master) for key in keys[name]}
             low = master is not parameter
@@ -234,7 +238,11 @@ class Optimizer:
                 master.data.copy_(states.pop("master"))
             if not states and self.steps:
                 raise UserError(f"{directory / TENSORS}: no state for parameter {name}")
-            self.adamw.state[master] = states
+            self.adamw.state[mine] = {key: local(value) for key, value in states.items()}
+
+    def _all(self) -> Iterable[tuple[str, Tensor, Tensor, Tensor]]:
+        """Name, parameter, what is stepped for it, and this rank's part of that."""
+        return zip(self.names, self.parameters, self.masters, self.stepped, strict=True)
 
 
 def _master(parameter: Tensor) -> Tensor:

@@ -22,4 +22,4 @@ def share_model(
     moes = model.moe_layers()
     dispatcher = ranks.shard(model, model.blocks, moes, model.config.routed_experts, kept, device)
     for moe in moes:
-        moe.dispatcher = dispatcher
+        moe.dispatcher, moe.sharded = dispatcher, ranks.size > 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
-from nmoe.model.families.base import Family, fill, tensors_of
+from nmoe.model.families.base import Family, Written, fill, tensors_of
 from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
 from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
+from nmoe.model.parts import is_sharded
 from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, files_of, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
@@ -83,7 +84,14 @@ def new_model(
             moe.pack()
     if share is not None:
         share(model)
-    model = model.to_empty(device=device)
+    # As to_empty does, but for whole weights by a function that imports nothing of torch's compiler.
+    model._apply(
+        lambda weight: (
+            torch.empty_like(weight, device=device)
+            if is_sharded(weight)
+            else torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        )
+    )
     model.reset_tables()
     return model
 
@@ -159,7 +167,7 @@ def export_model(
         _write(state, model.config, model.generation, directory, family, shard_bytes, gather)
     else:
         assert gather is not None, "ranks hold parts of the model"
-        for _, _, make in tensors_of(state, family.entries(model.config), gather):
+        for _, _, make in _tensors(state, family, model.config, gather):
             make()
 
 
@@ -225,14 +233,19 @@ def _write(
     if family is not native:
         config |= {name: generation.get(name) for name in _TOKEN_IDS}
         config["torch_dtype"] = str(state["embedding.weight"].dtype).removeprefix("torch.")
-    if family is native or model_config.expert_profile is None:
-        tensors = tensors_of(state, family.entries(model_config), gather)
-    else:
-        tensors = stored_tensors(state, family, model_config)
         if (quantised := quantization_config(family, model_config)) is not None:
             config["quantization_config"] = quantised
     _write_settings(config, generation, directory)
-    write_shards(directory, tensors, shard_bytes)
+    write_shards(directory, _tensors(state, family, model_config, gather), shard_bytes)
+
+
+def _tensors(
+    state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None
+) -> Iterator[Written]:
+    """The tensors of a checkpoint, experts in their profile if they have one; nmoe's own format keeps what is trained."""
+    if family is native or config.expert_profile is None:
+        return tensors_of(state, family.entries(config), gather)
+    return stored_tensors(state, family, config, gather)
 
 
 def _write_settings(config: dict[str, Any], generation: dict[str, Any], directory: Path) -> None:

@@ -57,7 +57,8 @@ class Kind:
 
     def prepare(self, device: torch.device) -> None:
         """Makes it the process's device, and asks torch for results that repeat."""
-        torch.use_deterministic_algorithms(True)
+        # Not use_deterministic_algorithms, which asks the compiler, too, and imports it for that: 1.5 s of every command.
+        torch.set_deterministic_debug_mode("error")
 
     def describe(self, device: torch.device) -> str:
         """The device as provenance records it."""

@@ -134,7 +134,12 @@ class ProfiledExperts:
             kept = self._kept[name] = _Kept(weight_EDN, state, self._quantised(weight_EDN, kept))
         return straight_through(weight_EDN, kept.value)
 
-    def _quantised(self, weight_EDN: nn.Parameter, before: _Kept | None) -> nn.Parameter:
+    def weight_once(self, weight_EDN: Tensor) -> Tensor:
+        """The same for a weight that is gathered for each pass. It is quantised in each: a gathered weight lies where the last one
+        lay, with the same version, so that nothing tells whether its value is another. To keep all would undo the sharding."""
+        return straight_through(weight_EDN, self._quantised(weight_EDN, None).data)
+
+    def _quantised(self, weight_EDN: Tensor, before: _Kept | None) -> nn.Parameter:
         """A parameter, because packed forms are kept of those alone. It stays in its place, where a recorded step reads it."""
         with torch.inference_mode(False), torch.no_grad():
             out = None if before is None else before.value

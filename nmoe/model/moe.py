@@ -249,13 +249,12 @@ def experts_way(x_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Exper
 
 
 def _elsewhere(dispatcher: Dispatcher, rows_RD: Tensor, counts_E: Tensor, weights: ExpertWeights) -> Tensor:
-    """Runs each row on the rank that owns its expert. `weights` are those of all experts; each rank uses its own."""
+    """Runs each row on the rank that owns its expert. The two projections in `weights` are those of this rank's experts, biases and
+    adapters those of all; each rank uses its own."""
     rows_SD, counts_e, handle = dispatcher.dispatch(rows_RD, counts_E)
     own, gate_up_bias, down_bias = dispatcher.own, weights.gate_up_bias_EF, weights.down_bias_ED
     weights = replace(
         weights,
-        gate_up_EDF=own(weights.gate_up_EDF),
-        down_EFD=own(weights.down_EFD),
         gate_up_bias_EF=None if gate_up_bias is None else own(gate_up_bias),
         down_bias_ED=None if down_bias is None else own(down_bias),
         own=own,
@@ -271,10 +270,12 @@ class MoE(nn.Module):
         super().__init__()
         self.exact = False
         self.dispatcher: Dispatcher | None = None
+        self.sharded = False  # whether ranks hold a part of the experts' weights each, and gather them for a pass
         self.profile = None if config.expert_profile is None else ProfiledExperts(config.expert_profile)
         self.limit = config.swiglu_limit
         self.router = Router(config)
-        experts, width, expert_width = config.experts, config.hidden_size, config.expert_width
+        self.experts = experts = config.experts
+        width, expert_width = config.hidden_size, config.expert_width
         self.gate_up: nn.Parameter | None = nn.Parameter(torch.empty(experts, width, 2 * expert_width))
         self.down: nn.Parameter | None = nn.Parameter(torch.empty(experts, expert_width, width))
         self.gate_up_packed: PackedExperts | None = None
@@ -309,20 +310,26 @@ class MoE(nn.Module):
         return out_TD + shared_TD
 
     def _projections(self, chosen_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gate and up `[E, D, 2F]`, and down `[E, F, D]`, in the experts' profile if there is one; packed ones are dequantised for
-        this pass alone."""
+        """Gate and up `[E, D, 2F]`, and down `[E, F, D]`, of this rank's experts, in their profile if there is one; packed ones are
+        dequantised for this pass alone, and what is gathered is quantised for this pass alone."""
         if self.gate_up_packed is not None and self.down_packed is not None:
             return self.gate_up_packed(chosen_TK, dtype), self.down_packed(chosen_TK, dtype)
         assert self.gate_up is not None
         assert self.down is not None
+        gate_up_EDF: Tensor = self.gate_up
+        down_EFD: Tensor = self.down
+        if self.dispatcher is not None:
+            gate_up_EDF, down_EFD = self.dispatcher.own(gate_up_EDF), self.dispatcher.own(down_EFD)
         if self.profile is None or not self.profile.changes(dtype):
-            return self.gate_up, self.down
+            return gate_up_EDF, down_EFD
+        if self.sharded:
+            return self.profile.weight_once(gate_up_EDF), self.profile.weight_once(down_EFD)
         return self.profile.weight("gate_up", self.gate_up), self.profile.weight("down", self.down)
 
     @torch.no_grad()
     def quantise(self) -> None:
-        """Renews the experts in their profile, if there is one."""
-        if self.profile is not None and self.gate_up is not None:
+        """Renews the experts in their profile, if there is one and they are kept."""
+        if self.profile is not None and self.gate_up is not None and not self.sharded:
             self.profile.expire()
             self._projections(self.gate_up.new_empty(0, dtype=torch.int64), self.gate_up.dtype)
 
@@ -347,7 +354,7 @@ class MoE(nn.Module):
         tokens, k = chosen_TK.shape
         expert_R, order_R = chosen_TK.reshape(-1).sort(stable=True)
         # `bincount` would wait for the device on CUDA, to learn the length of its result.
-        ends_E = torch.searchsorted(expert_R, torch.arange(gate_up_EDF.shape[0], device=expert_R.device), right=True)
+        ends_E = torch.searchsorted(expert_R, torch.arange(self.experts, device=expert_R.device), right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(tokens * k, device=order_R.device))
         row_TK = row_R.view(tokens, k)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nmoe.model.attention import Attend, Attention, LatentAttentionBlock
-from nmoe.model.config import ModelConfig, Numerics
+from nmoe.model.config import ModelConfig, Numerics, RopeScaling
 from nmoe.model.delta import GatedDeltaNet
 from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.moe import GeGLU, MoE, Router, RouterTrace, SwiGLU
@@ -120,7 +120,9 @@ class Transformer(nn.Module):
         # generation_config.json of the checkpoint that the weights came from; not used here, written again when the model is
         # saved.
         self.generation: dict[str, Any] = {}
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Its own first values would not be kept, and on the device meta they cost the import of torch's compiler.
+        empty_VD = torch.empty(config.vocab_size, config.hidden_size)
+        self.embedding = nn.Embedding.from_pretrained(empty_VD, freeze=False)
         block = SandwichBlock if config.output_norms else Block
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
@@ -129,19 +131,25 @@ class Transformer(nn.Module):
 
     def reset_tables(self) -> None:
         """Computes the rotary tables on the weights' device. They are not part of a checkpoint."""
-        config, device = self.config, self.embedding.weight.device
-        unturned = config.head_dim - config.rotary_dim if config.rotary_dim else 0
-        cos, sin = rope_table(config.context_tokens, config.rope_dim, config.rope_theta, config.rope_scaling, unturned)
-        self.register_buffer("rope_cos", cos.to(device), persistent=False)
-        self.register_buffer("rope_sin", sin.to(device), persistent=False)
+        self._set_table("rope", self.config.rope_theta, self.config.rope_scaling)
         self.rope_cos: Tensor
         self.rope_sin: Tensor
-        if config.window_rope_theta:
-            cos, sin = rope_table(config.context_tokens, config.rope_dim, config.window_rope_theta, None, unturned)
-            self.register_buffer("window_rope_cos", cos.to(device), persistent=False)
-            self.register_buffer("window_rope_sin", sin.to(device), persistent=False)
+        if self.config.window_rope_theta:
+            self._set_table("window_rope", self.config.window_rope_theta, None)
             self.window_rope_cos: Tensor
             self.window_rope_sin: Tensor
+
+    def _set_table(self, name: str, theta: float, scaling: RopeScaling | None) -> None:
+        config, device = self.config, self.embedding.weight.device
+        unturned = config.head_dim - config.rotary_dim if config.rotary_dim else 0
+        if device == torch.device("meta"):
+            # Shapes alone: arithmetic there costs the import of torch's compiler.
+            width = config.rope_dim // 2 + unturned // 2
+            cos = sin = torch.empty(config.context_tokens, width, dtype=torch.float32, device=device)
+        else:
+            cos, sin = rope_table(config.context_tokens, config.rope_dim, theta, scaling, unturned)
+        self.register_buffer(f"{name}_cos", cos.to(device), persistent=False)
+        self.register_buffer(f"{name}_sin", sin.to(device), persistent=False)
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, trace: RouterTrace) -> Tensor:
         """Final hidden states `[T, D]`, normalised. `positions_T` counts from 0 within each sequence."""
@@ -194,6 +202,12 @@ class Transformer(nn.Module):
     def compile_feed_forward(self) -> Transformer:
         """Compiles the feed-forward halves of the blocks with torch at their first use. Parameter names do not change."""
         _separate_inductor_caches()
+        # Asks the compiler, too, for results that repeat, where they are asked for.
+        repeats, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(repeats, warn_only=warns)
         for block in self.blocks:
             assert isinstance(block, Block), "what the constructor put there"
             block.ffn.compile(dynamic=True)

@@ -6,6 +6,7 @@ is in replica r // 4 and in the expert group {r // 2 * 2, r // 2 * 2 + 1}.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,3 +130,11 @@ def _places(ep: int, per_node: int) -> tuple[Literal["single", "ipc", "hybrid"],
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def expert_axis(shape: Sequence[int], ranks: int, ep: int) -> int:
+    """The axis along which a weight that is stacked by expert is sharded over `ranks`, beside the first one, which has the experts
+    of a group of `ep`."""
+    # There are often fewer experts than ranks. FSDP splits evenly along all axes but the first.
+    even = (axis for axis in range(0 if ep == 1 else 1, len(shape)) if shape[axis] % ranks == 0)
+    return next(even, 0)

@@ -21,6 +21,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.connection import Connection
@@ -38,6 +39,10 @@ P = ParamSpec("P")
 DEADLINE = timedelta(minutes=10)
 # How long the controller listens for the reason why a member left it.
 _REASON_S = 5.0
+# How long a member that is done waits for the controller to end.
+_LAST_WORDS_S = 10.0
+# How long a process takes to end after its connections have.
+_ENDING_S = 1.0
 
 
 class LostRankError(UserError):
@@ -92,6 +97,15 @@ class Member(Gang):
                 return getattr(error, "exit_code", 1)
             if not self.tell(answer):
                 return 1
+
+    def outlast(self) -> None:
+        """Waits until the controller has ended, for a while: torchrun stops all ranks as soon as one has failed, and would cut off
+        what the controller has to say."""
+        until = time.monotonic() + _LAST_WORDS_S
+        with suppress(EOFError, OSError):
+            while self.connection.poll(max(0.0, until - time.monotonic())):
+                self.connection.recv_bytes()
+        time.sleep(_ENDING_S)
 
     def receive(self) -> Any:
         """The next message of the controller."""

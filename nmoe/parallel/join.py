@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 import nmoe
 from nmoe.errors import UserError
@@ -24,29 +27,25 @@ from nmoe.parallel.gang import DEADLINE, Controller, Gang, Member, use
 
 SAVING = "save parts"
 """The name of a thread that takes part in collectives of its own."""
+_PATIENCE_S, _ASKED_EVERY_S = 30.0, 0.05
+"""How long rank 0 waits for the others before it names those that it waits for; and how often a rank looks."""
 
 
 def join(arguments: Sequence[str]) -> Gang:
     """Joins the ranks that the environment names, as torchrun and Slurm's wrappers set it: RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns this process's view, which `gang` gives from then on.
 
-    The group is NCCL's where each rank of this machine has a GPU of its own, else gloo's. Raises UserError where the ranks do not
-    all come, or run other code, versions or arguments."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_size = (
-        int(os.environ.get(f"LOCAL_{name}", default)) for name, default in (("RANK", rank), ("WORLD_SIZE", size))
-    )
+    The group is NCCL's where each rank of this machine has a GPU of its own, else gloo's. Raises UserError where the environment
+    names no place, where the ranks do not all come, or run other code, versions or arguments."""
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    try:
-        dist.init_process_group(backend, timeout=DEADLINE)
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(f"rank {rank} of {size} did not find the others at {where}: {reason}") from error
+    store = _meet(rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DEADLINE)
     _refuse_others(rank, arguments)
     if rank == 0:
         host = "127.0.0.1" if local_size == size else socket.gethostbyname(os.environ["MASTER_ADDR"])
@@ -68,6 +67,89 @@ def join(arguments: Sequence[str]) -> Gang:
         found = Member(rank, size, local_size, connection)
     use(found)
     return found
+
+
+def _number(name: str, default: int | None = None) -> int:
+    value = os.environ.get(name, "" if default is None else str(default))
+    if not value.isdecimal():
+        raise UserError(
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r} in the environment, and {name} = {value!r} is no number: start the ranks "
+            "with torchrun, or unset WORLD_SIZE for one process"
+        )
+    return int(value)
+
+
+def _meet(rank: int, size: int) -> dist.Store:
+    """The store through which the ranks find each other, once all have come. Rank 0 keeps it, or torchrun. Raises UserError; of
+    ranks that have found rank 0 it alone says what is wrong, and the others end with its exit code."""
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=DEADLINE))
+        else:
+            store = dist.TCPStore(host, port, size, rank == 0, DEADLINE, wait_for_workers=False)
+        store.set(f"here {rank}", "")
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        what, remedy = ("cannot listen at", "choose a free MASTER_PORT")
+        if rank > 0:
+            what, remedy = "did not find rank 0 at", "start it, and give all ranks its MASTER_ADDR and MASTER_PORT"
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"rank {rank} of {size} {what} {host}:{port}: {reason}; {remedy}") from error
+    if rank == 0:
+        _wait_for_all(store, size, f"{host}:{port}")
+        store.set("all here", "")
+    else:
+        _follow_rank_0(store)
+    return dist.PrefixStore("nmoe", store)
+
+
+def _wait_for_all(store: dist.Store, size: int, where: str) -> None:
+    # By asking again and again, because torch complains of a wait that ends without success.
+    began, told, missing = time.monotonic(), False, list(range(1, size))
+    while missing := [rank for rank in missing if not store.check([f"here {rank}"])]:
+        named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {size}"
+        if time.monotonic() - began > DEADLINE.total_seconds():
+            store.set("given up", "")
+            time.sleep(
+                10 * _ASKED_EVERY_S
+            )  # those that came leave before the store is gone, of which torch would complain
+            raise UserError(
+                f"{named} did not come to {where} within {DEADLINE}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
+            )
+        if not told and time.monotonic() - began > _PATIENCE_S:
+            print(f"waiting at {where} for {named}", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(_ASKED_EVERY_S)
+
+
+def _follow_rank_0(store: dist.Store) -> None:
+    """Waits until rank 0 has seen all others; ends the process where it has given up, and said so."""
+    until = time.monotonic() + DEADLINE.total_seconds() + _PATIENCE_S
+    with suppress(dist.DistError):
+        while time.monotonic() < until:
+            if store.check(["all here"]):
+                return
+            if store.check(["given up"]):
+                break
+            time.sleep(_ASKED_EVERY_S)
+    raise SystemExit(UserError.exit_code)
+
+
+@contextmanager
+def told_to_torchrun() -> Iterator[None]:
+    """Gives torchrun the error that ends the block, if one does: its report comes last on the screen, and names nothing else."""
+    handler, file = ErrorHandler(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    try:
+        yield
+    except UserError as error:
+        if file is not None:
+            said = f"error: {error}"
+            more = {"py_callstack": said, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
+        raise
+    except Exception as error:
+        handler.record_exception(error)
+        raise
 
 
 def _refuse_others(rank: int, arguments: Sequence[str]) -> None:

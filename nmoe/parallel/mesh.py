@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from nmoe.parallel.axes import Axes
+from nmoe.parallel.axes import Axes, expert_axis
 from nmoe.parallel.fsdp_placement import Place, on_meshes
 from nmoe.parallel.rdep.dispatcher import Dispatcher
 
@@ -102,14 +101,6 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             # Otherwise fp32 is multiplied by 1 within the sum, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
-
-
-def expert_axis(shape: torch.Size, ranks: int, ep: int) -> int:
-    """The axis along which a weight that is stacked by expert is sharded over `ranks`, beside the first one, which has the experts
-    of a group of `ep`."""
-    # There are often fewer experts than ranks. FSDP splits evenly along all axes but the first.
-    even = (axis for axis in range(0 if ep == 1 else 1, len(shape)) if shape[axis] % ranks == 0)
-    return next(even, 0)
 
 
 def _part(parameter: nn.Parameter, ep: DeviceMesh) -> DTensor:

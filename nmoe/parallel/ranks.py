@@ -8,21 +8,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nmoe.config.tables.parallel import ParallelSection
 from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, resolve
-from nmoe.parallel.fsdp_placement import has_meshes_by_parameter
-from nmoe.parallel.mesh import make_meshes, shard_model
-from nmoe.parallel.rdep.dispatcher import Dispatcher
+
+# FSDP and sharded tensors take 0.8 s to import, which only several ranks should cost.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+    from nmoe.parallel.rdep.dispatcher import Dispatcher
 
 R = TypeVar("R")
 
@@ -45,9 +47,18 @@ class Ranks:
         ranks.size, ranks.rank = 1, 0
         return ranks
 
+    @property
+    def per_node(self) -> int:
+        """How many of the ranks run on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
+
     def share(self, model: nn.Module) -> bool:
         """Whether ranks hold a part of this model each."""
-        return self.size > 1 and isinstance(model, FSDPModule)
+        if self.size == 1:
+            return False
+        from torch.distributed.fsdp import FSDPModule
+
+        return isinstance(model, FSDPModule)
 
     def shard(
         self,
@@ -62,12 +73,13 @@ class Ranks:
         modules hold the weights of `number` experts each, which expert groups share; the dispatcher that then has to carry their
         rows is returned. The `kept` parameters stay whole on every rank. `device` is where a model on meta will be. Raises
         UserError as `resolve` does."""
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
-        self.axes = axes_here(self.parallel, self.size, per_node, number)
+        self.axes = axes_here(self.parallel, self.size, self.per_node, number)
         where = (device or next(model.parameters()).device).type
         offload = offloads(self.parallel, self.size, where)
         if self.size == 1:
             return None
+        from nmoe.parallel.mesh import make_meshes, shard_model
+
         meshes = make_meshes(self.axes, where)
         shard_model(model, blocks, experts, kept, meshes, offload)
         return meshes.dispatcher
@@ -85,7 +97,7 @@ class Ranks:
             return
         of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
-            if not isinstance(parameter, DTensor):
+            if not is_sharded(parameter):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 of_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
         for gradients in of_dtype.values():
@@ -109,8 +121,11 @@ class Ranks:
 
 def axes_here(parallel: ParallelSection, world: int, per_node: int, experts: int) -> Axes:
     """The axes as `resolve` gives them, where "auto" asks for nothing that this torch lacks."""
-    if world > 1 and parallel.ep == "auto" and parallel.rdep == "auto" and not has_meshes_by_parameter():
-        parallel = parallel.model_copy(update={"ep": 1})
+    if world > 1 and parallel.ep == "auto" and parallel.rdep == "auto":
+        from nmoe.parallel.fsdp_placement import has_meshes_by_parameter
+
+        if not has_meshes_by_parameter():
+            parallel = parallel.model_copy(update={"ep": 1})
     return resolve(parallel, world, per_node, experts)
 
 
@@ -133,58 +148,81 @@ def offloads(parallel: ParallelSection, world: int, device: str) -> bool:
 def release(model: nn.Module) -> None:
     """Frees gathered weights that a forward pass without a backward pass left behind, so that the next pass gathers the new
     ones."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether ranks hold a part of this tensor each."""
+    return hasattr(tensor, "device_mesh")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full value of a sharded tensor, on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which shares its memory. What is done to every number alone is done to that: operations on
+    sharded tensors are planned anew for each mesh, at a tenth of a second each."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """What an optimizer of this rank steps: its part of a sharded parameter, whose gradient it is given; a whole one itself."""
+    return local(parameter.detach()).requires_grad_() if is_sharded(parameter) else parameter
+
+
+def sharded_as(part: Tensor, parameter: Tensor) -> Tensor:
+    """The sharded tensor of which each rank holds a part as it does of the parameter; other tensors, such as a step count, and all
+    of a whole parameter are returned as they are."""
+    if is_sharded(parameter) and part.shape == parameter.to_local().shape:
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    return part
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A copy of this rank's part of a full tensor, which every rank has, sharded as the parameter is. A tensor of another shape,
     such as a step count, is returned as it is."""
-    if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
+    if is_sharded(parameter) and tensor.shape == parameter.shape:
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
     return tensor
-
-
-def full_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """The model's state dict with every tensor whole, on the ranks that want to `keep` it: nothing on the others, which have no
-    more than one whole tensor at a time. Every rank calls this."""
-    release(model)
-    whole_state = ((name, whole(tensor.detach())) for name, tensor in model.state_dict().items())
-    return {name: tensor for name, tensor in whole_state if keep}
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors in groups that one operation may take together: those of one mesh of ranks."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)
     return list(groups.values())
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all gradients and all ranks."""
-    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+    if not any(is_sharded(gradient) for gradient in gradients):
         return nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     # One sum over the ranks for all meshes, so that all ranks get the same bits.
     shared, own = torch.zeros(2, dtype=torch.float64, device=gradients[0].device)
     for group in by_mesh(gradients):
-        square = nn.utils.get_total_norm([_local(gradient) for gradient in group]).double().square()
-        if isinstance(first := group[0], DTensor):
+        square = nn.utils.get_total_norm([local(gradient) for gradient in group]).double().square()
+        if is_sharded(first := group[0]):
             shared += square / _copies(first)
         else:
             own += square
     dist.all_reduce(shared)
     return (shared + own).sqrt().to(gradients[0].dtype)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copies(tensor: DTensor) -> int:
@@ -195,5 +233,7 @@ def _copies(tensor: DTensor) -> int:
 
 def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scales the parameters' gradients, whose norm is this, down to the norm `max_norm` if it is larger."""
-    for group in by_mesh(parameters):
-        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    held = [local(parameter.detach()) for parameter in parameters]
+    for mine, parameter in zip(held, parameters, strict=True):
+        mine.grad = None if parameter.grad is None else local(parameter.grad)
+    nn.utils.clip_grads_with_norm_(held, max_norm, norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.base import ProbedConfig, RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.engine.native.cache import cache_size
@@ -24,11 +24,13 @@ def estimate(config: RunConfig, size: Size) -> dict[str, int]:
         "optimizer": size.optimizer,
         "activations": activations,
     }
+    parts["experts in their profile"] = profiled_numbers(config, shape) * width
     if config.checkpoint.asynchronous and size.device.type == "cpu":
         parts["copy for a checkpoint"] = size.checkpoint
     if isinstance(config, RLConfig):
+        parts["reference"] = size.trained * width if config.algorithm.kl_coef > 0 else 0
         parts["other models"] = _other_models(config, size)
-    if isinstance(config, RLConfig | SelfplayConfig):
+    if isinstance(config, RLConfig | SelfplayConfig) or (isinstance(config, ProbedConfig) and config.probes):
         most = kind_of(size.device).cache_bytes(size.device, sum(parts.values()), trains=True)
         engine = config.engine
         cache = cache_size(shape, size.dtype, engine.max_sequences, engine.cache_mb * 2**20, most)
@@ -36,11 +38,18 @@ def estimate(config: RunConfig, size: Size) -> dict[str, int]:
     return {name: part for name, part in parts.items() if part}
 
 
+def profiled_numbers(config: RunConfig, shape: ModelConfig) -> int:
+    """Numbers of the routed experts that a run keeps in their profile, dequantised beside their weights."""
+    if config.model.expert_profile is None or (
+        config.model.expert_profile == "bf16" and config.model.precision == "bfloat16"
+    ):
+        return 0
+    return len(shape.moe_layers) * shape.experts * 3 * shape.hidden_size * shape.expert_width
+
+
 def _other_models(config: RLConfig, size: Size) -> int:
-    """The reference, the teacher, and a critic of its own, which is trained as the policy is."""
+    """The teacher, and a critic of its own, which is trained as the policy is."""
     width, found = size.dtype.itemsize, 0
-    if config.algorithm.kl_coef > 0:
-        found += size.trained * width
     if config.distillation is not None:
         found += parameters_of(config.distillation.teacher) * width
     if config.critic is not None and not config.critic.shared:

@@ -20,10 +20,9 @@ from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
 from nmoe.config.tables.parallel import Offload
 from nmoe.model.transformer import Transformer
-from nmoe.parallel.axes import Axes
-from nmoe.parallel.mesh import expert_axis
+from nmoe.parallel.axes import Axes, expert_axis
 from nmoe.parallel.ranks import axes_here
-from nmoe.plan.estimate import activation_numbers, estimate
+from nmoe.plan.estimate import activation_numbers, estimate, profiled_numbers
 from nmoe.plan.size import Size, size_of
 
 C = TypeVar("C", bound=RunConfig)
@@ -139,17 +138,24 @@ def _counted(config: RunConfig, size: Size, parts: Parts, axes: Axes, world: int
     if (copy := "copy for a checkpoint") in whole:
         # What every rank has whole, the first one writes.
         held[copy] = whole[copy] if world == 1 or size.adapts else here * width + held["optimizer"]
+    if "reference" in whole:
+        held["reference"] = whole["reference"] if world == 1 or size.adapts else here * width
     for name in ("other models", "key-value cache"):
         if name in whole:
             held[name] = whole[name]
+    profiled = profiled_numbers(config, size.shape)
+    # Ranks quantise what they gather, which lives until the backward pass; a recomputed block needs its own alone.
+    layers = len(size.shape.moe_layers) if world > 1 and config.model.checkpoint_activations else 1
+    held["experts in their profile"] = profiled * width // (axes.ep * max(1, layers))
     if world > 1 and isinstance(config, RLConfig | SelfplayConfig):
-        held["whole weights to sample"] = size.parameters * width
+        held["whole weights to sample"] = (size.parameters + profiled) * width
     held = {name: count for name, count in held.items() if count}
     host = {}
     if world > 1 and config.parallel.offload == "cpu":
         # An adapter and its optimizer stay.
         host["weights"] = here * width
-        host |= {} if size.adapts else {name: held.pop(name) for name in ("gradients", "optimizer") if name in held}
+        moved = () if size.adapts else ("gradients", "optimizer", "reference")
+        host |= {name: held.pop(name) for name in moved if name in held}
         held["weights"] -= host["weights"]
     sent = _sent(config, size, parts, axes, world)
     return RankPlan(axes, world, size.device, size.parameters, here, held, host, sent, _remedies(config, size, axes))

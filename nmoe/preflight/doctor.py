@@ -23,7 +23,7 @@ import nmoe
 from nmoe.config.tables.sandbox import SandboxSettings
 from nmoe.model.ops.cpu.processor import cpu_features, cpu_model
 from nmoe.preflight.findings import Advice, Finding
-from nmoe.runs.threads import choose_threads, cpu_quota
+from nmoe.runs.threads import choose_threads, cpu_quota, usable_cores
 from nmoe.sandbox.api import SandboxSetupError
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.store import workspaces_root
@@ -99,7 +99,7 @@ def processor() -> Finding:
 
 def threads() -> Finding:
     """The cores that this process may use, and how many are free now."""
-    cores, quota = _cores(), cpu_quota() if platform.system() == "Linux" else math.inf
+    cores, quota = usable_cores(), cpu_quota() if platform.system() == "Linux" else math.inf
     free = choose_threads(0)
     allowed = "" if math.isinf(quota) else f", of which its control group allows {quota:g}"
     count = "1 thread" if free == 1 else f"{free} threads"
@@ -300,10 +300,6 @@ def _known_extras() -> list[str]:
 def _is_met(one: Requirement) -> bool:
     version = _version(one.name)
     return version is not None and one.specifier.contains(version, prereleases=True)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_memory() -> dict[str, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nmoe.config.commands.base import RunConfig
+from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.slices import split_path
@@ -17,6 +18,7 @@ from nmoe.config.tables.rewards import ServiceKeys
 from nmoe.data.rows import local_copy
 from nmoe.errors import UserError
 from nmoe.grading.gym import check_installed
+from nmoe.model.shards import INDEX, SINGLE
 from nmoe.preflight.check import Check
 from nmoe.runs.resolve import maker_of
 
@@ -63,7 +65,13 @@ def hub(config: RunConfig) -> Check:
     named = list(dict.fromkeys([*model, *data]))
     if not named:
         return Check("hub", "ok", "nothing is read from it")
-    if _is_offline() and (missing := [*_uncached(model, "model"), *_uncached(data, "dataset")]):
+    if _is_offline() and (
+        missing := [
+            *_uncached(model, "model"),
+            *_incomplete(model, config.model.tokenizer is None),
+            *_uncached(data, "dataset"),
+        ]
+    ):
         raise UserError(
             f"{', '.join(missing)}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or fetch first with `hf download` and "
             "`nmoe data download`"
@@ -85,7 +93,9 @@ def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
     """The environment that a run trains on, and those that it is evaluated on."""
     if isinstance(config, RLConfig):
         yield config.environment
-        yield from (probe.environment for probe in config.eval if probe.environment is not None)
+    if isinstance(config, SupervisedConfig | RLConfig):
+        tables = config.eval if isinstance(config, RLConfig) else config.probes.values()
+        yield from (probe.environment for probe in tables if probe.environment is not None)
 
 
 def _on_hub(name: str) -> bool:
@@ -112,3 +122,37 @@ def _uncached(names: list[str], kind: str) -> list[str]:
     plain = [name.partition("@[")[0] for name in names]
     folder = Path(constants.HF_HUB_CACHE)
     return [name for name in plain if not (folder / f"{kind}s--{name.replace('/', '--')}").is_dir()]
+
+
+def _incomplete(names: list[str], needs_tokenizer: bool) -> list[str]:
+    """The models that the cache has in part, `someone/model (no weights)`: its snapshot lacks files that a run reads."""
+    from huggingface_hub import constants
+
+    found = []
+    for name in names:
+        folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+        if not folder.is_dir():
+            continue
+        ref = folder / "refs" / "main"
+        snapshot = folder / "snapshots" / (ref.read_text().strip() if ref.is_file() else "")
+        lacking = [] if (snapshot / "config.json").is_file() else ["config.json"]
+        if lost := _lost_weights(snapshot):
+            lacking.append(lost)
+        if needs_tokenizer and not any((snapshot / file).is_file() for file in ("tokenizer.json", "tiktoken.model")):
+            lacking.append("tokenizer.json")
+        if lacking:
+            found.append(f"{name} (without {', '.join(lacking)}; `hf download {name}` fetches it)")
+    return found
+
+
+def _lost_weights(snapshot: Path) -> str:
+    """The first file of weights that a snapshot lacks; empty if it has all that its index names."""
+    if (snapshot / SINGLE).is_file():
+        return ""
+    if not (snapshot / INDEX).is_file():
+        return SINGLE
+    try:
+        named = sorted(set(json.loads((snapshot / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return f"a readable {INDEX}"
+    return next((file for file in named if not (snapshot / file).is_file()), "")

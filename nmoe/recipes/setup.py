@@ -230,8 +230,9 @@ def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -
     """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
     lines = [] if lora is None else lora.describe()
     if (profile := config.model.expert_profile) is not None:
+        often = "once a step" if ranks is None or ranks.size == 1 else "in each pass"
         lines.append(
-            f"experts: {profile} by its reference, quantised once a step and multiplied dequantised: the numbers of a kernel for "
+            f"experts: {profile} by its reference, quantised {often} and multiplied dequantised: the numbers of a kernel for "
             f"{profile}, at no gain in speed or memory"
         )
     if ranks is not None and ranks.size > 1 and ranks.axes is not None:
@@ -270,6 +271,8 @@ def build_model(
             f"{settings.path}: an adapter; name its base in model.path and the adapter in lora.path, or merge the two with "
             f"`nmoe export {settings.path} DIRECTORY --format hf`"
         )
+    if ranks is not None:
+        refuse_other_weights(directory, ranks)
     model = load_model(directory, dtype, device, settings.expert_weights, share)
     if settings.context_tokens is not None:
         try:
@@ -282,6 +285,20 @@ def build_model(
             f"{settings.path} only {model.config.vocab_size}: they do not belong together"
         )
     return _prepared(model, settings, balance)
+
+
+def refuse_other_weights(directory: Path, ranks: Ranks) -> None:
+    """Raises UserError, on all ranks, where a node has other weights in this directory than the first one: ranks read parts of one
+    model, each from its own node's disk, and a model of two would look like any other. One rank of each node reads all."""
+    if ranks.size == ranks.per_node:
+        return
+    found = ranks.gather("" if ranks.rank % ranks.per_node else fingerprint(directory))
+    for rank, theirs in enumerate(found):
+        if theirs and theirs != found[0]:
+            raise UserError(
+                f"{directory}: the machine of rank {rank} has another model there than that of rank 0 (fingerprints {theirs[:12]} "
+                f"and {found[0][:12]}); give all machines the same files"
+            )
 
 
 def _prepared(model: Transformer, settings: ModelSection, balance: bool) -> Transformer:

@@ -13,11 +13,12 @@ from nmoe.config.commands.rl import RLConfig
 from nmoe.learner.batch import Batch
 from nmoe.learner.forward import Scores, Share, in_order, on_each_rank, share_logprobs
 from nmoe.learner.learner import Learner
-from nmoe.model.checkpoint import load_weights, snapshot_model
+from nmoe.learner.sharding import share_model
+from nmoe.model.checkpoint import load_weights, sharded_model, snapshot_model
 from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import command
-from nmoe.parallel.ranks import full_state
+from nmoe.parallel.ranks import local, release
 from nmoe.recipes.setup import build_model
 from nmoe.text.tokenizer import Tokenizer
 
@@ -27,10 +28,18 @@ class Reference:
     first one is what the run starts from."""
 
     def __init__(self, learner: Learner, model: Transformer | None, every_steps: int = 0) -> None:
-        """`model` is frozen. It is None where an adapter is trained: the reference is then the same base with a copy of the
-        adapter, so that memory holds no second model. To be created before a resumed run loads its checkpoint."""
+        """`model` is frozen, and sharded as the learner's is. It is None where an adapter is trained: the reference is then its
+        base with a copy of the adapter, and memory holds no second model. To be created before a resumed run loads its checkpoint.
+        """
         assert (model is None) == (learner.lora is not None), "the reference of an adapter shares its base"
+        if model is not None:
+            share_model(model, learner.ranks)
         self._learner, self._model, self._every_steps = learner, model, every_steps
+        self._files = None
+        if every_steps and learner.ranks.size > 1:
+            from nmoe.parallel.sharded_files import ShardedFiles
+
+            self._files = ShardedFiles()
         self._start = [] if learner.lora is None else [p.detach().clone() for p in learner.lora.parameters()]
 
     @classmethod
@@ -40,7 +49,8 @@ class Reference:
             return None
         model = None
         if learner.lora is None:
-            model = build_model(config.model, tokenizer, config.run.seed, balance=False).requires_grad_(False)
+            seed, ranks = config.run.seed, learner.ranks
+            model = build_model(config.model, tokenizer, seed, balance=False, ranks=ranks).requires_grad_(False)
         return cls(learner, model, config.algorithm.reference_every_steps)
 
     def logprobs(self, batch: Batch) -> Tensor:
@@ -54,7 +64,9 @@ class Reference:
         learner = self._learner
         with nullcontext(self._model) if learner.lora is None else learner.lora.holding(self._start) as model:
             assert model is not None, "without an adapter there is a model"
-            return share_logprobs(model, share, learner.temperature)
+            found = share_logprobs(model, share, learner.temperature)
+            release(model)
+            return found
 
     @command
     @torch.no_grad()
@@ -62,16 +74,36 @@ class Reference:
         """Makes the present policy the reference, every `every_steps` steps."""
         if self._every_steps and step % self._every_steps == 0:
             assert self._model is not None, "a renewed reference is refused with an adapter"
-            self._model.load_state_dict(full_state(self._learner.model))
+            release(self._learner.model)
+            own = self._model.state_dict()
+            for name, tensor in self._learner.model.state_dict().items():
+                local(own[name]).copy_(local(tensor))
 
     @property
     def renewed(self) -> bool:
         """Whether it is ever renewed, and so belongs in a checkpoint."""
         return self._every_steps > 0
 
+    @command
     def snapshot(self, copied: bool) -> Snapshot:
         assert self._model is not None, "a renewed reference is a model"
-        return snapshot_model(self._model, copied)
+        if self._files is None:
+            return snapshot_model(self._model, copied)
+        files, settings = sharded_model(self._model)
+        # Twice, since the parts lie on the disk until they are joined.
+        size = 2 * self._files.hold(files, copied)
+        finish = self._files.finish
+
+        def write(directory: Path) -> None:
+            finish(directory)
+            settings.write(directory)
+
+        return Snapshot(write, size, start=self._begin)
+
+    @command
+    def _begin(self, place: Path) -> None:
+        assert self._files is not None, "ranks hold parts of it"
+        self._files.start(place)
 
     @command
     def load(self, directory: Path, state: None) -> None:

@@ -42,6 +42,7 @@ values = {
 }
 config = load_run(Path("speedrun_base"), PretrainConfig, [f"--{key}={value}" for key, value in values.items()])
 print(pretrain(config))
+print("slow imports:", {"torch._dynamo", "torch.distributed.fsdp", "scipy.stats"} & set(sys.modules))
 print({module.__file__ for name, module in sys.modules.items() if name.startswith("nmoe") and module.__file__})
 """
 
@@ -126,6 +127,8 @@ def test_the_installed_commands_need_no_checkout(installed: Callable[..., str], 
 def test_the_installed_speedrun_starts(installed: Callable[..., str], site: Path) -> None:
     lines = installed(sys.executable, "-c", SPEEDRUN).splitlines()
     assert {"200", "out/base"} <= set(lines)
+    # What one process has no use for would make every training start seconds later.
+    assert "slow imports: set()" in lines
     assert f"{site}/nmoe/speedrun/speedrun.py" in lines[-1]
     assert str(ROOT / "nmoe") not in lines[-1]
 

@@ -11,7 +11,6 @@ from nmoe.config.tables.model import ExpertProfile
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
-from nmoe.errors import UserError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
@@ -19,7 +18,6 @@ from nmoe.model.config import Numerics
 from nmoe.model.expert_profile import dequantised
 from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
-from nmoe.parallel.ranks import Ranks
 from nmoe.types import Sampling
 
 MakeModel = Callable[..., Transformer]
@@ -89,12 +87,3 @@ def test_a_checkpoint_goes_on_with_the_same_numbers(
     resumed = learner_of(tiny_model(seed=1), profile)
     resumed.load(tmp_path, state)
     assert [step(resumed, seed) for seed in (1, 2)] == [step(straight, seed) for seed in (1, 2)]
-
-
-def test_several_ranks_are_refused(tiny_model: MakeModel) -> None:
-    ranks = Ranks.alone()
-    ranks.size = 2
-    with pytest.raises(
-        UserError, match=r"2 ranks: experts in fp8 are trained by one process; .*leave model.expert_profile out"
-    ):
-        Learner(set_expert_profile(tiny_model(), "fp8"), OptimizerSection(learning_rate=1e-2), 10, 64, ranks=ranks)

@@ -7,14 +7,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from nmoe.errors import UserError
+from nmoe.parallel import join as joining
 from nmoe.parallel.gang import Controller, Member, collect, command, everywhere, gang
 from nmoe.parallel.join import join, leave
+from nmoe.parallel.ranks import Ranks
+from nmoe.recipes.setup import refuse_other_weights
 
 
 class Counter:
@@ -76,13 +81,22 @@ def works() -> None:
     assert collect(second.made, [None, None])[1] <= held + 2  # what the controller forgot, members forget
 
 
+def reads() -> None:
+    """Each rank is a machine of its own, with a directory of its own."""
+    place = os.environ
+    place["LOCAL_WORLD_SIZE"] = "1"
+    refuse_other_weights(Path(sys.argv[2]) / place["RANK"], Ranks())
+
+
 def main(case: str) -> None:
+    if case == "waits":
+        joining._PATIENCE_S, joining.DEADLINE = 1.0, timedelta(seconds=2)
     here = join(sys.argv[1:])
     if isinstance(here, Member):
         sys.exit(here.serve())
     assert isinstance(here, Controller)
-    if case == "works":
-        works()
+    if case in ("works", "reads"):
+        works() if case == "works" else everywhere(reads)
         here.close(0)
         leave()
         return

@@ -8,19 +8,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tiny_models import FAMILIES
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from nmoe.errors import UserError
+from nmoe.model.checkpoint import export_model
+from nmoe.model.config import ModelConfig
+from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import collect, command, everywhere, gang
+from nmoe.parallel.join import join, told_to_torchrun
 
 SCRIPT = Path(__file__).with_name("ganged.py")
 
 
-def ranks(*cases: str) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each rank; every rank has its own arguments."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def ranks(*cases: str, missing: int = 0, port: int = 0) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank; every rank has its own arguments. So many of the last ones are `missing`."""
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     started = []
+    size = len(cases) + missing
     for rank, case in enumerate(cases):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(len(cases)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started.append(
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), *case.split()],
@@ -58,6 +69,61 @@ def test_ranks_that_differ_are_refused() -> None:
     assert (code, other) == (2, 2), (err, quiet)
     assert "error: rank 1 has other arguments than rank 0" in err
     assert not any(line.startswith("error") for line in quiet.splitlines()), quiet
+
+
+def test_a_missing_rank_is_waited_for_and_named() -> None:
+    (code, _, err), (other, _, quiet) = ranks("waits", "waits", missing=1)
+    assert (code, other) == (2, 2), (err, quiet)
+    waiting, ends = (line for line in err.splitlines() if "rank 2 of 3" in line)
+    assert waiting.startswith("waiting at 127.0.0.1:")
+    assert ends.startswith("error: rank 2 of 3 did not come to 127.0.0.1:")
+    assert "error: " not in quiet
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ((code, _, err),) = ranks("waits", missing=1, port=port)
+    assert code == 2, err
+    assert f"error: rank 0 of 2 cannot listen at 127.0.0.1:{port}: " in err
+    assert "choose a free MASTER_PORT" in err
+
+
+def test_machines_with_other_weights_under_one_name_are_refused(tmp_path: Path) -> None:
+    for rank, seed in enumerate((0, 0, 1)):
+        (tmp_path / str(rank)).mkdir()
+        export_model(Transformer(ModelConfig(**FAMILIES["qwen3"])).initialize(seed), tmp_path / str(rank))
+    alike = ranks(*[f"reads {tmp_path}"] * 2)
+    assert [code for code, _, _ in alike] == [0, 0], alike
+    (code, _, err), (other, _, _), (third, _, _) = ranks(*[f"reads {tmp_path}"] * 3)
+    assert (code, other, third) == (2, 2, 2), err
+    assert f"error: {tmp_path / '0'}: the machine of rank 2 has another model there than that of rank 0" in err
+
+
+def test_an_environment_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(
+        UserError, match=r"WORLD_SIZE = '2' in the environment, and RANK = '' is no number: .* torchrun"
+    ):
+        join(["train"])
+
+
+def test_torchrun_gets_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the form that torchrun reads, so that its report ends with what was wrong."""
+    reply = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    for error, said in (
+        (UserError("config.toml:3: wrong"), "error: config.toml:3: wrong"),
+        (ValueError("4"), "ValueError: 4"),
+    ):
+        with pytest.raises(type(error)), told_to_torchrun():
+            raise error
+        report = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(reply))
+        text = str(ChildFailedError("nmoe", {0: report}))
+        assert any(said in line for line in text.splitlines()[-3:]), text
 
 
 def test_one_process_is_a_gang_of_one() -> None:

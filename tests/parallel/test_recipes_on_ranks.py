@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from recipes_on_ranks import run
+from safetensors.torch import load_file
 
 from nmoe.runs.ledger import read_metrics
 
@@ -136,3 +138,11 @@ def test_two_ranks_are_one_process(jobs: list[tuple[str, str, list[str]]], tmp_p
             for name, value in ours.items():
                 if not name.startswith("time") and not name.endswith("per_second"):
                     assert value == pytest.approx(theirs[name], rel=2e-4, abs=2e-6), (alone.name, ours["step"], name)
+    # A renewed reference, of which each rank holds a part, is saved whole.
+    ours, theirs = (
+        load_file(tmp_path / where / "reference/checkpoints/latest/reference/model.safetensors")
+        for where in ("two", "one")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)

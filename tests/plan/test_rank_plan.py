@@ -92,7 +92,7 @@ def test_bytes_are_those_of_real_tensors(workshop: Path, world: int, axes: tuple
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         learner.optimizer.step()
-        states = [learner.optimizer.adamw.state[one] for one in parameters]
+        states = [learner.optimizer.adamw.state[one] for one in learner.optimizer.stepped]
         moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
         counted = {
             "weights": held_bytes(parameters),
@@ -163,10 +163,30 @@ def test_a_model_of_the_hub_is_planned_by_its_description(
 def test_ranks_that_sample_hold_whole_weights(workshop: Path, base: Path) -> None:
     planned = plan(load_run(workshop / "rl.toml", RLConfig), 2, 2)
     assert planned.held["whole weights to sample"] == planned.parameters * 4
+    reading = plan(load_run(workshop / "rl.toml", RLConfig, ["--algorithm.kl_coef=0.1"]), 2, 2)
+    assert reading.held["reference"] == reading.held["weights"] == reading.local_parameters * 4
     assert planned.sent["weights to sample"] == planned.parameters * 4 // 2
 
 
-def test_what_is_offloaded_is_in_the_memory_of_the_machine(workshop: Path) -> None:
+def test_experts_in_a_profile_are_counted_beside_their_weights(workshop: Path) -> None:
+    config = load_run(workshop / "base.toml", PretrainConfig, ["--model.expert_profile=fp8"])
+    model = build_model(config.model, load_tokenizer(config.model), 0)
+    for moe in model.moe_layers():
+        moe.quantise()
+    kept = [one.value for moe in model.moe_layers() if moe.profile for one in moe.profile._kept.values()]
+    held = plan(config, 1, 1).held["experts in their profile"]
+    assert len(kept) == 4
+    assert held == held_bytes(kept) == 2 * 4 * (64 * 128 + 64 * 64) * 4
+    # Ranks quantise their own experts of each layer that they gather, of one layer at a time where blocks are recomputed.
+    assert plan(config, 4, 4).axes.ep == 4
+    assert plan(config, 4, 4).held["experts in their profile"] == held // 4
+    recomputed = load_run(
+        workshop / "base.toml", PretrainConfig, ["--model.expert_profile=fp8", "--model.checkpoint_activations=true"]
+    )
+    assert plan(recomputed, 4, 4).held["experts in their profile"] == held // 8
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_machine(workshop: Path, base: Path) -> None:
     """Weights, gradients and optimizer move, and "auto" moves them where that makes them fit, alone."""
     config = load_run(workshop / "base.toml", PretrainConfig)
     moved = load_run(workshop / "base.toml", PretrainConfig, ["--parallel.offload=cpu"])
@@ -184,6 +204,9 @@ def test_what_is_offloaded_is_in_the_memory_of_the_machine(workshop: Path) -> No
         assert with_offload(config, 4, 4, memory).parallel.offload == chosen
     assert with_offload(config, 1, 1, 1).parallel.offload == "none", "one process shards nothing"
     assert f"and {gib(sum(after.host.values()))} in the machine's memory, by parallel.offload:" in lines(after, None)
+    reading = load_run(workshop / "rl.toml", RLConfig, ["--algorithm.kl_coef=0.1", "--parallel.offload=cpu"])
+    host = plan(reading, 4, 4).host
+    assert host["reference"] == host["weights"] > 0, "the reference is sharded and moved as the policy is"
     assert any("parallel.offload" in one for one in before.remedies)
     assert not any("parallel.offload" in one for one in after.remedies)
 

@@ -97,7 +97,7 @@ def test_cores(
     cores: int, quota: float, free: int, said: str, busy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert doctor.threads().facts["cores"] == len(os.sched_getaffinity(0))
-    monkeypatch.setattr(doctor, "_cores", lambda: cores)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: cores)
     monkeypatch.setattr(doctor, "cpu_quota", lambda: quota)
     monkeypatch.setattr(doctor, "choose_threads", lambda requested: free)
     found = doctor.threads()

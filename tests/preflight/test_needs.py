@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,11 +90,30 @@ def test_what_the_hub_has_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = rl(tmp_path, environment={"task_pool": data}, model={"path": "someone/model", "shape": None})
     with pytest.raises(UserError, match=r"^someone/model, someone/sums: not in the cache, and HF_HUB_OFFLINE is set"):
         hub(config)
-    (tmp_path / "cache" / "models--someone--model").mkdir(parents=True)
+    model = tmp_path / "cache" / "models--someone--model"
+    snapshot = model / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    lacking = r"^someone/model \(without model.safetensors; `hf download someone/model` fetches it\), someone/sums"
+    with pytest.raises(UserError, match=lacking):
+        hub(config)
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (snapshot / "model-1.safetensors").touch()
+    with pytest.raises(UserError, match=r"^someone/model \(without model-2.safetensors; "):
+        hub(config)
+    (snapshot / "model-2.safetensors").touch()
     with pytest.raises(UserError, match=r"^someone/sums: not in the cache"):
         hub(config)
     (tmp_path / "cache" / "datasets--someone--sums").mkdir()
     assert hub(config).text == "someone/model, someone/sums@[:100], from the cache alone"
+    own = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": None})})
+    with pytest.raises(UserError, match=r"^someone/model \(without tokenizer.json; "):
+        hub(own)
+    (snapshot / "tokenizer.json").touch()
+    assert hub(own).status == "ok"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert hub(config).text.endswith("without a token, which private and gated ones need")

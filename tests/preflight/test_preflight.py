@@ -200,7 +200,7 @@ def test_memory_against_what_there_is(tmp_path: Path, monkeypatch: pytest.Monkey
     size = size_of(config)
     parts = estimate(config, size)
     assert parts["gradients"] * 2 == parts["optimizer"] == 8 * size.parameters
-    assert parts["other models"] == parts["weights"] == 4 * size.parameters, "the reference is as large as the policy"
+    assert parts["reference"] == parts["weights"] == 4 * size.parameters, "the reference is as large as the policy"
     # 256 sequences of 64 tokens in blocks of 16 and one block more, of 2 layers x 1 head x (16 + 16) numbers.
     assert parts["key-value cache"] == 256 * (64 // 16 + 1) * 16 * 2 * 32 * 4
     needed = sum(parts.values())

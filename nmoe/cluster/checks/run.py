@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from nmoe.cluster.checks import loading, training, transport
+from nmoe.cluster.checks import loading, profiles, training, transport
 from nmoe.errors import UserError
 
 CHECKS: dict[str, Callable[[bool], str]] = {
@@ -23,6 +23,7 @@ CHECKS: dict[str, Callable[[bool], str]] = {
     "one-expert": training.check_one_expert,
     "adapters": training.check_adapters,
     "heads": training.check_heads,
+    "profiles": profiles.check_profiles,
     "loading": lambda brief: loading.check_loading(),
     "checkpoints": training.check_checkpoints,
 }

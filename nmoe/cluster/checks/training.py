@@ -219,14 +219,14 @@ def check_adapters(brief: bool) -> str:
         )
         pair.train(batches(world, 3), cross_entropy)
         worst = max(worst, pair.worst)
-    with _directory() as directory:
+    with shared_directory() as directory:
         names = ("ours", "alone")
         for name, learner in zip(names, (pair.ours, pair.alone), strict=True):
             (directory / name).mkdir(exist_ok=True)
             if learner is pair.ours or dist.get_rank() == 0:
                 learner.export(directory / name / "merged")
         dist.barrier()
-        _same_files(pair, *(directory / name / "merged" / "model.safetensors" for name in names))
+        same_files(pair, *(directory / name / "merged" / "model.safetensors" for name in names))
         pair.ours.save(directory / "ours")
         resumed = twins(
             lambda ranks: learner_of(model := model_of("qwen3_moe"), ranks, lora=_adapter(model)),
@@ -249,7 +249,8 @@ def _adapter(model: Transformer) -> Lora:
     return lora
 
 
-def _same_files(pair: Twins, ours: Path, alone: Path) -> None:
+def same_files(pair: Twins, ours: Path, alone: Path) -> None:
+    """Compares two files of tensors."""
     from safetensors.torch import load_file
 
     mine, other = load_file(ours), load_file(alone)
@@ -284,7 +285,7 @@ def check_checkpoints(brief: bool) -> str:
     world, worst = dist.get_world_size(), 0.0
     steps = batches(world, 4)
     axes = some_axes(brief)
-    with _directory() as directory:
+    with shared_directory() as directory:
         for number, parallel in enumerate(axes):
             saved = directory / str(number)
             saved.mkdir(exist_ok=True)
@@ -317,7 +318,7 @@ def _after(learner: Learner) -> Learner:
 
 
 @contextmanager
-def _directory() -> Iterator[Path]:
+def shared_directory() -> Iterator[Path]:
     """A directory that all ranks share, removed at the end."""
     name: list[Any] = [tempfile.mkdtemp(prefix="nmoe-checks-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(name)

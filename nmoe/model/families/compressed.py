@@ -84,32 +84,35 @@ def quantization_config(family: Family, config: ModelConfig) -> dict[str, Any] |
     }
 
 
-def stored_tensors(state: dict[str, Tensor], family: Family, config: ModelConfig) -> Iterator[Written]:
+def stored_tensors(
+    state: dict[str, Tensor], family: Family, config: ModelConfig, gather: Callable[[str], Tensor] | None = None
+) -> Iterator[Written]:
     """A model's state as the family's tensors, as `tensors_of` gives them, with experts in the model's profile."""
     assert config.expert_profile is not None, "without a profile there is nothing to quantise"
+    whole = state.__getitem__ if gather is None else gather
     for entry in family.entries(config):
         if _is_expert(entry):
-            yield from _expert(entry, state[entry.ours], config.expert_profile)
+            yield from _expert(entry, whole, config.expert_profile)
         else:
-            yield from tensors_of(state, [entry])
+            yield from tensors_of(state, [entry], gather)
 
 
 def _is_expert(entry: Entry) -> bool:
     return entry.ours.endswith((".ffn.gate_up", ".ffn.down"))
 
 
-def _expert(entry: Entry, weight: Tensor, profile: ExpertProfile) -> Iterator[Written]:
-    """One expert's gate, up or down, and its scales."""
+def _expert(entry: Entry, whole: Callable[[str], Tensor], profile: ExpertProfile) -> Iterator[Written]:
+    """One expert's gate, up or down, and its scales. `whole` gives the weight of all experts."""
     name, rows, numbers = entry.theirs, entry.shape[0], entry.shape[0] * entry.shape[1]
 
     def made(make: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-        return lambda: make(entry.write(weight[entry.index].detach())).cpu().contiguous()
+        return lambda: make(entry.write(whole(entry.ours)[entry.index].detach())).cpu().contiguous()
 
     def as_fp8(weight_ND: Tensor) -> tuple[Tensor, Tensor]:
         return fp8(weight_ND, 1)
 
     def as_nvfp4(weight_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return nvfp4(weight_ND, weight[entry.index[0]].detach().abs().amax())
+        return nvfp4(weight_ND, whole(entry.ours)[entry.index[0]].detach().abs().amax())
 
     if profile == "bf16":
         yield name, 2 * numbers, made(Tensor.bfloat16)
