@@ -21,17 +21,18 @@ def refuse_overlap(
     training = Environment.from_settings(trained, tokenizer)
     if (size := training.pool.size) is None:
         return
-    known = {_asked(training.pool.order.at(position).question) for position in range(size)}
+    known = {asked(training.pool.order.at(position).question) for position in range(size)}
     start = benchmark.state()
-    asked = [_asked(problem.question) for problem in distinct_problems(benchmark, problems)]
+    questions = [asked(problem.question) for problem in distinct_problems(benchmark, problems)]
     benchmark.load_state(start)
-    common = sum(question in known for question in asked)
+    common = sum(question in known for question in questions)
     if common:
         raise UserError(
-            f"{benchmark.settings.env_id}: {common:,} of {len(asked):,} problems are among those that {who} was trained on, so "
+            f"{benchmark.settings.env_id}: {common:,} of {len(questions):,} problems are among those that {who} was trained on, so "
             "that the result would say nothing about others; evaluate on problems that are held out"
         )
 
 
-def _asked(question: str) -> str:
+def asked(question: str) -> str:
+    """The question as it is compared with others: without regard to case and white space."""
     return " ".join(question.split()).casefold()

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from test_preflight import rl
+from test_preflight import TABLES, rl
 
 from nmoe.config.commands import load_run_with
 from nmoe.config.commands.supervised import SFTConfig
@@ -172,3 +172,36 @@ def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
 
     assert check("other").text == "none of 3 is among the 5 prompts trained on"
     assert check("same").text.startswith("2 of 3 prompts are trained on, too")
+
+
+def test_problems_of_a_probe_that_records_ask(tmp_path: Path) -> None:
+    """Whatever the case and the white space: as a question, as the whole prompt, or as a text."""
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": "what is 0 + 1?"},
+                {"role": "assistant", "content": "What is 5 + 1?"},
+            ]
+        },
+        {"messages": [{"role": "user", "content": " What is\n1 + 1?"}, {"role": "assistant", "content": "2"}]},
+    ]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def check(numbers: range) -> Check:
+        lines = [json.dumps({"question": f"What is {n} + 1?", "answer": str(n + 1)}) + "\n" for n in numbers]
+        (tmp_path / "probe.jsonl").write_text("".join(lines))
+        pool = {"type": "jsonl", "path": str(tmp_path / "probe.jsonl"), "task_type": "math"}
+        environment = {"env_id": "probe", "format": "boxed", "task_pool": pool}
+        tables = {
+            "run": {"steps": 10},
+            "model": TABLES["model"],
+            "records": {"path": str(tmp_path / "records.jsonl")},
+            "eval": [{"environment": environment, "every_steps": 5, "max_tokens": 16}],
+        }
+        return overlap(load_run_with(None, SFTConfig, tables, "test", "run"))
+
+    # What the assistant says is no question: 5 is not counted.
+    assert check(range(2, 8)).text == "none of 6 is among the 2 messages trained on"
+    shared = check(range(8))
+    assert (shared.status, shared.text.split(",")[0]) == ("fail", "2 of 8 problems are trained on")
+    assert shared.text.endswith("take others in eval.0.environment")
