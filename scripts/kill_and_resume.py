@@ -209,7 +209,8 @@ class Experiment:
 
     def __init__(self, directory: Path, config: str, overrides: Sequence[str] = (), seed: int = 0) -> None:
         self._directory, self._config, self._overrides = directory, config, overrides
-        self._rng, self._kills = random.Random(f"{seed} {config}"), 0
+        # By its name: the tests' directories are called otherwise each time.
+        self._rng, self._kills = random.Random(f"{seed} {Path(config).name}"), 0
         self._stem = Path(config).stem
         self._whole = directory / f"{self._stem}_whole"
         process = self._start(self._whole.name)

@@ -46,7 +46,12 @@ def join(arguments: Sequence[str]) -> Gang:
         backend = "gloo"
     store = _meet(rank, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    _refuse_others(rank, arguments)
+    try:
+        _refuse_others(rank, arguments)
+    except BaseException:
+        # Left to the end of the process, gloo's threads may outlive what they use, and the process is aborted.
+        dist.destroy_process_group()
+        raise
     if rank == 0:
         host = "127.0.0.1" if local_size == size else socket.gethostbyname(os.environ["MASTER_ADDR"])
         key = secrets.token_bytes(32)

@@ -93,7 +93,9 @@ def main(case: str) -> None:
         joining._PATIENCE_S, joining.DEADLINE = 1.0, timedelta(seconds=2)
     here = join(sys.argv[1:])
     if isinstance(here, Member):
-        sys.exit(here.serve())
+        code = here.serve()
+        leave()
+        sys.exit(code)
     assert isinstance(here, Controller)
     if case in ("works", "reads"):
         works() if case == "works" else everywhere(reads)
