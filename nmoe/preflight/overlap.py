@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from nmoe.config.commands.rl import RLConfig
@@ -32,7 +33,7 @@ def overlap(config: RecordsConfig | RLConfig) -> Check:
 def _of_rl(config: RLConfig) -> Iterator[Check]:
     """A check for each [[eval]] table."""
     tokenizer = load_tokenizer(config.model)
-    training: set[str] | None = None
+    training: set[bytes] | None = None
     for index, probe in enumerate(config.eval):
         if probe.environment is None:
             yield Check(_NAME, "ok", _SPLIT)
@@ -42,8 +43,8 @@ def _of_rl(config: RLConfig) -> Iterator[Check]:
         if trained.pool.size is None or held_out.pool.size is None:
             yield Check(_NAME, "ok", _ENDLESS)
             continue
-        training = training or {asked(problem.question) for problem in _problems(trained)}
-        questions = {asked(problem.question) for problem in _problems(held_out)}
+        training = training or {_key(problem.question) for problem in _problems(trained)}
+        questions = {_key(problem.question) for problem in _problems(held_out)}
         yield _told(len(training & questions), len(questions), len(training), "problems", f"eval.{index}.environment")
 
 
@@ -53,7 +54,7 @@ def _of_records(config: RecordsConfig) -> Iterator[Check]:
     settings = config.records
     if (other := settings.held_out_dataset) is not None:
         training, held_out = (
-            {prompt_of(record) for one in datasets for record in read_records(one)}
+            {_key(prompt_of(record)) for one in datasets for record in read_records(one)}
             for datasets in (settings.datasets, (other,))
         )
         yield _told(len(training & held_out), len(held_out), len(training), "prompts", "records.held_out_path")
@@ -61,7 +62,7 @@ def _of_records(config: RecordsConfig) -> Iterator[Check]:
         yield Check(_NAME, "ok", _SPLIT)
     if not config.probes:
         return
-    said = {asked(text) for one in settings.datasets for record in read_records(one) for text in _said(record)}
+    said = {_key(text) for one in settings.datasets for record in read_records(one) for text in _said(record)}
     tokenizer = load_tokenizer(config.model)
     for index, probe in config.probes.items():
         assert probe.environment is not None, "what makes it a probe"
@@ -72,7 +73,7 @@ def _of_records(config: RecordsConfig) -> Iterator[Check]:
         common, count = 0, 0
         for problem in _problems(environment):
             given = environment.messages(problem)[-1].content
-            common += bool({asked(problem.question), asked(given)} & said)
+            common += bool({_key(problem.question), _key(given)} & said)
             count += 1
         yield _told(common, count, len(said), "problems", f"eval.{index}.environment", "messages")
 
@@ -99,3 +100,8 @@ def _said(record: Record) -> Iterator[str]:
             yield from (message.content for message in record.messages if message.role != "assistant")
         case Prompt() | PromptCompletion() | Preference() | Stepwise():
             yield from (message.content for message in record.prompt if message.role != "assistant")
+
+
+def _key(text: str) -> bytes:
+    """A hash, because a million long questions would not fit."""
+    return hashlib.sha256(asked(text).encode(errors="replace")).digest()
