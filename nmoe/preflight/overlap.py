@@ -26,8 +26,8 @@ def overlap(config: RecordsConfig | RLConfig) -> Check:
     checks = list(_of_rl(config) if isinstance(config, RLConfig) else _of_records(config))
     if not checks:
         return Check(_NAME, "ok", "nothing is evaluated during the run")
-    status = "fail" if any(one.status == "fail" for one in checks) else "ok"
-    return Check(_NAME, status, "; ".join(dict.fromkeys(one.text for one in checks if one.status == status)))
+    failed = [one for one in checks if one.status == "fail"]
+    return Check(_NAME, "fail" if failed else "ok", "; ".join(dict.fromkeys(one.text for one in failed or checks)))
 
 
 def _of_rl(config: RLConfig) -> Iterator[Check]:
