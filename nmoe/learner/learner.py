@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -43,6 +43,7 @@ from nmoe.model.snapshot import Snapshot
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import command, gang
 from nmoe.parallel.ranks import Ranks, release, whole
+from nmoe.parallel.traffic import Traffic
 
 if TYPE_CHECKING:
     from nmoe.parallel.sharded_files import ShardedFiles
@@ -80,17 +81,23 @@ class PassResult:
     """The result of one `forward_backward`.
 
     `tokens` holds one value per scored token in the order of the batch: `logprobs`, `entropy` and the statistics of the objective.
-    `routing` is None in a dense model.
+    `routing` is None in a dense model, `traffic` where no ranks share experts.
     """
 
     loss: float
     auxiliary_loss: float
     tokens: dict[str, Tensor]
     routing: RoutingStatistics | None
+    traffic: Traffic | None = None
 
     def routing_metrics(self) -> dict[str, Any]:
-        """Metrics of the routers, by the names of `docs/reference/metrics.md`; none for a dense model."""
-        return {} if self.routing is None else {"router_aux_loss": self.auxiliary_loss, **self.routing.metrics()}
+        """Metrics of the routers and of shared experts, by the names of `docs/reference/metrics.md`; none for a dense model."""
+        metrics: dict[str, Any] = {}
+        if self.routing is not None:
+            metrics |= {"router_aux_loss": self.auxiliary_loss, **self.routing.metrics()}
+        if self.traffic is not None:
+            metrics |= {"rdep_bytes": float(self.traffic.sent_bytes), "time_dispatch_s": self.traffic.seconds}
+        return metrics
 
 
 class Learner:
@@ -175,6 +182,9 @@ class Learner:
         share_YE = self._load_shares(share) if balancing and not alone else None
         experts = config.routed_experts
         part = _Part(RoutingStatistics.empty(len(config.moe_layers), experts) if experts else None)
+        dispatcher = next((moe.dispatcher for moe in self.model.moe_layers() if moe.dispatcher is not None), None)
+        if dispatcher is not None:
+            dispatcher.sent()  # of passes that computed log-probabilities alone
         for on_host, places_N, counts in share.parts:
             micro = on_host.to(self.model.device)
             trace = RouterTrace(replay=micro.routes_TYK)
@@ -200,6 +210,7 @@ class Learner:
             part.places.append(places_N)
             if part.routing is not None:
                 self._load_YE += part.routing.add(trace)
+        part.traffic = None if dispatcher is None else dispatcher.sent()
         return part
 
     @torch.no_grad()
@@ -354,6 +365,7 @@ class _Part:
     auxiliary_loss: float = 0.0
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
     places: list[Tensor] = field(default_factory=list)
+    traffic: Traffic | None = None
 
 
 def _joined(parts: list[_Part]) -> PassResult:
@@ -365,7 +377,14 @@ def _joined(parts: list[_Part]) -> PassResult:
     for part in parts[1:]:
         if routing is not None and part.routing is not None:
             routing.join(part.routing)
-    return PassResult(sum(part.loss for part in parts), sum(part.auxiliary_loss for part in parts), tokens, routing)
+    counted = [part.traffic for part in parts if part.traffic is not None]
+    return PassResult(
+        loss=sum(part.loss for part in parts),
+        auxiliary_loss=sum(part.auxiliary_loss for part in parts),
+        tokens=tokens,
+        routing=routing,
+        traffic=reduce(Traffic.beside, counted) if counted else None,
+    )
 
 
 def _scored(micro: Batch) -> Scored:

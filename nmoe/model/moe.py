@@ -131,6 +131,8 @@ class Dispatcher(Protocol):
 
     def combine(self, rows_SD: Tensor, handle: Any) -> Tensor: ...
 
+    def sent(self) -> Any: ...
+
 
 Product = Callable[[Tensor, Tensor], Tensor]
 ExpertsWay = Callable[[Tensor, Tensor, ExpertWeights], Tensor]

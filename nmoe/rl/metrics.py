@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from nmoe.learner.learner import PassResult
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
 from nmoe.learner.optimizer import StepResult
+from nmoe.parallel.traffic import Traffic
 from nmoe.trajectory import Trajectory
 from nmoe.types import FAILURES
 
@@ -80,11 +82,13 @@ def joined_passes(passes: Sequence[PassResult]) -> PassResult:
     for other in passes[1:]:
         if routing is not None and other.routing is not None:
             routing.join(other.routing)
+    counted = [result.traffic for result in passes if result.traffic is not None]
     return PassResult(
         loss=_mean([result.loss for result in passes]),
         auxiliary_loss=_mean([result.auxiliary_loss for result in passes]),
         tokens={name: torch.cat([result.tokens[name] for result in passes]) for name in passes[0].tokens},
         routing=routing,
+        traffic=reduce(Traffic.then, counted) if counted else None,
     )
 
 

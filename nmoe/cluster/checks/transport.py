@@ -110,6 +110,21 @@ def _check_rows(dispatcher: Dispatcher, axes: Axes, loads: str) -> None:
     (gradient,) = torch.autograd.grad((back * weight).sum(), rows)
     if not torch.equal(gradient, 2 * weight):
         raise ShortfallError(f"ep {axes.ep} over {axes.nodes} nodes, {loads}: rank {rank} has gradients of other rows")
+    _check_traffic(dispatcher, axes, counts, first)
+
+
+def _check_traffic(dispatcher: Dispatcher, axes: Axes, counts: list[Tensor], first: int) -> None:
+    """The bytes that the group sent: a row travels between nodes if its expert is in another one, and within a node if its expert
+    has another place there; there and back, forward and backward."""
+    per_node = axes.ep // axes.nodes
+    rows = 0
+    for source, of_experts in enumerate(counts):
+        for owner, count in enumerate(of_experts.view(axes.ep, -1).sum(1).tolist()):
+            hops = (source // per_node != owner // per_node) + (source % per_node != owner % per_node)
+            rows += count * (hops if axes.nodes > 1 else source != owner)
+    sent: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(sent, dispatcher.sent().sent_bytes)
+    _equal("bytes sent", [sum(sent[first : first + axes.ep])], range(expected := 4 * rows * 4 * WIDTH, expected + 1))
 
 
 def _counts(loads: str, rank: int, first: int) -> Tensor:

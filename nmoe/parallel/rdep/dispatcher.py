@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nmoe.parallel.rdep.exchange import differentiable_exchange, exchange
+from nmoe.parallel.traffic import Meter, Traffic
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Dispatcher:
         self.groups = tuple(groups)
         self.sizes = tuple(group.size() for group in groups)
         self.ep, self.rank = torch.Size(self.sizes).numel(), rank
+        self._meter = Meter()
 
     def own(self, weight_E: Tensor) -> Tensor:
         """This rank's experts of a weight that is stacked by expert: the local part of a sharded one, a slice of a whole one."""
@@ -57,6 +59,10 @@ class Dispatcher:
             return weight_E.to_local()
         each = weight_E.shape[0] // self.ep
         return weight_E[self.rank * each : (self.rank + 1) * each]
+
+    def sent(self) -> Traffic:
+        """What this rank sent, forward and backward, since this was asked last."""
+        return self._meter.taken()
 
     def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Handle]:
         """Sends rows, sorted by expert, to the experts' owners; `counts_E` has the number of rows of each expert. Returns the rows
@@ -75,7 +81,7 @@ class Dispatcher:
             even = [1] * sent.shape[0]
             came = exchange(sent.flatten(1), even, even, group).view_as(sent)
             send, receive = torch.stack([sent.flatten(1).sum(1), came.flatten(1).sum(1)]).tolist()
-            rows_RD = differentiable_exchange(rows_RD, send, receive, group)
+            rows_RD = differentiable_exchange(rows_RD, send, receive, group, self._meter)
             hops.append(Hop(index_R, send, receive))
             counts, lie = came.permute([wanted.index(a) for a in axes]), wanted
         index_S = regrouped(counts, lie, [axes[-1], *axes[:-1]])
@@ -85,7 +91,7 @@ class Dispatcher:
         """Sends the results of dispatched rows back; returns them in the order in which `dispatch` got the rows, `[R, D]`."""
         rows_SD = rows_SD.index_select(0, _inverse(handle.index_S))
         for hop, group in zip(reversed(handle.hops), reversed(self.groups), strict=True):
-            rows_SD = differentiable_exchange(rows_SD, hop.receive, hop.send, group)
+            rows_SD = differentiable_exchange(rows_SD, hop.receive, hop.send, group, self._meter)
             if hop.index_R is not None:
                 rows_SD = rows_SD.index_select(0, _inverse(hop.index_R))
         return rows_SD

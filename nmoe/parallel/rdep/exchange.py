@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nmoe.parallel.traffic import Meter
+
 # What gloo and nccl both carry. It is all that gloo takes: others end in "Invalid scalar type".
 _CARRIED = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -40,19 +42,20 @@ def exchange(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+        ctx: Any, rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, meter: Meter
     ) -> Tensor:
-        ctx.back = receive, send, group
-        return exchange(rows_RD, send, receive, group)
+        ctx.back = receive, send, group, meter
+        with meter.exchange(send, group.rank(), rows_RD.shape[1] * rows_RD.element_size()):
+            return exchange(rows_RD, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(grad_SD, *ctx.back), None, None, None
+        return _Exchange.apply(grad_SD, *ctx.back), None, None, None, None
 
 
 def differentiable_exchange(
-    rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+    rows_RD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, meter: Meter
 ) -> Tensor:
-    """`exchange` with a gradient: that of the rows that were sent travels back the same way."""
-    rows_SD: Tensor = _Exchange.apply(rows_RD, send, receive, group)
+    """`exchange` with a gradient: that of the rows that were sent travels back the same way. The meter counts both."""
+    rows_SD: Tensor = _Exchange.apply(rows_RD, send, receive, group, meter)
     return rows_SD
