@@ -7,7 +7,16 @@ from itertools import product
 import torch.distributed as dist
 
 from nmoe.cluster.checks.cases import batch_of, model_of
-from nmoe.cluster.checks.training import all_axes, batches, learner_of, same_files, shared_directory, some_axes, twins
+from nmoe.cluster.checks.training import (
+    all_axes,
+    batches,
+    export_both,
+    learner_of,
+    logprobs,
+    shared_directory,
+    some_axes,
+    twins,
+)
 from nmoe.config.tables.model import ExpertProfile
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
@@ -31,16 +40,9 @@ def check_profiles(brief: bool) -> str:
 
         pair = twins(make, parallel, profile)
         pair.train(steps[:3], cross_entropy)
-        scored = batch_of((6, 5, 9), 8)
-        pair.near("log-probabilities", *(one.logprobs(scored).result() for one in (pair.ours, pair.alone)))
+        pair.both("log-probabilities", logprobs(batch_of((6, 5, 9), 8)))
         with shared_directory() as directory:
-            exported = [directory / name / "exported" for name in ("ours", "alone")]
-            for path, learner in zip(exported, (pair.ours, pair.alone), strict=True):
-                path.parent.mkdir(exist_ok=True)
-                if learner is pair.ours or dist.get_rank() == 0:
-                    learner.export(path)
-            dist.barrier()
-            same_files(pair, *(path / "model.safetensors" for path in exported))
+            export_both(pair, directory)
             (directory / "saved").mkdir(exist_ok=True)
             pair.ours.save(directory / "saved")
             resumed = twins(make, parallel, f"resumed {profile}")

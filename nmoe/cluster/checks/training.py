@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nmoe.cluster.checks.cases import EXPERTS, FAMILIES, batch_of, model_of, with_routes
-from nmoe.cluster.checks.twins import Twins
+from nmoe.cluster.checks.twins import OneProcess, Twins
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.config.tables.parallel import ParallelSection
 from nmoe.errors import ShortfallError
@@ -66,9 +67,9 @@ def learner_of(model: Transformer, ranks: Ranks, **more: Any) -> Learner:
 
 
 def twins(make: Callable[[Ranks], Learner], parallel: ParallelSection, what: str, bound: float = EXACT) -> Twins:
-    """The same learner on all ranks and alone."""
+    """The same learner on all ranks and in one process."""
     shown = f"{what}, dp_replicate {parallel.dp_replicate}, ep {parallel.ep}"
-    return Twins(make(Ranks(parallel)), make(Ranks.alone()), bound, shown)
+    return Twins(make(Ranks(parallel)), OneProcess(lambda: make(Ranks.alone())), bound, shown)
 
 
 def check_families(brief: bool) -> str:
@@ -98,8 +99,8 @@ def check_single_precision(brief: bool) -> str:
             return Learner(model, SETTINGS, STEPS, 4096, ranks=ranks, lora=lora)
 
         pair = twins(make, parallel, f"fp32, {kind}", 1e-5)
-        for learner in (pair.ours, pair.alone):
-            learner.forward_backward(batch, cross_entropy).result()
+        pair.ours.forward_backward(batch, cross_entropy).result()
+        pair.alone.told(lambda learner: learner.forward_backward(batch, cross_entropy).result().loss)
         pair.all_gradients()
         worst = max(worst, pair.worst)
     return f"gradients off by at most {worst:.0e} of their norm"
@@ -119,7 +120,7 @@ def check_balance(brief: bool) -> str:
         for replayed in (False, True):
             pair = twins(lambda ranks: learner_of(_balanced(), ranks), parallel, "balance")
             one = batch_of(tuple(7 + i % 4 for i in range(2 * world)), 3)
-            batch = with_routes(one, pair.alone.model, 4) if replayed else one
+            batch = with_routes(one, pair.ours.model, 4) if replayed else one
             runs = 0
 
             def count(*_: object) -> None:
@@ -177,13 +178,18 @@ def check_splits(brief: bool) -> str:
         for batch in (
             _shared(batch_of(lengths, 1)),
             _shared(batch_of(lengths[:3], 2)),
-            _shared(batch_of(lengths * world, 3)),
+            _shared(batch_of(lengths * min(world, 3), 3)),
         ):
-            pair.near("log-probabilities", *(one.logprobs(batch).result() for one in (pair.ours, pair.alone)))
+            pair.both("log-probabilities", logprobs(batch))
             pair.forward_backward(batch, cross_entropy)
             pair.gradients()
         worst = max(worst, pair.worst)
     return f"off by at most {worst:.0e}"
+
+
+def logprobs(batch: Batch) -> Callable[[Learner], Tensor]:
+    """What gives a learner's log-probabilities of a batch."""
+    return lambda learner: learner.logprobs(batch).result()
 
 
 def _shared(batch: Batch) -> Batch:
@@ -220,13 +226,7 @@ def check_adapters(brief: bool) -> str:
         pair.train(batches(world, 3), cross_entropy)
         worst = max(worst, pair.worst)
     with shared_directory() as directory:
-        names = ("ours", "alone")
-        for name, learner in zip(names, (pair.ours, pair.alone), strict=True):
-            (directory / name).mkdir(exist_ok=True)
-            if learner is pair.ours or dist.get_rank() == 0:
-                learner.export(directory / name / "merged")
-        dist.barrier()
-        same_files(pair, *(directory / name / "merged" / "model.safetensors" for name in names))
+        export_both(pair, directory)
         pair.ours.save(directory / "ours")
         resumed = twins(
             lambda ranks: learner_of(model := model_of("qwen3_moe"), ranks, lora=_adapter(model)),
@@ -249,14 +249,18 @@ def _adapter(model: Transformer) -> Lora:
     return lora
 
 
-def same_files(pair: Twins, ours: Path, alone: Path) -> None:
-    """Compares two files of tensors."""
+def export_both(pair: Twins, directory: Path) -> None:
+    """Exports both into a directory that all ranks share, and compares the files."""
     from safetensors.torch import load_file
 
-    mine, other = load_file(ours), load_file(alone)
+    paths = [directory / name / "exported" for name in ("ours", "alone")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+    pair.ours.export(paths[0])
+    pair.alone.told(lambda learner: learner.export(paths[1]))
+    mine, other = (load_file(path / "model.safetensors") for path in paths)
     pair.equal("the set of exported tensors", sorted(mine), sorted(other))
-    for name in sorted(mine):
-        pair.near(f"the exported {name}", mine[name], other[name])
+    pair.near(*((f"the exported {name}", mine[name], other[name]) for name in sorted(mine)))
 
 
 def check_heads(brief: bool) -> str:
@@ -275,7 +279,7 @@ def check_heads(brief: bool) -> str:
             pair = twins(make, parallel, "critic" if head_only else "policy with a head")
             pair.train(batches(world, 3), objective)
             batch = batch_of((6, 5, 9), 8)
-            pair.near("head outputs", *(one.head_outputs(batch).result() for one in (pair.ours, pair.alone)))
+            pair.both("head outputs", lambda learner, batch=batch: learner.head_outputs(batch).result())  # type: ignore[misc]
             worst = max(worst, pair.worst)
     return f"off by at most {worst:.0e}"
 
@@ -295,7 +299,7 @@ def check_checkpoints(brief: bool) -> str:
             for other in (Ranks(axes[number - 1]), Ranks.alone()):
                 resumed = learner_of(_emptied(model_of("gpt_oss")), other)
                 resumed.load(saved)
-                again = Twins(resumed, _after(pair.alone), EXACT, f"resumed from ep {parallel.ep}")
+                again = Twins(resumed, pair.alone.copied(_after), EXACT, f"resumed from ep {parallel.ep}")
                 again.train(steps[2:], cross_entropy)
                 worst = max(worst, again.worst)
     return f"{2 * len(axes)} resumptions, off by at most {worst:.0e}"

@@ -2,99 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nmoe.errors import ShortfallError
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner, PassResult
 from nmoe.learner.objectives import Objective
-from nmoe.parallel.ranks import whole
+from nmoe.parallel.ranks import is_sharded, like, local, sharded_as, total_norm
+
+T = TypeVar("T")
 
 # What is smaller is compared as if it had this norm: a difference of values that are zero but for rounding means nothing.
 _SMALL = 1e-3
 
 
-class Twins:
-    """Compares two learners that make the same calls. `worst` is the largest relative difference met so far, and `where` its name;
-    above `bound` a comparison raises ShortfallError."""
+class OneProcess:
+    """A learner of rank 0's process alone. It computes once what all ranks are then told."""
 
-    def __init__(self, ours: Learner, alone: Learner, bound: float, what: str) -> None:
+    def __init__(self, make: Callable[[], Learner]) -> None:
+        self._learner = make() if dist.get_rank() == 0 else None
+
+    def told(self, compute: Callable[[Learner], T]) -> T:
+        """What this function finds of the learner, on all ranks, which all call this."""
+        found: list[Any] = [None if self._learner is None else compute(self._learner)]
+        dist.broadcast_object_list(found)
+        result: T = found[0]
+        return result
+
+    def copied(self, copy: Callable[[Learner], Learner]) -> OneProcess:
+        """Another one, which this function makes of the learner."""
+        return OneProcess(lambda: copy(self._there()))
+
+    def _there(self) -> Learner:
+        assert self._learner is not None, "asked on rank 0 alone"
+        return self._learner
+
+
+class Twins:
+    """Compares two learners that make the same calls. `worst` is the largest relative difference met so far, on any rank, and
+    `where` its name; above `bound` a comparison raises ShortfallError."""
+
+    def __init__(self, ours: Learner, alone: OneProcess, bound: float, what: str) -> None:
         self.ours, self.alone, self.bound, self.what = ours, alone, bound, what
         self.worst, self.where = 0.0, "nothing"
 
-    def near(self, name: str, mine: Tensor, other: Tensor) -> None:
-        """Compares two tensors by the norm of their difference, relative to that of `other`."""
-        mine, other = whole(mine.detach()).double(), other.detach().double()
-        if mine.shape != other.shape:
-            raise ShortfallError(f"{self.what}: {name} is {list(mine.shape)}, and {list(other.shape)} in one process")
-        difference = float((mine - other).norm() / other.norm().clamp(min=_SMALL)) if mine.numel() else 0.0
-        if difference > self.worst or difference != difference:
-            self.worst, self.where = difference, name
-        if not difference <= self.bound:
-            raise ShortfallError(
-                f"{self.what}: {name} is off by {difference:.1e} from one process, more than {self.bound:.0e}"
-            )
+    def near(self, *compared: tuple[str, Tensor, Tensor]) -> None:
+        """Compares tensors, by name `(mine, other)`: the norm of their difference, relative to that of `other`. Each rank compares
+        its part of a sharded tensor; the largest difference of all ranks counts."""
+        differences = []
+        for name, mine, other in compared:
+            if mine.shape != other.shape:
+                raise ShortfallError(
+                    f"{self.what}: {name} is {list(mine.shape)}, and {list(other.shape)} in one process"
+                )
+            part, its = _parts(mine, other)
+            differences.append((part - its).norm() / other.double().norm().clamp(min=_SMALL).to(part.device))
+        if differences:
+            self._agree([name for name, _, _ in compared], torch.stack(differences))
+
+    def _agree(self, names: list[str], differences: Tensor) -> None:
+        # Nothing is larger than what is no number.
+        largest = torch.where(differences.isnan(), torch.inf, differences.detach())
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        for name, difference in zip(names, largest.tolist(), strict=True):
+            if difference > self.worst:
+                self.worst, self.where = difference, name
+            if not difference <= self.bound:
+                raise ShortfallError(
+                    f"{self.what}: {name} is off by {difference:.1e} from one process, more than {self.bound:.0e}"
+                )
 
     def equal(self, name: str, mine: object, other: object) -> None:
         if mine != other:
             raise ShortfallError(f"{self.what}: {name} is {mine}, and {other} in one process")
 
+    def both(self, name: str, compute: Callable[[Learner], Tensor]) -> None:
+        """Compares what a function finds of each."""
+        self.near((name, compute(self.ours), self.alone.told(compute)))
+
     def forward_backward(self, batch: Batch, objective: Objective) -> PassResult:
         """Compares losses, statistics by token and the routers' figures."""
         mine = self.ours.forward_backward(batch, objective).result()
-        other = self.alone.forward_backward(batch, objective).result()
-        for name, values in (("loss", "loss"), ("auxiliary loss", "auxiliary_loss")):
-            self.near(name, *(torch.tensor(getattr(result, values)) for result in (mine, other)))
+        other = self.alone.told(lambda learner: learner.forward_backward(batch, objective).result())
         self.equal("the set of statistics", sorted(mine.tokens), sorted(other.tokens))
-        for name in sorted(mine.tokens):
-            self.near(name, mine.tokens[name], other.tokens[name])
+        losses = [(name, getattr(mine, name), getattr(other, name)) for name in ("loss", "auxiliary_loss")]
+        compared = [(name.replace("_", " "), torch.tensor(ours), torch.tensor(its)) for name, ours, its in losses]
+        compared += [(name, mine.tokens[name], other.tokens[name]) for name in sorted(mine.tokens)]
         if mine.routing is not None and other.routing is not None:
             self.equal("expert load", mine.routing.load_YE.tolist(), other.routing.load_YE.tolist())
             self.equal("route picks", mine.routing.picks, other.routing.picks)
-            self.near("router entropy", mine.routing.entropy_sum_Y, other.routing.entropy_sum_Y)
+            compared.append(("router entropy", mine.routing.entropy_sum_Y, other.routing.entropy_sum_Y))
+        self.near(*compared)
         return mine
 
     def gradients(self) -> None:
         """Compares the gradients so far, summed over ranks."""
-        mine, others = self.ours.optimizer.parameters, self.alone.optimizer.parameters
-        for name, own, other in zip(self.alone.optimizer.names, mine, others, strict=True):
+        others, compared = self.alone.told(_gradients), []
+        for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
             gradient = self._summed(own)
-            if other.grad is not None:
-                self.near(f"the gradient of {name}", gradient, other.grad)
+            if (other := others.pop(name)) is not None:
+                compared.append((f"the gradient of {name}", gradient, other))
             else:
-                self.equal(f"whether {name} has a gradient", bool(gradient.any()), False)
+                self.equal(f"whether {name} has a gradient", bool(local(gradient).any()), False)
+        self.equal("the gradients that are missing", list(others), [])
+        self.near(*compared)
 
     def all_gradients(self) -> None:
         """Compares all gradients so far as one vector."""
-        mine, others = self.ours.optimizer.parameters, self.alone.optimizer.parameters
-        own = torch.cat([self._summed(parameter).double().flatten() for parameter in mine])
-        other = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in others]
-        self.near("the gradient", own, torch.cat([gradient.double().flatten() for gradient in other]))
+        others, differences, squares = self.alone.told(_gradients), [], []
+        for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
+            gradient, other = self._summed(own), others[name]
+            part, its = _parts(gradient, torch.zeros(own.shape) if other is None else other)
+            differences.append(sharded_as(part - its, gradient))
+            squares.append(0.0 if other is None else float(other.double().square().sum()))
+        self._agree(["the gradient"], total_norm(differences).reshape(1) / max(sum(squares) ** 0.5, _SMALL))
 
     def _summed(self, parameter: Tensor) -> Tensor:
         """FSDP sums the gradients of sharded parameters; an optimizer step those of the others."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        return whole(gradient) if isinstance(gradient, DTensor) else self.ours.ranks.sum(gradient.clone())
+        return gradient if is_sharded(gradient) else self.ours.ranks.sum(gradient.clone())
 
     def step(self) -> None:
         """Compares what an optimizer step reports."""
-        mine, other = self.ours.optim_step().result(), self.alone.optim_step().result()
-        for name, value in other.metrics().items():
-            self.near(name, torch.tensor(mine.metrics()[name]), torch.tensor(value))
+        mine = self.ours.optim_step().result().metrics()
+        other = self.alone.told(lambda learner: dict(learner.optim_step().result().metrics()))
+        self.near(*((name, torch.tensor(mine[name]), torch.tensor(value)) for name, value in other.items()))
 
     def weights(self) -> None:
         """Compares all weights and buffers, the routers' biases among them, and those of a head."""
-        pairs: list[tuple[nn.Module, nn.Module]] = [(self.ours.model, self.alone.model)]
-        if self.ours.head is not None and self.alone.head is not None:
-            pairs.append((self.ours.head, self.alone.head))
-        for own, others in pairs:
-            theirs = others.state_dict()
-            for name, tensor in own.state_dict().items():
-                self.near(name, tensor, theirs[name])
+        others, mine = self.alone.told(_weights), _modules(self.ours)
+        self.near(
+            *(
+                (name, tensor, theirs[name])
+                for own, theirs in zip(mine, others, strict=True)
+                for name, tensor in own.state_dict().items()
+            )
+        )
 
     def train(self, batches: Iterable[Batch], objective: Objective) -> None:
         """Steps on each batch, with gradients compared at the first and weights at the end."""
@@ -104,3 +152,22 @@ class Twins:
                 self.gradients()
             self.step()
         self.weights()
+
+
+def _parts(mine: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of a tensor, and the same part of what one process has of it, in fp64."""
+    its = local(like(other.detach().to(mine.device), mine))
+    return local(mine.detach()).double(), its.double()
+
+
+def _gradients(learner: Learner) -> dict[str, Tensor | None]:
+    optimizer = learner.optimizer
+    return {name: one.grad for name, one in zip(optimizer.names, optimizer.parameters, strict=True)}
+
+
+def _modules(learner: Learner) -> list[nn.Module]:
+    return [learner.model] if learner.head is None else [learner.model, learner.head]
+
+
+def _weights(learner: Learner) -> list[dict[str, Tensor]]:
+    return [dict(module.state_dict()) for module in _modules(learner)]
