@@ -46,12 +46,7 @@ def join(arguments: Sequence[str]) -> Gang:
         backend = "gloo"
     store = _meet(rank, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    try:
-        _refuse_others(rank, arguments)
-    except BaseException:
-        # Left to the end of the process, gloo's threads may outlive what they use, and the process is aborted.
-        dist.destroy_process_group()
-        raise
+    _refuse_others(rank, arguments)
     if rank == 0:
         host = "127.0.0.1" if local_size == size else socket.gethostbyname(os.environ["MASTER_ADDR"])
         key = secrets.token_bytes(32)
@@ -175,7 +170,11 @@ def _refuse_others(rank: int, arguments: Sequence[str]) -> None:
         for name, value in theirs.items():
             if value != found[0][name]:
                 if rank > 0:
-                    raise SystemExit(UserError.exit_code)
+                    # Later than rank 0, because torchrun stops all ranks as soon as one has failed; and without the usual end of a
+                    # process, which was aborted one of six times on a busy machine, as gloo's threads outlive what they use.
+                    time.sleep(20 * _ASKED_EVERY_S)
+                    os._exit(UserError.exit_code)
+                dist.destroy_process_group()
                 raise UserError(
                     f"rank {other} has other {name} than rank 0, {value!r} beside {found[0][name]!r}; start all ranks alike"
                 )
