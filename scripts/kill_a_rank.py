@@ -2,6 +2,7 @@
 
     python scripts/kill_a_rank.py --kills 10 --ranks 2 --json benchmarks/results/rank_kills.json
 
+Two of three kills strike at a random moment of a random step, the third while a checkpoint is written.
 The other ranks have to end by themselves, soon. The resumed run has to end with the same metrics but for timings, and the same
 bytes in the last checkpoint. Exit code 1 if a run differs, or a rank stays.
 """
@@ -12,11 +13,13 @@ import argparse
 import json
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from commits import ROOT, environment
 from kill_and_resume import left
@@ -26,7 +29,11 @@ DEADLINE_S = 60.0
 """How long the others may take to end once a rank is killed."""
 
 # With exact numerics no bit depends on which requests an engine has at once, which is a matter of timing between ranks.
-SETTINGS = ["--run.steps=8", "--checkpoint.every_steps=2", "--checkpoint.keep=2", "--model.numerics=exact"]
+STEPS, SAVED_EVERY = 8, 2
+SETTINGS = [
+    *(f"--run.steps={STEPS}", f"--checkpoint.every_steps={SAVED_EVERY}"),
+    *("--checkpoint.keep=2", "--model.numerics=exact"),
+]
 
 
 def start(workshop: Path, ranks: int, name: str, *overrides: str) -> list[subprocess.Popen[bytes]]:
@@ -59,6 +66,13 @@ def end(processes: list[subprocess.Popen[bytes]], deadline_s: float) -> list[int
     return codes
 
 
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """The steps in a run's metrics; none where it has not come so far."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--kills", type=int, default=10)
@@ -66,24 +80,28 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    rng, kills = random.Random(arguments.seed), []
+    rng, kills = random.Random(arguments.seed), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as directory:
         workshop = Path(directory)
         make_workshop(ROOT, workshop)
-        began = time.monotonic()
         codes = end(start(workshop, arguments.ranks, "whole"), 600)
-        seconds = time.monotonic() - began
         if codes != [0] * arguments.ranks:
             print((workshop / "whole.0.txt").read_text()[-2000:], file=sys.stderr)
             return 1
         expected = left(workshop / "whole")
+        step_s = statistics.median(row["time_step_s"] for row in rows_of(workshop / "whole"))
         for number in range(1, arguments.kills + 1):
             name, rank = f"killed{number}", rng.randrange(arguments.ranks)
             processes = start(workshop, arguments.ranks, name)
-            # From its first step to its end, as long as the undisturbed run took.
-            moment = seconds * (0.4 + 0.6 * rng.random())
-            time.sleep(moment)
-            was_alive = processes[rank].poll() is None
+            in_save = number % 3 == 0
+            step = rng.randrange(2, STEPS, SAVED_EVERY) if in_save else rng.randrange(STEPS)
+            partial = workshop / name / f"checkpoints/.step_{step:06}.partial"
+            while not (partial.exists() if in_save else len(rows_of(workshop / name)) >= step):
+                if processes[0].poll() is not None:
+                    break
+                time.sleep(0.002)
+            time.sleep(rng.random() * (0.01 if in_save else step_s))
+            was_alive, in_save = processes[rank].poll() is None, partial.exists()
             processes[rank].kill()
             killed = time.monotonic()
             codes = end(processes, DEADLINE_S)
@@ -98,8 +116,9 @@ def main() -> int:
                 resumed_from = before[-1]["from_step"] if before else 0
             kill = {
                 "rank": rank,
-                "moment_s": round(moment, 1),
+                "after_step": step,
                 "was_alive": was_alive,
+                "in_save": in_save,
                 "others_ended_s": None if None in codes else round(took, 1),
                 "resumed_from": resumed_from,
                 "differences": differing,
@@ -114,7 +133,7 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print(record["identical"])
-    return int(any(kill["differences"] or kill["others_ended_s"] is None for kill in kills))
+    return int(any(kill["differences"] or kill["others_ended_s"] is None or not kill["was_alive"] for kill in kills))
 
 
 if __name__ == "__main__":

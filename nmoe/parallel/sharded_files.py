@@ -124,12 +124,14 @@ def join(place: Path, files: Mapping[str, list[str]], directory: Path) -> None:
 def _join_file(
     path: Path, tensors: Mapping[str, tuple[str, list[int], list[tuple[Path, list[int]]]]], keys: Mapping[str, str]
 ) -> None:
+    # In an order that does not depend on what made them, and that aligns them, as the package safetensors writes.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-_TYPES[item[1][0]].itemsize, item[0])))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape, _) in tensors.items():
         begin, end = end, end + torch.Size(shape).numel() * _TYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
