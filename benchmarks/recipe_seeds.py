@@ -93,13 +93,16 @@ def stage_by_stage(run: Path) -> Record:
 @dataclass(frozen=True)
 class Recipe:
     """What makes a run of a seed, and the figure that it is judged by. `before` runs once for all seeds, each command where the run
-    or file that it is said to make is missing. `more` is kept beside the figure."""
+    or file that it is said to make is missing. `more` is kept beside the figure. The configuration is that of the recipe's name, or
+    another one with overrides."""
 
     verb: tuple[str, ...]
     figure: Callable[[Path], float]
     wanted: float
     before: tuple[tuple[str, tuple[str, ...]], ...] = ()
     more: Callable[[Path], Record] = lambda _: {}
+    configuration: str | None = None
+    overrides: tuple[str, ...] = ()
 
     @property
     def configurations(self) -> list[str]:
@@ -131,6 +134,13 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "five_stages": Recipe(("rl", "train"), stages_opened, 5, (TOOLS_BASE, STAGES_BASE), stage_by_stage),
     "verifier": Recipe(("verifier",), last("verifier_f1"), 0.9),
+    "fp8": Recipe(
+        ("rl", "train"),
+        lambda run: sampled_correctness(run, "skills", 48),
+        0.9,
+        configuration="speedrun",
+        overrides=("--model.expert_profile=fp8",),
+    ),
     "dpo": Recipe(("dpo",), last("held_out_accuracy"), 0.93, (PAIRS,)),
     "reward": Recipe(("reward",), last("held_out_accuracy"), 0.85, (PAIRS,)),
 }
@@ -145,8 +155,10 @@ def nmoe(*arguments: str) -> None:
 
 def configuration(name: str) -> str:
     """12 hexadecimal digits over the values of the recipe's configuration and the base's, however their files are written."""
-    names = [name, "speedrun_base", *RECIPES[name].configurations]
-    settings = [as_measured(tomllib.loads((CONFIGS / f"{one}.toml").read_text())) for one in names]
+    recipe = RECIPES[name]
+    names = [recipe.configuration or name, "speedrun_base", *recipe.configurations]
+    settings: list[Any] = [as_measured(tomllib.loads((CONFIGS / f"{one}.toml").read_text())) for one in names]
+    settings += recipe.overrides
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
 
@@ -156,7 +168,8 @@ def measure(name: str, seed: int) -> Record:
     where = machine()
     began, cpu = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     if not (run / "checkpoints/latest").exists():
-        nmoe(*recipe.verb, name, f"--run.name={run.name}", f"--run.seed={seed}")
+        place = f"--run.name={run.name}", f"--run.seed={seed}"
+        nmoe(*recipe.verb, recipe.configuration or name, *place, *recipe.overrides)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "recipe": name,

@@ -96,7 +96,9 @@ def main() -> int:
             in_save = number % 3 == 0
             step = rng.randrange(2, STEPS, SAVED_EVERY) if in_save else rng.randrange(STEPS)
             partial = workshop / name / f"checkpoints/.step_{step:06}.partial"
-            while not (partial.exists() if in_save else len(rows_of(workshop / name)) >= step):
+            # Not before the ranks have met: one that never comes is waited for.
+            opened = workshop / name / "config.toml"
+            while not (partial.exists() if in_save else opened.exists() and len(rows_of(workshop / name)) >= step):
                 if processes[0].poll() is not None:
                     break
                 time.sleep(0.002)
