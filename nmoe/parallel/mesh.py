@@ -8,7 +8,8 @@ along `ep`. Gradients are sums over all ranks, not means.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +33,13 @@ class Meshes:
 
 
 def make_meshes(axes: Axes, device: str) -> Meshes:
-    """The meshes of these axes over the default group. All ranks call this."""
+    """The meshes of these axes over the default group, the same ones each time: every process group has threads, buffers and
+    connections of its own, and policy, reference and critic of a run need no other. All ranks call this."""
+    return _made(replace(axes, said=""), device, dist.group.WORLD)
+
+
+@lru_cache(maxsize=16)
+def _made(axes: Axes, device: str, _: dist.ProcessGroup | None) -> Meshes:
     shards = ("dp_replicate", "dp_shard")
     if axes.ep == 1:
         dense = _mesh(device, shards, (axes.dp_replicate, axes.dp_shard))
