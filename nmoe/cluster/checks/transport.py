@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,11 +39,15 @@ def check_dtypes() -> str:
 
 
 def check_meshes() -> str:
-    """Replicas and expert groups are made up of the ranks that the axes say."""
+    """Replicas and expert groups are made up of the ranks that the axes say, and are the same ones for every model."""
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
     for parallel in all_axes(world):
         axes = resolve(parallel, world, world, EXPERTS)
         meshes = make_meshes(axes, "cpu")
+        if make_meshes(replace(axes, said="asked again"), "cpu") is not meshes:
+            raise ShortfallError(
+                f"{axes.dp_replicate} x {axes.efsdp} x {axes.ep}: a second model gets process groups of its own"
+            )
         replica = rank // axes.dp_shard
         _equal(
             "the ranks that share a replica",
