@@ -110,9 +110,8 @@ def _wait_for_all(store: dist.Store, size: int, where: str) -> None:
         named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {size}"
         if time.monotonic() - began > DEADLINE.total_seconds():
             store.set("given up", "")
-            time.sleep(
-                10 * _ASKED_EVERY_S
-            )  # those that came leave before the store is gone, of which torch would complain
+            # Those that came leave before the store is gone, of which torch would complain.
+            time.sleep(10 * _ASKED_EVERY_S)
             raise UserError(
                 f"{named} did not come to {where} within {DEADLINE}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
             )

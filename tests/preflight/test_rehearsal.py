@@ -175,7 +175,7 @@ def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
 
 
 def test_problems_of_a_probe_that_records_ask(tmp_path: Path) -> None:
-    """Whatever the case and the white space: as a question, as the whole prompt, or as a text."""
+    """As a question or as the whole prompt; case and white space do not count."""
     records = [
         {
             "messages": [
