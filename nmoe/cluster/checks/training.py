@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,14 @@ def learner_of(model: Transformer, ranks: Ranks, **more: Any) -> Learner:
     return Learner(model, SETTINGS, STEPS, 1, ranks=ranks, **more)
 
 
-def twins(make: Callable[[Ranks], Learner], parallel: ParallelSection, what: str, bound: float = EXACT) -> Twins:
-    """The same learner on all ranks and in one process."""
-    shown = f"{what}, dp_replicate {parallel.dp_replicate}, ep {parallel.ep}"
-    return Twins(make(Ranks(parallel)), OneProcess(lambda: make(Ranks.alone())), bound, shown)
+def along(
+    axes: Iterable[ParallelSection], make: Callable[[Ranks], Learner], what: str, bound: float = EXACT
+) -> Iterator[Twins]:
+    """The same learner on all ranks, along these axes in turn, and in one process, which computes once for all of them."""
+    alone = OneProcess(lambda: make(Ranks.alone()))
+    for parallel in axes:
+        shown = f"{what}, dp_replicate {parallel.dp_replicate}, ep {parallel.ep}"
+        yield Twins(make(Ranks(parallel)), alone.rewound(), bound, shown)
 
 
 def check_families(brief: bool) -> str:
@@ -78,8 +81,8 @@ def check_families(brief: bool) -> str:
     world, worst, pairs, steps = dist.get_world_size(), 0.0, 0, 2 if brief else STEPS
     for number, family in enumerate(FAMILIES):
         axes = all_axes(world) if family != "dense" else all_axes(world, 1)
-        for parallel in axes[number % 4 :: 4] or axes[-1:] if brief else axes:
-            pair = twins(lambda ranks, family=family: learner_of(model_of(family), ranks), parallel, family)  # type: ignore[misc]
+        some = axes[number % 4 :: 4] or axes[-1:] if brief else axes
+        for pair in along(some, lambda ranks, family=family: learner_of(model_of(family), ranks), family):  # type: ignore[misc]
             pair.train(batches(world, steps), cross_entropy)
             worst, pairs = max(worst, pair.worst), pairs + 1
     return f"{pairs} pairs of family and axes, {steps} steps each, off by at most {worst:.0e}"
@@ -90,7 +93,7 @@ def check_single_precision(brief: bool) -> str:
     experts as they come, with all tokens on one rank's experts, so that others have no row, and with an adapter there."""
     world, worst = dist.get_world_size(), 0.0
     batch = batch_of(tuple(9 + i % 7 for i in range(3 * world)), 1)
-    for parallel, kind in product(some_axes(brief), ("even", "crowded", "crowded adapter")):
+    for kind in ("even", "crowded", "crowded adapter"):
 
         def make(ranks: Ranks, kind: str = kind) -> Learner:
             model = model_of("qwen3_moe", torch.float32)
@@ -98,11 +101,11 @@ def check_single_precision(brief: bool) -> str:
             lora = _adapter(model) if kind == "crowded adapter" else None
             return Learner(model, SETTINGS, STEPS, 4096, ranks=ranks, lora=lora)
 
-        pair = twins(make, parallel, f"fp32, {kind}", 1e-5)
-        pair.ours.forward_backward(batch, cross_entropy).result()
-        pair.alone.told(lambda learner: learner.forward_backward(batch, cross_entropy).result().loss)
-        pair.all_gradients()
-        worst = max(worst, pair.worst)
+        for pair in along(some_axes(brief), make, f"fp32, {kind}", ROUNDED):
+            pair.ours.forward_backward(batch, cross_entropy).result()
+            pair.alone.told("a loss", lambda learner: learner.forward_backward(batch, cross_entropy).result().loss)
+            pair.all_gradients()
+            worst = max(worst, pair.worst)
     return f"gradients off by at most {worst:.0e} of their norm"
 
 
@@ -116,9 +119,8 @@ def _crowded(model: Transformer) -> Transformer:
 def check_balance(brief: bool) -> str:
     """The routers' biases and auxiliary loss are those of the whole batch, from recorded routes without a second forward pass."""
     world, worst = dist.get_world_size(), 0.0
-    for parallel in some_axes(brief):
-        for replayed in (False, True):
-            pair = twins(lambda ranks: learner_of(_balanced(), ranks), parallel, "balance")
+    for replayed in (False, True):
+        for pair in along(some_axes(brief), lambda ranks: learner_of(_balanced(), ranks), "balance"):
             one = batch_of(tuple(7 + i % 4 for i in range(2 * world)), 3)
             batch = with_routes(one, pair.ours.model, 4) if replayed else one
             runs = 0
@@ -156,7 +158,7 @@ def check_hybrid(brief: bool) -> str:
     kept = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(max(ep // 2, 1))
     try:
-        pair = twins(lambda ranks: learner_of(model_of("qwen3_moe"), ranks), parallel, "hybrid")
+        (pair,) = along([parallel], lambda ranks: learner_of(model_of("qwen3_moe"), ranks), "hybrid")
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
         if kept is not None:
@@ -174,7 +176,7 @@ def check_splits(brief: bool) -> str:
     lengths = (5, 12, 3, 20, 9, 1, 12, 30, 4)
     for family in ("gpt_oss",) if brief else FAMILIES:
         make = lambda ranks, family=family: Learner(model_of(family), SETTINGS, STEPS, 25, ranks=ranks)  # noqa: E731
-        pair = twins(make, ParallelSection(), "splits", ROUNDED)
+        (pair,) = along([ParallelSection()], make, "splits", ROUNDED)
         for batch in (
             _shared(batch_of(lengths, 1)),
             _shared(batch_of(lengths[:3], 2)),
@@ -203,8 +205,7 @@ def check_one_expert(brief: bool) -> str:
     """Every token goes to the same experts, which one rank owns: no token is lost, and the other ranks' experts learn nothing."""
     world, worst = dist.get_world_size(), 0.0
 
-    for parallel in some_axes(brief):
-        pair = twins(lambda ranks: learner_of(_crowded(model_of("gpt_oss")), ranks), parallel, "one expert")
+    for pair in along(some_axes(brief), lambda ranks: learner_of(_crowded(model_of("gpt_oss")), ranks), "one expert"):
         batch = batch_of(tuple(5 + i for i in range(world)), 5)
         result = pair.forward_backward(batch, cross_entropy)
         assert result.routing is not None
@@ -219,22 +220,20 @@ def check_one_expert(brief: bool) -> str:
 def check_adapters(brief: bool) -> str:
     """An adapter at attention and experts learns on all ranks as in one process, is saved and resumed, and merged for export."""
     world, worst = dist.get_world_size(), 0.0
-    for parallel in some_axes(brief):
-        pair = twins(
-            lambda ranks: learner_of(model := model_of("qwen3_moe"), ranks, lora=_adapter(model)), parallel, "lora"
-        )
+
+    def make(ranks: Ranks) -> Learner:
+        model = model_of("qwen3_moe")
+        return learner_of(model, ranks, lora=_adapter(model))
+
+    axes = some_axes(brief)
+    for pair in along(axes, make, "lora"):
         pair.train(batches(world, 3), cross_entropy)
         worst = max(worst, pair.worst)
     with shared_directory() as directory:
         export_both(pair, directory)
-        pair.ours.save(directory / "ours")
-        resumed = twins(
-            lambda ranks: learner_of(model := model_of("qwen3_moe"), ranks, lora=_adapter(model)),
-            parallel,
-            "resumed lora",
-        )
-        resumed.alone = pair.alone
-        resumed.ours.load(directory / "ours")
+        pair.ours.save(directory)
+        resumed = Twins(make(Ranks(axes[-1])), pair.alone, EXACT, "resumed lora")
+        resumed.ours.load(directory)
         resumed.train(batches(world, 2), cross_entropy)
     return f"off by at most {max(worst, resumed.worst):.0e}"
 
@@ -250,17 +249,23 @@ def _adapter(model: Transformer) -> Lora:
 
 
 def export_both(pair: Twins, directory: Path) -> None:
-    """Exports both into a directory that all ranks share, and compares the files."""
+    """Exports both, ours into a directory that all ranks share, and compares the files."""
     from safetensors.torch import load_file
 
-    paths = [directory / name / "exported" for name in ("ours", "alone")]
-    for path in paths:
-        path.parent.mkdir(exist_ok=True)
-    pair.ours.export(paths[0])
-    pair.alone.told(lambda learner: learner.export(paths[1]))
-    mine, other = (load_file(path / "model.safetensors") for path in paths)
-    pair.equal("the set of exported tensors", sorted(mine), sorted(other))
-    pair.near(*((f"the exported {name}", mine[name], other[name]) for name in sorted(mine)))
+    def values(path: Path) -> dict[str, tuple[str, Tensor]]:
+        # In fp64, as tensors in fp8 cannot be sent.
+        return {name: (str(one.dtype), one.double()) for name, one in load_file(path / "model.safetensors").items()}
+
+    def alone(learner: Learner) -> dict[str, tuple[str, Tensor]]:
+        with tempfile.TemporaryDirectory() as place:
+            learner.export(Path(place) / "exported")
+            return values(Path(place) / "exported")
+
+    pair.ours.export(directory / "exported")
+    dist.barrier()  # rank 0 writes
+    mine, other = values(directory / "exported"), pair.alone.told("exported files", alone)
+    pair.equal("the exported tensors", *({name: dtype for name, (dtype, _) in one.items()} for one in (mine, other)))
+    pair.near(*((f"the exported {name}", mine[name][1], other[name][1]) for name in sorted(mine)))
 
 
 def check_heads(brief: bool) -> str:
@@ -268,15 +273,14 @@ def check_heads(brief: bool) -> str:
     world, worst = dist.get_world_size(), 0.0
     for head_only in (False, True):
         objective = value_loss() if head_only else total(cross_entropy, value_loss())
-        for parallel in some_axes(brief):
 
-            def make(ranks: Ranks, head_only: bool = head_only) -> Learner:
-                model = model_of("qwen3_moe")
-                head = Head(model.config.hidden_size, 1, "value").double()
-                torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
-                return learner_of(model, ranks, head=head, head_only=head_only, head_learning_rate=3e-2)
+        def make(ranks: Ranks, head_only: bool = head_only) -> Learner:
+            model = model_of("qwen3_moe")
+            head = Head(model.config.hidden_size, 1, "value").double()
+            torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
+            return learner_of(model, ranks, head=head, head_only=head_only, head_learning_rate=3e-2)
 
-            pair = twins(make, parallel, "critic" if head_only else "policy with a head")
+        for pair in along(some_axes(brief), make, "critic" if head_only else "policy with a head"):
             pair.train(batches(world, 3), objective)
             batch = batch_of((6, 5, 9), 8)
             pair.both("head outputs", lambda learner, batch=batch: learner.head_outputs(batch).result())  # type: ignore[misc]
@@ -289,17 +293,19 @@ def check_checkpoints(brief: bool) -> str:
     world, worst = dist.get_world_size(), 0.0
     steps = batches(world, 4)
     axes = some_axes(brief)
+    make = lambda ranks: learner_of(model_of("gpt_oss"), ranks)  # noqa: E731
+    after: OneProcess | None = None
     with shared_directory() as directory:
-        for number, parallel in enumerate(axes):
+        for number, pair in enumerate(along(axes, make, "checkpoint")):
             saved = directory / str(number)
             saved.mkdir(exist_ok=True)
-            pair = twins(lambda ranks: learner_of(model_of("gpt_oss"), ranks), parallel, "checkpoint")
             pair.train(steps[:2], cross_entropy)
             pair.ours.save(saved)
+            after = after or OneProcess(lambda alone=pair.alone: _copied(alone.learner()))  # type: ignore[misc]
             for other in (Ranks(axes[number - 1]), Ranks.alone()):
                 resumed = learner_of(_emptied(model_of("gpt_oss")), other)
                 resumed.load(saved)
-                again = Twins(resumed, pair.alone.copied(_after), EXACT, f"resumed from ep {parallel.ep}")
+                again = Twins(resumed, after.rewound(), EXACT, f"resumed from ep {axes[number].ep}")
                 again.train(steps[2:], cross_entropy)
                 worst = max(worst, again.worst)
     return f"{2 * len(axes)} resumptions, off by at most {worst:.0e}"
@@ -312,7 +318,7 @@ def _emptied(model: Transformer) -> Transformer:
     return model
 
 
-def _after(learner: Learner) -> Learner:
+def _copied(learner: Learner) -> Learner:
     """A copy of a learner in one process, with its optimizer."""
     copy = learner_of(model_of("gpt_oss"), Ranks.alone())
     with tempfile.TemporaryDirectory() as directory:
@@ -328,7 +334,7 @@ def shared_directory() -> Iterator[Path]:
     dist.broadcast_object_list(name)
     try:
         yield Path(name[0])
-    finally:
         dist.barrier()
+    finally:
         if dist.get_rank() == 0:
             shutil.rmtree(name[0])

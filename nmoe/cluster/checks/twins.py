@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,24 +23,36 @@ _SMALL = 1e-3
 
 
 class OneProcess:
-    """A learner of rank 0's process alone. It computes once what all ranks are then told."""
+    """A learner of rank 0's process alone. It computes once what all ranks are then told, and told again after `rewound`."""
 
     def __init__(self, make: Callable[[], Learner]) -> None:
-        self._learner = make() if dist.get_rank() == 0 else None
+        self._make = make
+        self._learner: Learner | None = None
+        self._told: list[tuple[str, Any]] = []
+        self._heard = 0
 
-    def told(self, compute: Callable[[Learner], T]) -> T:
-        """What this function finds of the learner, on all ranks, which all call this."""
-        found: list[Any] = [None if self._learner is None else compute(self._learner)]
-        dist.broadcast_object_list(found)
-        result: T = found[0]
-        return result
+    def told(self, name: str, compute: Callable[[Learner], T]) -> T:
+        """What this function finds of the learner, on all ranks, which all call this. The result is not to be changed."""
+        if self._heard == len(self._told):
+            # Rank 0 keeps a copy: its gradients and weights change.
+            found: list[Any] = [copy.deepcopy(compute(self.learner())) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(found)
+            self._told.append((name, found[0]))
+        before, result = self._told[self._heard]
+        if name != before:
+            raise ValueError(f"asked for {name}, where {before} was asked for the first time")
+        self._heard += 1
+        return cast(T, result)
 
-    def copied(self, copy: Callable[[Learner], Learner]) -> OneProcess:
-        """Another one, which this function makes of the learner."""
-        return OneProcess(lambda: copy(self._there()))
+    def rewound(self) -> OneProcess:
+        """The same, from its start: whoever makes the same calls hears the same, which is not computed again."""
+        self._heard = 0
+        return self
 
-    def _there(self) -> Learner:
-        assert self._learner is not None, "asked on rank 0 alone"
+    def learner(self) -> Learner:
+        """The learner itself, on rank 0 alone."""
+        if self._learner is None:
+            self._learner = self._make()
         return self._learner
 
 
@@ -83,12 +96,15 @@ class Twins:
 
     def both(self, name: str, compute: Callable[[Learner], Tensor]) -> None:
         """Compares what a function finds of each."""
-        self.near((name, compute(self.ours), self.alone.told(compute)))
+        self.near((name, compute(self.ours), self.alone.told(name, compute)))
 
     def forward_backward(self, batch: Batch, objective: Objective) -> PassResult:
         """Compares losses, statistics by token and the routers' figures."""
         mine = self.ours.forward_backward(batch, objective).result()
-        other = self.alone.told(lambda learner: learner.forward_backward(batch, objective).result())
+        other = self.alone.told(
+            f"a pass over sequences of {batch.lengths}",
+            lambda learner: learner.forward_backward(batch, objective).result(),
+        )
         self.equal("the set of statistics", sorted(mine.tokens), sorted(other.tokens))
         losses = [(name, getattr(mine, name), getattr(other, name)) for name in ("loss", "auxiliary_loss")]
         compared = [(name.replace("_", " "), torch.tensor(ours), torch.tensor(its)) for name, ours, its in losses]
@@ -102,19 +118,19 @@ class Twins:
 
     def gradients(self) -> None:
         """Compares the gradients so far, summed over ranks."""
-        others, compared = self.alone.told(_gradients), []
+        others, compared = self.alone.told("gradients", _gradients), []
+        self.equal("the set of gradients", sorted(self.ours.optimizer.names), sorted(others))
         for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
             gradient = self._summed(own)
-            if (other := others.pop(name)) is not None:
+            if (other := others[name]) is not None:
                 compared.append((f"the gradient of {name}", gradient, other))
             else:
                 self.equal(f"whether {name} has a gradient", bool(local(gradient).any()), False)
-        self.equal("the gradients that are missing", list(others), [])
         self.near(*compared)
 
     def all_gradients(self) -> None:
         """Compares all gradients so far as one vector."""
-        others, differences, squares = self.alone.told(_gradients), [], []
+        others, differences, squares = self.alone.told("gradients", _gradients), [], []
         for name, own in zip(self.ours.optimizer.names, self.ours.optimizer.parameters, strict=True):
             gradient, other = self._summed(own), others[name]
             part, its = _parts(gradient, torch.zeros(own.shape) if other is None else other)
@@ -130,12 +146,12 @@ class Twins:
     def step(self) -> None:
         """Compares what an optimizer step reports."""
         mine = self.ours.optim_step().result().metrics()
-        other = self.alone.told(lambda learner: dict(learner.optim_step().result().metrics()))
+        other = self.alone.told("a step", lambda learner: dict(learner.optim_step().result().metrics()))
         self.near(*((name, torch.tensor(mine[name]), torch.tensor(value)) for name, value in other.items()))
 
     def weights(self) -> None:
         """Compares all weights and buffers, the routers' biases among them, and those of a head."""
-        others, mine = self.alone.told(_weights), _modules(self.ours)
+        others, mine = self.alone.told("weights", _weights), _modules(self.ours)
         self.near(
             *(
                 (name, tensor, theirs[name])
