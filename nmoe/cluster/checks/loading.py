@@ -24,7 +24,7 @@ from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import export_model, load_model, new_model, save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.parallel.ranks import Ranks, whole
+from nmoe.parallel.ranks import Ranks, like, local
 
 SPARE = 5 * 2**20
 """Bytes beside the parts and the largest weight: a piece of a stored tensor, 4 MiB at most, and what is small."""
@@ -112,15 +112,18 @@ def _peak_checked(load: Load, ranks: Ranks, what: str) -> float:
     with Allocated() as allocated:
         model = load(partial(share_model, ranks=ranks, device=torch.device("cpu")))
     state = model.state_dict()
-    for name, tensor in state.items():
-        if not torch.equal(whole(tensor), expected[name]):
-            raise ShortfallError(f"{what}: {name} is not what one process loads")
+    wrong = [
+        f"{name} is not what one process loads"
+        for name, tensor in state.items()
+        if not torch.equal(local(tensor), local(like(expected[name], tensor)))
+    ]
     part = sum(_bytes(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in state.values())
     most = part + max(map(_bytes, expected.values())) + SPARE
     if allocated.peak > most or allocated.peak < part:
-        raise ShortfallError(
-            f"{what}: rank {ranks.rank} allocated {allocated.peak:,} bytes at once, its bound is {most:,} and its part {part:,}"
-        )
+        wrong.append(f"rank {ranks.rank} allocated {allocated.peak:,} bytes at once, of {part:,} to {most:,}")
+    for found in ranks.gather(wrong):
+        if found:
+            raise ShortfallError(f"{what}: {found[0]}")
     return allocated.peak / sum(map(_bytes, expected.values()))
 
 

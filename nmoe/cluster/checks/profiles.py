@@ -27,7 +27,7 @@ def check_profiles(brief: bool) -> str:
     """Experts in each profile learn on ranks as in one process, are resumed, and are exported to the same bytes. What is gathered
     for a pass is quantised anew: after a step it has other values in the same place."""
     world, worst = dist.get_world_size(), 0.0
-    steps = batches(world, 4)
+    steps = batches(brief, 4)
     axes = [all_axes(world)[0], some_axes(True)[-1]] if brief else all_axes(world)
     profiles: list[ExpertProfile] = ["fp8", "nvfp4"] if brief else ["fp8", "nvfp4", "bf16"]
     pairs = 0

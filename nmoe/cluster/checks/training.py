@@ -54,10 +54,14 @@ def some_axes(brief: bool) -> list[ParallelSection]:
     return [one for one in axes if one.ep != 1][-2:] or axes if brief else axes
 
 
-def batches(world: int, count: int = STEPS) -> list[Batch]:
-    """Batches of which every rank has one micro-batch, but for a first one with too few sequences for all."""
-    few = batch_of((9,), 0)
-    return [few, *(batch_of(tuple(12 - (step + i) % 5 for i in range(2 * world)), step) for step in range(1, count))]
+def batches(brief: bool, count: int = STEPS) -> list[Batch]:
+    """Batches of which every rank has two micro-batches, or one in brief, but for a first one with too few sequences for all."""
+    few, sequences = batch_of((9,), 0), _sequences(brief)
+    return [few, *(batch_of(tuple(12 - (step + i) % 5 for i in range(sequences)), step) for step in range(1, count))]
+
+
+def _sequences(brief: bool) -> int:
+    return dist.get_world_size() * (1 if brief else 2)
 
 
 def learner_of(model: Transformer, ranks: Ranks, **more: Any) -> Learner:
@@ -83,7 +87,7 @@ def check_families(brief: bool) -> str:
         axes = all_axes(world) if family != "dense" else all_axes(world, 1)
         some = axes[number % 4 :: 4] or axes[-1:] if brief else axes
         for pair in along(some, lambda ranks, family=family: learner_of(model_of(family), ranks), family):  # type: ignore[misc]
-            pair.train(batches(world, steps), cross_entropy)
+            pair.train(batches(brief, steps), cross_entropy)
             worst, pairs = max(worst, pair.worst), pairs + 1
     return f"{pairs} pairs of family and axes, {steps} steps each, off by at most {worst:.0e}"
 
@@ -118,10 +122,10 @@ def _crowded(model: Transformer) -> Transformer:
 
 def check_balance(brief: bool) -> str:
     """The routers' biases and auxiliary loss are those of the whole batch, from recorded routes without a second forward pass."""
-    world, worst = dist.get_world_size(), 0.0
+    worst = 0.0
     for replayed in (False, True):
         for pair in along(some_axes(brief), lambda ranks: learner_of(_balanced(), ranks), "balance"):
-            one = batch_of(tuple(7 + i % 4 for i in range(2 * world)), 3)
+            one = batch_of(tuple(7 + i % 4 for i in range(_sequences(brief))), 3)
             batch = with_routes(one, pair.ours.model, 4) if replayed else one
             runs = 0
 
@@ -132,7 +136,8 @@ def check_balance(brief: bool) -> str:
             hook = pair.ours.model.register_forward_pre_hook(count)
             result = pair.forward_backward(batch, cross_entropy)
             hook.remove()
-            pair.equal("forward passes", runs, 2 if replayed else 4)
+            each = _sequences(brief) // dist.get_world_size()
+            pair.equal("forward passes", runs, each if replayed else 2 * each)
             if not result.auxiliary_loss > 0:
                 raise ShortfallError(f"the auxiliary loss is {result.auxiliary_loss}")
             pair.gradients()
@@ -163,7 +168,7 @@ def check_hybrid(brief: bool) -> str:
         del os.environ["LOCAL_WORLD_SIZE"]
         if kept is not None:
             os.environ["LOCAL_WORLD_SIZE"] = kept
-    pair.train(batches(world, 3 if brief else STEPS), cross_entropy)
+    pair.train(batches(brief, 3 if brief else STEPS), cross_entropy)
     axes = pair.ours.ranks.axes
     assert axes is not None, "the learner sharded its model"
     return f"ep {axes.ep} over {axes.nodes} nodes, off by at most {pair.worst:.0e}"
@@ -219,7 +224,7 @@ def check_one_expert(brief: bool) -> str:
 
 def check_adapters(brief: bool) -> str:
     """An adapter at attention and experts learns on all ranks as in one process, is saved and resumed, and merged for export."""
-    world, worst = dist.get_world_size(), 0.0
+    worst = 0.0
 
     def make(ranks: Ranks) -> Learner:
         model = model_of("qwen3_moe")
@@ -227,14 +232,14 @@ def check_adapters(brief: bool) -> str:
 
     axes = some_axes(brief)
     for pair in along(axes, make, "lora"):
-        pair.train(batches(world, 3), cross_entropy)
+        pair.train(batches(brief, 3), cross_entropy)
         worst = max(worst, pair.worst)
     with shared_directory() as directory:
         export_both(pair, directory)
         pair.ours.save(directory)
         resumed = Twins(make(Ranks(axes[-1])), pair.alone, EXACT, "resumed lora")
         resumed.ours.load(directory)
-        resumed.train(batches(world, 2), cross_entropy)
+        resumed.train(batches(brief, 2), cross_entropy)
     return f"off by at most {max(worst, resumed.worst):.0e}"
 
 
@@ -270,7 +275,7 @@ def export_both(pair: Twins, directory: Path) -> None:
 
 def check_heads(brief: bool) -> str:
     """A policy with a critic's head, and a critic that has no vocabulary, learn as in one process."""
-    world, worst = dist.get_world_size(), 0.0
+    worst = 0.0
     for head_only in (False, True):
         objective = value_loss() if head_only else total(cross_entropy, value_loss())
 
@@ -281,7 +286,7 @@ def check_heads(brief: bool) -> str:
             return learner_of(model, ranks, head=head, head_only=head_only, head_learning_rate=3e-2)
 
         for pair in along(some_axes(brief), make, "critic" if head_only else "policy with a head"):
-            pair.train(batches(world, 3), objective)
+            pair.train(batches(brief, 3), objective)
             batch = batch_of((6, 5, 9), 8)
             pair.both("head outputs", lambda learner, batch=batch: learner.head_outputs(batch).result())  # type: ignore[misc]
             worst = max(worst, pair.worst)
@@ -290,8 +295,8 @@ def check_heads(brief: bool) -> str:
 
 def check_checkpoints(brief: bool) -> str:
     """What all ranks save is resumed along any other axes and in one process, with the same metrics from there on."""
-    world, worst = dist.get_world_size(), 0.0
-    steps = batches(world, 4)
+    worst = 0.0
+    steps = batches(brief, 4)
     axes = some_axes(brief)
     make = lambda ranks: learner_of(model_of("gpt_oss"), ranks)  # noqa: E731
     after: OneProcess | None = None
