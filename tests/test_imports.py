@@ -28,7 +28,8 @@ LEVELS = [
     {"runs", "monitor"},
     {"learner", "engine"},
     {"data"},
-    {"model", "parallel", "text"},
+    {"model", "text"},
+    {"parallel"},
     {"config", "trajectory"},
     {"types", "errors", "statistics"},
 ]

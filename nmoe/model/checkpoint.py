@@ -21,11 +21,11 @@ from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, nativ
 from nmoe.model.families.base import Family, Written, fill, tensors_of
 from nmoe.model.families.compressed import quantization_config, refuse_stacked, stored_tensors
 from nmoe.model.mxfp4 import LARGEST_SCALE, PackedExperts
-from nmoe.model.parts import is_sharded
 from nmoe.model.precision import cast
 from nmoe.model.shards import Shards, files_of, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
+from nmoe.parallel.parts import is_sharded
 from nmoe.types import ExpertWeightsForm
 
 # As large as the shards that transformers writes.

@@ -16,8 +16,8 @@ from nmoe.model.config import ModelConfig
 from nmoe.model.linear import Linear, RMSNorm
 from nmoe.model.ops.attention import AttentionLayer
 from nmoe.model.ops.table import ops_for
-from nmoe.model.parts import keep_part
 from nmoe.model.recurrence import RecurrentLayer
+from nmoe.parallel.parts import keep_part
 
 
 @runtime_checkable

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from nmoe.config.tables.parallel import ParallelSection
 from nmoe.errors import UserError
 from nmoe.parallel.axes import Axes, resolve
+from nmoe.parallel.parts import is_sharded, part_of
 
 # FSDP and sharded tensors take 0.8 s to import, which only several ranks should cost.
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-    from typing_extensions import TypeIs
 
     from nmoe.parallel.rdep.dispatcher import Dispatcher
 
@@ -157,11 +157,6 @@ def release(model: nn.Module) -> None:
             module.reshard()
 
 
-def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether ranks hold a part of this tensor each."""
-    return hasattr(tensor, "device_mesh")
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The full value of a sharded tensor, on every rank."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
@@ -195,9 +190,7 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A copy of this rank's part of a full tensor, which every rank has, sharded as the parameter is. A tensor of another shape,
     such as a step count, is returned as it is."""
     if is_sharded(parameter) and tensor.shape == parameter.shape:
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
+        return sharded_as(part_of(tensor, parameter).clone(memory_format=torch.contiguous_format), parameter)
     return tensor
 
 

@@ -49,5 +49,5 @@ def check_profiles(brief: bool) -> str:
                 resumed = Twins(make(Ranks(parallel)), pair.alone, EXACT, f"resumed {profile}")
                 resumed.ours.load(directory / "saved")
                 resumed.train(steps[3:], cross_entropy)
-            worst, pairs = max(worst, pair.worst, resumed.worst), pairs + 1
+            worst, pairs = max(worst, pair.worst(), resumed.worst()), pairs + 1
     return f"{pairs} pairs of axes and profile, off by at most {worst:.0e}"

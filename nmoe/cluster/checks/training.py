@@ -88,7 +88,7 @@ def check_families(brief: bool) -> str:
         some = axes[number % 4 :: 4] or axes[-1:] if brief else axes
         for pair in along(some, lambda ranks, family=family: learner_of(model_of(family), ranks), family):  # type: ignore[misc]
             pair.train(batches(brief, steps), cross_entropy)
-            worst, pairs = max(worst, pair.worst), pairs + 1
+            worst, pairs = max(worst, pair.worst()), pairs + 1
     return f"{pairs} pairs of family and axes, {steps} steps each, off by at most {worst:.0e}"
 
 
@@ -109,7 +109,7 @@ def check_single_precision(brief: bool) -> str:
             pair.ours.forward_backward(batch, cross_entropy).result()
             pair.alone.told("a loss", lambda learner: learner.forward_backward(batch, cross_entropy).result().loss)
             pair.all_gradients()
-            worst = max(worst, pair.worst)
+            worst = max(worst, pair.worst())
     return f"gradients off by at most {worst:.0e} of their norm"
 
 
@@ -143,7 +143,7 @@ def check_balance(brief: bool) -> str:
             pair.gradients()
             pair.step()
             pair.weights()
-            worst = max(worst, pair.worst)
+            worst = max(worst, pair.worst())
     return f"off by at most {worst:.0e}"
 
 
@@ -171,7 +171,7 @@ def check_hybrid(brief: bool) -> str:
     pair.train(batches(brief, 3 if brief else STEPS), cross_entropy)
     axes = pair.ours.ranks.axes
     assert axes is not None, "the learner sharded its model"
-    return f"ep {axes.ep} over {axes.nodes} nodes, off by at most {pair.worst:.0e}"
+    return f"ep {axes.ep} over {axes.nodes} nodes, off by at most {pair.worst():.0e}"
 
 
 def check_splits(brief: bool) -> str:
@@ -190,7 +190,7 @@ def check_splits(brief: bool) -> str:
             pair.both("log-probabilities", logprobs(batch))
             pair.forward_backward(batch, cross_entropy)
             pair.gradients()
-        worst = max(worst, pair.worst)
+        worst = max(worst, pair.worst())
     return f"off by at most {worst:.0e}"
 
 
@@ -218,7 +218,7 @@ def check_one_expert(brief: bool) -> str:
         pair.gradients()
         pair.step()
         pair.weights()
-        worst = max(worst, pair.worst)
+        worst = max(worst, pair.worst())
     return f"off by at most {worst:.0e}"
 
 
@@ -233,14 +233,14 @@ def check_adapters(brief: bool) -> str:
     axes = some_axes(brief)
     for pair in along(axes, make, "lora"):
         pair.train(batches(brief, 3), cross_entropy)
-        worst = max(worst, pair.worst)
+        worst = max(worst, pair.worst())
     with shared_directory() as directory:
         export_both(pair, directory)
         pair.ours.save(directory)
         resumed = Twins(make(Ranks(axes[-1])), pair.alone, EXACT, "resumed lora")
         resumed.ours.load(directory)
         resumed.train(batches(brief, 2), cross_entropy)
-    return f"off by at most {max(worst, resumed.worst):.0e}"
+    return f"off by at most {max(worst, resumed.worst()):.0e}"
 
 
 def _adapter(model: Transformer) -> Lora:
@@ -289,7 +289,7 @@ def check_heads(brief: bool) -> str:
             pair.train(batches(brief, 3), objective)
             batch = batch_of((6, 5, 9), 8)
             pair.both("head outputs", lambda learner, batch=batch: learner.head_outputs(batch).result())  # type: ignore[misc]
-            worst = max(worst, pair.worst)
+            worst = max(worst, pair.worst())
     return f"off by at most {worst:.0e}"
 
 
@@ -312,7 +312,7 @@ def check_checkpoints(brief: bool) -> str:
                 resumed.load(saved)
                 again = Twins(resumed, after.rewound(), EXACT, f"resumed from ep {axes[number].ep}")
                 again.train(steps[2:], cross_entropy)
-                worst = max(worst, again.worst)
+                worst = max(worst, again.worst())
     return f"{2 * len(axes)} resumptions, off by at most {worst:.0e}"
 
 

@@ -57,38 +57,35 @@ class OneProcess:
 
 
 class Twins:
-    """Compares two learners that make the same calls. `worst` is the largest relative difference met so far, on any rank, and
-    `where` its name; above `bound` a comparison raises ShortfallError."""
+    """Compares two learners that make the same calls."""
 
     def __init__(self, ours: Learner, alone: OneProcess, bound: float, what: str) -> None:
         self.ours, self.alone, self.bound, self.what = ours, alone, bound, what
-        self.worst, self.where = 0.0, "nothing"
+        self._compared: list[tuple[str, Tensor]] = []
+
+    def worst(self) -> float:
+        """The largest relative difference met so far, on any rank. All ranks call this together. Raises ShortfallError where one
+        is above the bound."""
+        # Nothing is larger than what is no number. Once for all comparisons: ranks that outnumber their cores meet slowly.
+        found = torch.stack([torch.where(one.isnan(), torch.inf, one.detach()) for _, one in self._compared])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        for (name, _), difference in zip(self._compared, found.tolist(), strict=True):
+            if not difference <= self.bound:
+                raise ShortfallError(
+                    f"{self.what}: {name} is off by {difference:.1e} from one process, more than {self.bound:.0e}"
+                )
+        return max(found.tolist())
 
     def near(self, *compared: tuple[str, Tensor, Tensor]) -> None:
         """Compares tensors, by name `(mine, other)`: the norm of their difference, relative to that of `other`. Each rank compares
         its part of a sharded tensor; the largest difference of all ranks counts."""
-        differences = []
         for name, mine, other in compared:
             if mine.shape != other.shape:
                 raise ShortfallError(
                     f"{self.what}: {name} is {list(mine.shape)}, and {list(other.shape)} in one process"
                 )
             part, its = _parts(mine, other)
-            differences.append((part - its).norm() / other.double().norm().clamp(min=_SMALL).to(part.device))
-        if differences:
-            self._agree([name for name, _, _ in compared], torch.stack(differences))
-
-    def _agree(self, names: list[str], differences: Tensor) -> None:
-        # Nothing is larger than what is no number.
-        largest = torch.where(differences.isnan(), torch.inf, differences.detach())
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        for name, difference in zip(names, largest.tolist(), strict=True):
-            if difference > self.worst:
-                self.worst, self.where = difference, name
-            if not difference <= self.bound:
-                raise ShortfallError(
-                    f"{self.what}: {name} is off by {difference:.1e} from one process, more than {self.bound:.0e}"
-                )
+            self._compared.append((name, (part - its).norm() / other.double().norm().clamp(min=_SMALL).to(part.device)))
 
     def equal(self, name: str, mine: object, other: object) -> None:
         if mine != other:
@@ -136,7 +133,7 @@ class Twins:
             part, its = _parts(gradient, torch.zeros(own.shape) if other is None else other)
             differences.append(sharded_as(part - its, gradient))
             squares.append(0.0 if other is None else float(other.double().square().sum()))
-        self._agree(["the gradient"], total_norm(differences).reshape(1) / max(sum(squares) ** 0.5, _SMALL))
+        self._compared.append(("the gradient", total_norm(differences) / max(sum(squares) ** 0.5, _SMALL)))
 
     def _summed(self, parameter: Tensor) -> Tensor:
         """FSDP sums the gradients of sharded parameters; an optimizer step those of the others."""

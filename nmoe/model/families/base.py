@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nmoe.errors import UserError
 from nmoe.model.config import ModelConfig
-from nmoe.model.parts import is_sharded, to_fill
 from nmoe.model.shards import Shards
+from nmoe.parallel.parts import is_sharded, to_fill
 
 # Llama's name of the head, which a checkpoint may contain although the head is tied to the embedding.
 TIED_HEAD = "lm_head.weight"
@@ -119,7 +119,7 @@ def fill(
                 _fill_entry(weight[entry.index], entry, *stored[entry.theirs], shards)
     if config.tie_embeddings and TIED_HEAD in shards.files and family.ignores(TIED_HEAD, config):
         embedding = state["embedding.weight"]
-        _compare_tied_head(embedding.full_tensor() if is_sharded(embedding) else embedding, shards)  # type: ignore[attr-defined]
+        _compare_tied_head(embedding.full_tensor() if is_sharded(embedding) else embedding, shards)
 
 
 def _unfilled(state: dict[str, Tensor], entries: Iterable[Entry], buffers: Collection[str]) -> list[str]:

@@ -4,37 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
-def is_sharded(weight: Tensor) -> bool:
+
+def is_sharded(weight: Tensor) -> TypeIs[DTensor]:
     """Whether ranks hold a part of this weight each."""
     return hasattr(weight, "device_mesh")
 
 
 def keep_part(weight: Tensor, whole: Tensor) -> None:
     """Copies a whole value, which every rank has, into a weight or, if ranks shard it, this rank's part of it."""
-    if not is_sharded(weight):
+    if is_sharded(weight):
+        weight.to_local().copy_(part_of(whole, weight))
+    else:
         weight.copy_(whole)
-        return
-    # Imported here because it takes 0.6 s, which only a sharded model should cost.
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    assert isinstance(weight, DTensor), "what shards a tensor"
+
+def part_of(whole: Tensor, weight: DTensor) -> Tensor:
+    """This rank's part of a whole value, sharded as the weight is: a view of it, where the layout has one."""
+    # Imported here because it takes 0.6 s, which only a sharded model should cost.
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     if not all(type(placement) in (Shard, Replicate) for placement in weight.placements):
         # Along one axis twice, in an order of FSDP's own.
-        weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None))
-        return
-    # A view, where `distribute_tensor` would hold further copies of the whole tensor.
+        return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+    # `distribute_tensor` would hold further copies of the whole tensor, and plans anew for each mesh: 39 ms for the first 21
+    # weights of a tiny model, which take 6 this way.
     for number, placement in enumerate(weight.placements):
         if isinstance(placement, Shard):
             size, ranks = whole.shape[placement.dim], weight.device_mesh.size(number)
             each = -(-size // ranks)
             first = min(each * weight.device_mesh.get_local_rank(number), size)
             whole = whole.narrow(placement.dim, first, min(each, size - first))
-    weight.to_local().copy_(whole)
+    return whole
 
 
 @contextmanager
