@@ -31,5 +31,5 @@ def check_ranks(
     import torch.distributed as dist
 
     typer.echo(f"{gang().size} ranks over {dist.get_backend()}")
-    # Pairs of family and axes grow with the ranks, and more than two of them seldom have a core each.
-    everywhere(run_checks, tuple(only or ()), brief=gang().size > 2)
+    # Pairs of family and axes grow with the ranks, which seldom have a core each.
+    everywhere(run_checks, tuple(only or ()), brief=gang().size > 4)
