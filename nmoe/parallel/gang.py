@@ -16,8 +16,11 @@ group: they are pickled, and whoever can send one runs code. Tensors between ran
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import signal
+import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from multiprocessing.connection import Connection
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from nmoe.errors import UserError
 from nmoe.parallel.commands import Command, End, Failure, Pickler, Unpickler
@@ -94,9 +97,22 @@ class Member(Gang):
                 answer = self._follow(command)
             except BaseException as error:
                 self.tell(Failure.of(error))
-                return getattr(error, "exit_code", 1)
+                self._desert(getattr(error, "exit_code", 1))
             if not self.tell(answer):
                 return 1
+
+    def _desert(self, exit_code: int) -> NoReturn:
+        """Ends this process in the midst of a command. The others notice at once that it has left their collectives: its
+        connections are shut, because torch keeps process groups in caches of its own after they are destroyed, and rank 0 waited
+        for this one until torchrun ended it without a word."""
+        for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+            if int(name) != self.connection.fileno():
+                with suppress(OSError):
+                    _shut(int(name))
+        self.outlast()
+        sys.stdout.flush()
+        # Without the usual end of a process, at which gloo's threads would miss what they use.
+        os._exit(exit_code)
 
     def outlast(self) -> None:
         """Waits until the controller has ended, for a while: torchrun stops all ranks as soon as one has failed, and would cut off
@@ -125,6 +141,17 @@ class Member(Gang):
         except (BrokenPipeError, ConnectionError):
             return False
         return True
+
+
+def _shut(descriptor: int) -> None:
+    """Shuts what this file descriptor is, if it is a TCP connection; gloo aborts the process where a listening socket is shut."""
+    with socket.socket(fileno=descriptor) as one:
+        try:
+            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+            if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                one.shutdown(socket.SHUT_RDWR)
+        finally:
+            one.detach()
 
 
 class Controller(Gang):

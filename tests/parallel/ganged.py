@@ -22,6 +22,10 @@ from nmoe.parallel.ranks import Ranks
 from nmoe.recipes.setup import refuse_other_weights
 
 
+# As torch keeps process groups in caches of its own.
+kept: list[object] = []
+
+
 class Counter:
     """Something that each rank has its own of."""
 
@@ -46,6 +50,7 @@ class Counter:
 
     def fail(self, share: str) -> None:
         if share == "mistake":
+            kept.append(dist.group.WORLD)
             raise UserError("config.toml:3: wrong")
         if share == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -95,6 +100,8 @@ def main(case: str) -> None:
     if isinstance(here, Member):
         code = here.serve()
         leave()
+        if code:
+            here.outlast()
         sys.exit(code)
     assert isinstance(here, Controller)
     if case in ("works", "reads"):
