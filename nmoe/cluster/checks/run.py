@@ -30,7 +30,7 @@ CHECKS: dict[str, Callable[[bool], str]] = {
 """By name: functions that all ranks of the default group call together, with less work if the argument is true. Each returns what
 it found, in words, and raises ShortfallError where something is not as in one process."""
 
-DEADLINE_S = 150.0
+DEADLINE_S = 300.0
 
 
 def run_checks(
