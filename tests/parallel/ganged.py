@@ -21,7 +21,6 @@ from nmoe.parallel.join import join, leave
 from nmoe.parallel.ranks import Ranks
 from nmoe.recipes.setup import refuse_other_weights
 
-
 # As torch keeps process groups in caches of its own.
 kept: list[object] = []
 
