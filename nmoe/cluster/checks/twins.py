@@ -67,7 +67,7 @@ class Twins:
         """The largest relative difference met so far, on any rank. All ranks call this together. Raises ShortfallError where one
         is above the bound."""
         # Nothing is larger than what is no number. Once for all comparisons: ranks that outnumber their cores meet slowly.
-        found = torch.stack([torch.where(one.isnan(), torch.inf, one.detach()) for _, one in self._compared])
+        found = torch.stack([torch.where(one.isnan(), torch.inf, one.detach()).cpu() for _, one in self._compared])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         for (name, _), difference in zip(self._compared, found.tolist(), strict=True):
             if not difference <= self.bound:

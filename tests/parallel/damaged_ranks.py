@@ -1,0 +1,66 @@
+"""What each rank of `test_rank_checks` runs to see whether comparisons notice what is wrong with one rank: the last of three pairs
+of a learner on ranks and one in one process, which has computed for the first two, is damaged on rank 1 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from nmoe.cluster.checks.cases import model_of
+from nmoe.cluster.checks.training import all_axes, along, batches, learner_of
+from nmoe.cluster.checks.twins import Twins
+from nmoe.errors import ShortfallError
+from nmoe.learner.objectives import cross_entropy
+from nmoe.parallel.ranks import local
+
+
+def gradient(pair: Twins, amount: float) -> None:
+    grad = pair.ours.model.embedding.weight.grad
+    assert grad is not None
+    local(grad).add_(amount)
+
+
+def weight(pair: Twins, amount: float) -> None:
+    with torch.no_grad():
+        local(pair.ours.model.embedding.weight).add_(amount)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Twins, float], None], float]] = {
+    "a gradient": ("gradients", gradient, 1e-6),
+    "a weight that is no number": ("weights", weight, float("nan")),
+    "a weight": ("weights", weight, 1e-6),
+}
+
+
+def check(name: str) -> None:
+    before, damage, amount = DAMAGES[name]
+    axes = all_axes(2)
+    for number, pair in enumerate(along(axes, lambda ranks: learner_of(model_of("qwen3_moe"), ranks), name)):
+        if number == len(axes) - 1:
+            compare = getattr(pair, before)
+
+            def damaged(pair: Twins = pair, compare: Callable[[], None] = compare) -> None:
+                if dist.get_rank() == 1:
+                    damage(pair, amount)
+                compare()
+
+            setattr(pair, before, damaged)
+        pair.train(batches(True, 2)[1:], cross_entropy)
+        try:
+            print(f"{number}: {pair.worst() < 1e-9}", flush=True)
+        except ShortfallError as error:
+            print(f"{number}: {error}", flush=True)
+    try:
+        pair.alone.rewound().told("something else", lambda learner: None)
+    except ValueError as error:
+        print(error, flush=True)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name in DAMAGES:
+        check(name)
+    dist.destroy_process_group()
