@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -56,33 +57,33 @@ def _mesh(device: str, names: Sequence[str], sizes: Sequence[int], replicated: b
     """A mesh of these axes, without that of the replicas if there is only one and it is not wanted."""
     first = 0 if sizes[0] > 1 or replicated else 1
     ranks = torch.arange(dist.get_world_size()).view(*sizes[first:])
-    groups = [_group_along(ranks, axis) for axis in range(ranks.ndim)]
+    groups = [_group_along(ranks, axis, "weights") for axis in range(ranks.ndim)]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(names[first:]))
 
 
 def _hops(axes: Axes) -> list[dist.ProcessGroup]:
-    """The groups that rows travel in: the expert group itself or, where it spans nodes, ranks of the same place in all nodes and
-    then the ranks of a node."""
+    """The groups that rows travel in: the expert group or, where it spans nodes, ranks of the same place in all nodes and then the
+    ranks of a node. Not those of weights, which are gathered meanwhile: NCCL carries out the calls of one group one by one."""
     in_node = axes.ep // axes.nodes
     if axes.nodes == 1 or in_node == 1:
-        return [_group_along(torch.arange(dist.get_world_size()).view(-1, axes.ep), 1)]
+        return [_group_along(torch.arange(dist.get_world_size()).view(-1, axes.ep), 1, "rows")]
     ranks = torch.arange(dist.get_world_size()).view(-1, axes.nodes, in_node)
-    return [_group_along(ranks, 1), _group_along(ranks, 2)]
+    return [_group_along(ranks, 1, "rows"), _group_along(ranks, 2, "rows")]
 
 
-def _group_along(ranks: Tensor, axis: int) -> dist.ProcessGroup:
+def _group_along(ranks: Tensor, axis: int, carries: Literal["weights", "rows"]) -> dist.ProcessGroup:
     """The process group of this rank along an axis of all ranks' places. All ranks call this, and make the groups of all."""
     rows = ranks.movedim(axis, -1).flatten(0, -2).tolist() if ranks.ndim > 1 else [ranks.tolist()]
-    groups = [_group(tuple(row), dist.group.WORLD) for row in rows]
+    groups = [_group(tuple(row), carries, dist.group.WORLD) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
 
 
 @cache
-def _group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group of these ranks, one for all meshes: each has threads of its own, of which gloo's wake a hundred times a
-    second. With groups for each mesh eight ranks on two cores had 170 threads each, and spent a third of their time in the
-    system."""
-    return world if len(ranks) == dist.get_world_size() else dist.new_group(ranks)
+def _group(ranks: tuple[int, ...], carries: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The process group in which these ranks exchange weights or rows, one for all meshes: each has threads of its own, of which
+    gloo's wake a hundred times a second. With groups for each mesh eight ranks on two cores had 170 threads each, and spent a
+    third of their time in the system."""
+    return world if carries == "weights" and len(ranks) == dist.get_world_size() else dist.new_group(ranks)
 
 
 def shard_model(

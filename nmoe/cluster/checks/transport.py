@@ -39,8 +39,10 @@ def check_dtypes() -> str:
 
 
 def check_meshes() -> str:
-    """Replicas and expert groups are made up of the ranks that the axes say, and are the same ones for every model."""
+    """Replicas and expert groups are made up of the ranks that the axes say, and are the same ones for every model. The same ranks
+    have one process group for weights along all axes, and another for rows."""
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for parallel in all_axes(world):
         axes = resolve(parallel, world, world, EXPERTS)
         meshes = make_meshes(axes, "cpu")
@@ -60,6 +62,12 @@ def check_meshes() -> str:
             sharing = range(replica * axes.dp_shard + rank % axes.ep, (replica + 1) * axes.dp_shard, axes.ep)
             _equal("the ranks that share an expert", _ranks(meshes.experts), sharing)
         found.append(f"{axes.dp_replicate} x {axes.efsdp} x {axes.ep}")
+        for mesh in (meshes.dense, meshes.experts, meshes.ep or meshes.experts):
+            group = mesh.get_group(mesh.ndim - 1)
+            if groups.setdefault(tuple(_ranks(mesh)), group) is not group:
+                raise ShortfallError(f"{found[-1]}: ranks {_ranks(mesh)} have two process groups for weights")
+            if meshes.dispatcher is not None and group in meshes.dispatcher.groups:
+                raise ShortfallError(f"{found[-1]}: ranks {_ranks(mesh)} have one process group for weights and rows")
     return ", ".join(found)
 
 
