@@ -35,8 +35,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Twins, float], None], float]] = {
 }
 
 
-def check(name: str) -> None:
-    before, damage, amount = DAMAGES[name]
+def check(name: str) -> list[str]:
+    """What this rank finds of each pair."""
+    (before, damage, amount), said = DAMAGES[name], []
     axes = all_axes(2)
     for number, pair in enumerate(along(axes, lambda ranks: learner_of(model_of("qwen3_moe"), ranks), name)):
         if number == len(axes) - 1:
@@ -50,17 +51,21 @@ def check(name: str) -> None:
             setattr(pair, before, damaged)
         pair.train(batches(True, 2)[1:], cross_entropy)
         try:
-            print(f"{number}: {pair.worst() < 1e-9}", flush=True)
+            said.append(f"{number}: {pair.worst() < 1e-9}")
         except ShortfallError as error:
-            print(f"{number}: {error}", flush=True)
+            said.append(f"{number}: {error}")
     try:
         pair.alone.rewound().told("something else", lambda learner: None)
     except ValueError as error:
-        print(error, flush=True)
+        said.append(str(error))
+    return said
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for name in DAMAGES:
-        check(name)
+    said: list[list[str]] = [[], []]
+    dist.all_gather_object(said, [line for name in DAMAGES for line in check(name)])
+    # By one rank alone: lines of two run into each other.
+    if dist.get_rank() == 0:
+        print(*said[0], *said[1], sep="\n")
     dist.destroy_process_group()
