@@ -112,6 +112,7 @@ def _peak_checked(load: Load, ranks: Ranks, what: str) -> float:
     with Allocated() as allocated:
         model = load(partial(share_model, ranks=ranks, device=torch.device("cpu")))
     state = model.state_dict()
+    # `like` cuts parts as loading does; that FSDP cuts them alike is what the check of families shows.
     wrong = [
         f"{name} is not what one process loads"
         for name, tensor in state.items()
