@@ -18,10 +18,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,10 @@ from calibration import calibration_s
 from machine import machine, versions
 from speedrun_seeds import as_measured
 
-from nmoe.config.packaged import CONFIGS, ENVIRONMENTS
-from nmoe.config.tables.sandbox import SandboxSettings
-from nmoe.engine.native.engine import NativeEngine
-from nmoe.envs.environment import Environment
-from nmoe.envs.tools.runtime import ToolRuntime
-from nmoe.eval.evaluate import evaluate
-from nmoe.model.checkpoint import load_model
+from nmoe.config.packaged import CONFIGS
+from nmoe.config.tables.pools import GeneratedPool
+from nmoe.envs.pools import Shard, build_pool
 from nmoe.runs.ledger import read_metrics
-from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/recipe_seeds.json"
@@ -48,24 +44,56 @@ SEEDS = range(5)
 Record = dict[str, Any]
 
 
+def nmoe(*arguments: str) -> None:
+    """Runs a command of nmoe's in a process of its own; ends this one where it fails."""
+    command = [sys.executable, "-c", "from nmoe.cli import main; main()", *arguments]
+    if code := subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
+        sys.exit(f"nmoe {' '.join(arguments)} ended with {code}")
+
+
+@cache
+def evaluated(run: Path, environment: str, *options: str) -> dict[str, float]:
+    """What `nmoe eval` says of a run's held-out problems, by mode."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "out.json"
+        nmoe("eval", str(run), environment, *options, "--results", place, "--out", str(out))
+        found = json.loads(out.read_text())["evaluations"]
+    # The first is of all problems; parts of them, such as one skill's, follow.
+    return {one["mode"]: one["value"] for one in found if one["dataset"] == found[0]["dataset"]}
+
+
 def sampled_correctness(run: Path, environment: str, max_new_tokens: int) -> float:
     """Of 200 held-out problems with eight samples each, at temperature 1."""
-    directory = resolve_checkpoint(run)
-    tokenizer, model = Tokenizer.load(directory), load_model(directory)
-    held_out = Environment.from_toml(ENVIRONMENTS / f"{environment}.toml", tokenizer).held_out()
-    with ToolRuntime(held_out, SandboxSettings()) as runtime:
-        results = evaluate(
-            NativeEngine(model, 256),
-            held_out,
-            model.config.context_tokens,
-            problems=200,
-            samples=8,
-            temperature=1.0,
-            max_new_tokens=max_new_tokens,
-            seed=0,
-            runtime=runtime,
-        )
-    return results[0].value
+    options = ("--problems", "200", "--samples", "8", "--temperature", "1", "--max-tokens", str(max_new_tokens))
+    return evaluated(run, environment, *options)["sampling_pass@1"]
+
+
+def best_of_8(policy: Path, environment: str, scorer: Path, problems: int) -> Record:
+    """The best of eight samples by a scorer, beside what it competes with."""
+    options = ("--problems", str(problems), "--samples", "8", "--temperature", "1", "--best-of", str(scorer))
+    found = evaluated(policy, environment, *options)
+    return {
+        "greedy": found["greedy_pass@1"],
+        "one_sample": found["sampling_pass@1"],
+        "majority_of_8": found["sampling_pass@8"],
+        "best_of_8": found["best_of@8"],
+        "any_of_8": found["pass@8"],
+    }
+
+
+def evaluation(run: Path, place: int) -> float:
+    """The first figure of one of a run's own evaluations, in order of steps."""
+    return json.loads(sorted((run / "eval").iterdir())[place].read_text())["results"][0]["value"]
+
+
+def write_demonstrations(path: Path) -> None:
+    """Worked answers to problems of sorting of the train split, as docs/guides/sft.md writes them."""
+    settings = GeneratedPool(type="generated", task_type="sort", difficulty=(4, 6), seed=7)
+    with path.open("w") as file:
+        for problem in {one.question: one for one in build_pool("sort", settings, Shard()).take(2000)}.values():
+            thought = " ".join(sorted(problem.question.removeprefix("Sort: ")))
+            said = {"role": "assistant", "reasoning_content": thought, "content": problem.gold}
+            file.write(json.dumps({"messages": [{"role": "user", "content": problem.question}, said]}) + "\n")
 
 
 def stages_opened(run: Path) -> float:
@@ -92,14 +120,14 @@ def stage_by_stage(run: Path) -> Record:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a run of a seed, and the figure that it is judged by. `before` runs once for all seeds, each command where the run
-    or file that it is said to make is missing. `more` is kept beside the figure. The configuration is that of the recipe's name, or
-    another one with overrides."""
+    """What makes a run of a seed, and the figure that it is judged by. `before` is done once for all seeds: each command, or a
+    function of a path, where what it makes is missing. `more` is kept beside the figure. The configuration is that of the
+    recipe's name, or another one with overrides."""
 
     verb: tuple[str, ...]
     figure: Callable[[Path], float]
     wanted: float
-    before: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    before: tuple[tuple[str, tuple[str, ...] | Callable[[Path], None]], ...] = ()
     more: Callable[[Path], Record] = lambda _: {}
     configuration: str | None = None
     overrides: tuple[str, ...] = ()
@@ -107,7 +135,7 @@ class Recipe:
     @property
     def configurations(self) -> list[str]:
         """The names of the packaged configurations that its result depends on, but for its own and the base's."""
-        return [command[1] for _, command in self.before if command[0] == "pretrain"]
+        return [made[-1] for _, made in self.before if isinstance(made, tuple) and made[0] != "data"]
 
 
 def last(name: str) -> Callable[[Path], float]:
@@ -123,6 +151,9 @@ PAIRS = (
 )
 TOOLS_BASE = ("tools_base", ("pretrain", "tools_base"))
 STAGES_BASE = ("five_stages_base", ("pretrain", "five_stages_base"))
+SORTS = ("sort_grpo", ("rl", "train", "sort_grpo"))
+SUMS = ("sums", ("pretrain", "sums"))
+VERIFIER = ("verifier", ("verifier", "verifier"))
 RECIPES: Mapping[str, Recipe] = {
     "sort_grpo": Recipe(("rl", "train"), lambda run: sampled_correctness(run, "sort", 48), 0.9),
     "sort_ppo": Recipe(("rl", "train"), lambda run: sampled_correctness(run, "sort", 48), 0.9),
@@ -141,16 +172,70 @@ RECIPES: Mapping[str, Recipe] = {
         configuration="speedrun",
         overrides=("--model.expert_profile=fp8",),
     ),
-    "dpo": Recipe(("dpo",), last("held_out_accuracy"), 0.93, (PAIRS,)),
-    "reward": Recipe(("reward",), last("held_out_accuracy"), 0.85, (PAIRS,)),
+    "sort_distillation": Recipe(
+        ("rl", "train"),
+        lambda run: evaluation(run, -1),
+        0.9,
+        (SORTS,),
+        lambda run: {
+            "sampled": sampled_correctness(run, "sort", 48),
+            "sampled_teacher": sampled_correctness(SPEEDRUN / "sort_grpo", "sort", 48),
+        },
+    ),
+    "sft": Recipe(
+        ("sft",),
+        lambda run: evaluated(run / "checkpoints/best", "sort", "--problems", "300")["greedy_pass@1"],
+        0.9,
+        (("demonstrations.jsonl", write_demonstrations),),
+        overrides=(
+            "--run.directory=runs/speedrun",
+            "--records.path=runs/speedrun/demonstrations.jsonl",
+            "--records.epochs=4",
+            "--records.tokens_per_step=2048",
+            "--records.held_out=0.1",
+            "--optimizer.learning_rate=1e-3",
+        ),
+    ),
+    "dpo": Recipe(
+        ("dpo",),
+        last("held_out_accuracy"),
+        0.93,
+        (PAIRS,),
+        lambda run: evaluated(run, "skills", "--problems", "300"),
+    ),
+    "reward": Recipe(
+        ("reward",),
+        last("held_out_accuracy"),
+        0.85,
+        (PAIRS,),
+        lambda run: best_of_8(SPEEDRUN / "base", "skills", run, 300),
+    ),
+    "verifier_scores": Recipe(
+        ("verifier",),
+        last("verifier_accuracy"),
+        0.6,
+        configuration="verifier",
+        overrides=("--mode=score", "--run.steps=400"),
+    ),
+    "sums": Recipe(
+        ("pretrain",),
+        lambda run: best_of_8(run, "sums", SPEEDRUN / "verifier", 400)["best_of_8"],
+        0.9,
+        (VERIFIER,),
+        lambda run: best_of_8(run, "sums", SPEEDRUN / "verifier", 400),
+    ),
+    "sums_rl": Recipe(
+        ("rl", "train"),
+        lambda run: evaluation(run, -1),
+        0.9,
+        (SUMS, VERIFIER),
+        lambda run: {
+            "greedy_before": evaluation(run, 0),
+            "sampled_at_start": read_metrics(run)[0]["correctness"],
+            "sampled_at_end": statistics.fmean(row["correctness"] for row in read_metrics(run)[-3:]),
+        },
+    ),
 }
-
-
-def nmoe(*arguments: str) -> None:
-    """Runs a command of nmoe's in a process of its own; ends this one where it fails."""
-    command = [sys.executable, "-c", "from nmoe.cli import main; main()", *arguments]
-    if code := subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
-        sys.exit(f"nmoe {' '.join(arguments)} ended with {code}")
 
 
 def configuration(name: str) -> str:
@@ -200,7 +285,7 @@ def show(records: Sequence[Record]) -> None:
         if figures:
             seconds = [record["cpu_s"] for record in records if record["recipe"] == name]
             print(
-                f"{name:10} {len(figures)} seeds: median {statistics.median(figures):.3f}, worst {figures[0]:.3f}, best "
+                f"{name:17} {len(figures)} seeds: median {statistics.median(figures):.3f}, worst {figures[0]:.3f}, best "
                 f"{figures[-1]:.3f} (wanted {RECIPES[name].wanted}); {statistics.median(seconds):.0f} CPU seconds"
             )
 
@@ -219,7 +304,7 @@ def main() -> None:
             for made, command in RECIPES[name].before if missing else ():
                 file = SPEEDRUN / made
                 if not (file.is_file() or (file / "checkpoints/latest").exists()):
-                    nmoe(*command)
+                    nmoe(*command) if isinstance(command, tuple) else command(file)
             for seed in missing:
                 record = measure(name, seed)
                 records = sorted([*read(), record], key=lambda one: (one["recipe"], one["seed"]))
