@@ -80,7 +80,7 @@ def main() -> None:
             rows += whole
             config = load_run(directory / "whole" / "config.toml", RLConfig)
             longer = packaged_environment("skills_longer")
-            found = examine(directory / "whole", config, longer, config.run.seed).sampled[0]
+            found = examine("whole", directory / "whole/checkpoints/best", config, longer, config.run.seed).sampled[0]
             result["whole"] = {
                 "steps": len(whole),
                 "wall_s": round(time.monotonic() - began),

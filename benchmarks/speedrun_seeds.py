@@ -59,8 +59,10 @@ Record = dict[str, Any]
 
 @cache
 def recipe() -> str:
-    """12 hexadecimal digits over the settings and the first documents of a corpus: the recipe, however its code is written."""
-    settings = [as_measured(tomllib.loads(path.read_text())) for path in _SETTINGS]
+    """12 hexadecimal digits over the settings, the first documents of a corpus and which checkpoint is examined: the recipe,
+    however its code is written."""
+    settings: list[Any] = [as_measured(tomllib.loads(path.read_text())) for path in _SETTINGS]
+    settings.append({"examined": "best"})
     with tempfile.TemporaryDirectory() as directory:
         corpus = Path(directory) / "corpus.jsonl"
         write_corpus(corpus, Tokenizer.train(corpus_texts(0, 500), 400), 0, 500)

@@ -56,6 +56,12 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
+def best_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint that the link `best` leads to; None if there is no such link, or its checkpoint was removed."""
+    best = directory / "best"
+    return best.resolve() if best.is_dir() else None
+
+
 def checkpoint_step(path: Path) -> int:
     """The step of a checkpoint; `path` may be the link `latest` or `best`. Raises UserError for other names."""
     step = step_of(path.resolve().name)

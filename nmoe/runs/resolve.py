@@ -1,5 +1,5 @@
-"""Resolve a path to a model: to a checkpoint itself, a run's latest, or that of the `rl/` run in a speedrun's directory; and to the
-environment that the run was trained on."""
+"""Resolve a path to a model: to a checkpoint itself, a run's latest, or the best of the `rl/` run in a speedrun's directory; and
+to the environment that the run was trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
-from nmoe.runs.checkpoint import latest_checkpoint
+from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -20,8 +20,9 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names: a checkpoint, a run, or a
-    model on the Hugging Face hub, fetched into its cache. Raises UserError if there is none."""
+    """The directory of a model (`config.json`) or an adapter (`adapter_config.json`) that `path` names: a checkpoint; a run, for
+    its newest one; a speedrun's directory, for the best one of its RL; or a model on the Hugging Face hub, fetched into its cache.
+    Raises UserError if there is none."""
     return _resolved(path, _FILES)
 
 
@@ -34,7 +35,8 @@ def _resolved(path: Path, files: list[str]) -> Path:
     for candidate in (path, path / "rl"):
         if (candidate / "config.json").exists() or (candidate / "adapter_config.json").exists():
             return candidate
-        if (checkpoint := latest_checkpoint(candidate / "checkpoints")) is not None:
+        best = best_checkpoint(candidate / "checkpoints") if candidate != path else None
+        if (checkpoint := best or latest_checkpoint(candidate / "checkpoints")) is not None:
             return checkpoint
     remedy = maker_of(path)
     if is_hub_name(path):

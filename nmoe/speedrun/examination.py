@@ -71,9 +71,10 @@ class Examination:
         return out
 
 
-def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination:
-    """Examines a run's latest checkpoint on the held-out split of the configuration's environment and on longer problems."""
-    directory = resolve_checkpoint(run)
+def examine(who: str, path: Path, config: RLConfig, longer: Path, seed: int) -> Examination:
+    """Examines the model that a path names on the held-out split of the configuration's environment and on longer problems. What it
+    prints begins with `who`."""
+    directory = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(directory)
     device, dtype = device_and_dtype(config.model)
     model = load_policy(directory, dtype, device)[0].set_numerics(config.model.numerics).requires_grad_(False)
@@ -117,7 +118,7 @@ def examine(run: Path, config: RLConfig, longer: Path, seed: int) -> Examination
         outcomes=[group.trajectories[0].grade.extras["correctness"] for group in sampled],
     )
     for result in [examination.sampled, examination.greedy, examination.pass16, examination.longer]:
-        print(f"{run.name}: {result[0]}")
+        print(f"{who}: {result[0]}")
     return examination
 
 

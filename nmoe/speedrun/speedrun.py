@@ -197,9 +197,10 @@ class Pipeline:
         return figures | ({"scores that an oracle agrees with": sum(agreed) / len(agreed)} if agreed else {})
 
     def evaluation(self) -> Figures:
+        # The directory stands for RL's best checkpoint by its own validation problems: what is examined is what `nmoe chat` loads.
         before, after = (
-            examine(self._out / run, self._rl, ENVIRONMENTS / "skills_longer.toml", self._seed)
-            for run in ("base", "rl")
+            examine(who, path, self._rl, ENVIRONMENTS / "skills_longer.toml", self._seed)
+            for who, path in (("base", self._out / "base"), ("trained", self._out))
         )
         write_atomically(self._examinations, _EXAMINATIONS.dump_json([before, after]))
         return {"correctness of the base": before.sampled[0].value, "of the trained model": after.sampled[0].value}
