@@ -15,4 +15,6 @@ ruff format --check .
 echo "== mypy"
 mypy
 echo "== pytest (tests that this machine cannot run are listed with their reason at the end)"
+# All of them in as many processes as there are cores, at most four, a file's tests by one of them; what was chosen in one, as a debugger needs.
+[ $# -gt 0 ] || set -- -n logical --maxprocesses 4 --dist loadfile
 exec python -m pytest -rs --durations=10 "$@"

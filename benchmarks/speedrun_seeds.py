@@ -1,15 +1,17 @@
 """Runs the speedrun from many seeds and kernels: what it comes to at worst, not at best.
 
-    python benchmarks/speedrun_seeds.py                     the 20 bases of README, in the order of their seeds
+    python benchmarks/speedrun_seeds.py --threads 2             those of README's 20 bases that run on two threads
+    taskset -c 0 python benchmarks/speedrun_seeds.py --threads 1    the others, on one core; the same with -c 1 beside it
     python benchmarks/speedrun_seeds.py --seeds 3 4 --kernels avx2
     python benchmarks/speedrun_seeds.py --show              only print what was measured so far
 
-Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has. One machine plays
-several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to AVX2, as on an older processor, and `plain` runs as where there
-is no C++ compiler. Other rounding makes another base of the same seed.
+Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has: on as many threads as cores
+are free, so two threads take a quiet machine. One machine plays several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to
+AVX2, as on an older processor, and `plain` runs as where there is no C++ compiler. Other rounding makes another base of the same
+seed. Of one seed, kernels and thread count, AMD's Zen 4 and Zen 5 made the same numbers.
 
-Results are kept in benchmarks/results/speedrun_seeds.json, a record for each seed and kernels, with the processor, its
-calibration (benchmarks/calibration.py), threads, wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
+Results are kept in benchmarks/results/speedrun_seeds.json, a record for each seed, kernels and thread count, with the
+processor, its calibration (benchmarks/calibration.py), wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
 hash of what decides the result), is not run again; one that was broken off goes on where it stopped. Several processes may
 share the work: each takes what no other has begun.
 """
@@ -49,8 +51,10 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
     "plain": {"CXX": "/nonexistent/c++"},
 }
 SKILLS = ("add", "reverse", "sort")
-# Seeds 0 to 19, every fourth of them under AVX2 and every fourth without the project's kernels.
-PLAN = [(seed, {1: "avx2", 3: "plain"}.get(seed % 4, "native")) for seed in range(20)]
+# Seed, kernels, threads: every fourth seed under AVX2, every fourth without the project's kernels, nine on two threads.
+PLAN = [
+    (seed, {1: "avx2", 3: "plain"}.get(seed % 4, "native"), 2 if seed % 8 in (2, 4, 5, 7) else 1) for seed in range(20)
+]
 # The settings that decide a result; the corpus does, too.
 _SETTINGS = (CONFIGS / "speedrun.toml", CONFIGS / "speedrun_base.toml", ENVIRONMENTS / "skills.toml")
 
@@ -75,8 +79,8 @@ def as_measured(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value[0] if key == "eval" and len(value) == 1 else value for key, value in settings.items()}
 
 
-def run(seed: int, kernels: str, out: Path) -> Record:
-    """The record of one speedrun, which may have been begun before."""
+def run(seed: int, kernels: str, threads: int, out: Path) -> Record:
+    """The record of one speedrun, which may have been begun before. Ends this process where it ran on other threads."""
     command = [
         sys.executable,
         "-c",
@@ -97,13 +101,19 @@ def run(seed: int, kernels: str, out: Path) -> Record:
     if code not in (0, 1) or not (out / "summary.json").exists():
         sys.exit(f"seed {seed} with {kernels} kernels ended with {code}; see {out.with_suffix('.log')}")
     summary = json.loads((out / "summary.json").read_text())
-    provenance = json.loads((out / "rl/provenance.json").read_text())
+    for stage in ("base", "rl"):
+        taken = json.loads((out / stage / "provenance.json").read_text())["threads"]
+        if taken != threads:
+            wanted = "an otherwise idle machine of two cores" if threads == 2 else "one core, as by `taskset -c 0`"
+            sys.exit(
+                f"{out / stage}: ran on {taken} threads where {threads} were planned; remove it, and run this on {wanted}"
+            )
     return {
         "seed": seed,
         "kernels": kernels,
         "recipe": recipe(),
         **where,
-        "threads": provenance["threads"],
+        "threads": threads,
         **versions("torch"),
         "kept_every_promise": code == 0,
         **summary,
@@ -123,11 +133,15 @@ def read() -> list[Record]:
     return [record for record in records if record["recipe"] == recipe()]
 
 
+def which(record: Record) -> tuple[int, str, int]:
+    """Its place in the plan."""
+    return record["seed"], record["kernels"], record["threads"]
+
+
 def keep(record: Record) -> None:
     """Adds a record in place of those of other recipes and of the same base."""
     with _locked(RESULTS.with_suffix(".lock")):
-        others = [one for one in read() if (one["seed"], one["kernels"]) != (record["seed"], record["kernels"])]
-        records = sorted([*others, record], key=lambda one: (one["seed"], one["kernels"]))
+        records = sorted([*(one for one in read() if which(one) != which(record)), record], key=which)
         RESULTS.write_text(json.dumps(records, indent=1) + "\n")
 
 
@@ -147,7 +161,7 @@ def show(records: Sequence[Record]) -> None:
     for record in records:
         skills = " ".join(f"{skill} {record[f'correctness_trained_{skill}']:.3f}" for skill in SKILLS)
         print(
-            f"  seed {record['seed']:2} {record['kernels']:6} base {record['base_correctness']:.3f} trained "
+            f"  seed {record['seed']:2} {record['kernels']:6} {record['threads']} base {record['base_correctness']:.3f} trained "
             f"{record['trained_correctness']:.3f} ({skills}) {record['rl_steps']:3} steps, {record['wall_s']:.0f} s wall, "
             f"{record['cpu_s']:.0f} s CPU, calibration {record['calibration_s']:.3f}, {record['cpu']}"
         )
@@ -157,24 +171,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, nargs="+", help="only these seeds (default: the plan of 20)")
     parser.add_argument("--kernels", choices=KERNELS, help="with these kernels (default: as the plan has it)")
+    parser.add_argument("--threads", type=int, choices=(1, 2), help="only those that the plan has on so many threads")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/seeds", help="where the runs go")
     parser.add_argument("--show", action="store_true", help="only print what was measured")
     arguments = parser.parse_args()
     if not arguments.show:
         seeds = arguments.seeds or range(len(PLAN))
-        wanted = [(seed, arguments.kernels or PLAN[seed % len(PLAN)][1]) for seed in seeds]
+        planned = [(seed, *PLAN[seed % len(PLAN)][1:]) for seed in seeds]
+        wanted = [(seed, arguments.kernels or kernels, threads) for seed, kernels, threads in planned]
         print(f"calibration: {calibration_s():.3f} CPU seconds")
         arguments.out.mkdir(parents=True, exist_ok=True)
-        for seed, kernels in wanted:
-            if any((record["seed"], record["kernels"]) == (seed, kernels) for record in read()):
+        for seed, kernels, threads in wanted:
+            if arguments.threads not in (None, threads) or any(
+                which(one) == (seed, kernels, threads) for one in read()
+            ):
                 continue
-            out = arguments.out / f"{recipe()}-{seed}-{kernels}"
+            out = arguments.out / f"{recipe()}-{seed}-{kernels}-{threads}"
             with out.with_suffix(".claim").open("a") as claim:
                 try:
                     fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue  # another process is at it
-                record = run(seed, kernels, out)
+                record = run(seed, kernels, threads, out)
                 keep(record)
                 show([record])
                 shutil.rmtree(out)

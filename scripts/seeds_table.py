@@ -52,13 +52,15 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def _setting(records: Sequence[dict[str, Any]]) -> list[str]:
     measured = Counter((_KERNELS[record["kernels"]], record["cpu"]) for record in records)
+    alone = sum(record["threads"] == 1 for record in records)
     machines = "; ".join(f"{count} {kernels} on {cpu}" for (kernels, cpu), count in sorted(measured.items()))
     steps, seconds = ([record[name] for record in records] for name in ("rl_steps", "cpu_s"))
     largest = max(record["mismatch_abs_max"] for record in records)
     agreement = "identical to the bit" if largest == 0 else f"at most {largest:.1e} nats apart"
     kept = sum(record["kept_every_promise"] for record in records)
     return [
-        f"Measured so far: {len(records)} of 20 bases ({machines}; one thread, beside other load).",
+        f"Measured so far: {len(records)} of 20 bases ({machines}; {alone} on one thread, beside another, "
+        f"{len(records) - alone} on two).",
         f"RL took {min(steps)} to {max(steps)} steps, a whole run {min(seconds):.0f} to {max(seconds):.0f} CPU seconds.",
         f"{kept} of {len(records)} kept every promise. The log-probabilities of engine and learner were {agreement}.",
     ]
