@@ -8,7 +8,7 @@
 Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has: on as many threads as cores
 are free, so two threads take a quiet machine. One machine plays several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to
 AVX2, as on an older processor, and `plain` runs as where there is no C++ compiler. Other rounding makes another base of the same
-seed. Of one seed, kernels and thread count, AMD's Zen 4 and Zen 5 made the same numbers.
+seed. Of one seed, kernels and thread count, several AMD EPYC processors made the same numbers.
 
 Results are kept in benchmarks/results/speedrun_seeds.json, a record for each seed, kernels and thread count, with the
 processor, its calibration (benchmarks/calibration.py), wall and CPU seconds. A base that is there, of the same recipe (`recipe`, a
