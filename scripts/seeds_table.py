@@ -1,7 +1,7 @@
-"""Render README.md's table of measured speedruns from benchmarks/results/speedrun_seeds.json:
+"""Render README.md's two tables of measured seeds, the speedrun's and the other recipes', from benchmarks/results:
 
-python scripts/seeds_table.py          prints it
-python scripts/seeds_table.py --write  puts it into README.md, between its two markers
+python scripts/seeds_table.py          prints them
+python scripts/seeds_table.py --write  puts them into README.md, each between its two markers
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results/speedrun_seeds.json"
+RESULTS = ROOT / "benchmarks/results"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- seeds: python scripts/seeds_table.py --write -->\n", "<!-- /seeds -->\n"
 
 ROWS = (
     ("held-out, sampled at temperature 1", "base_correctness", "trained_correctness"),
@@ -30,6 +29,57 @@ ROWS = (
     ("in the required format", "base_format_ok", "format_ok"),
 )
 """Label, and the names of its figure for the base and for the model after RL."""
+
+RECIPES = (
+    (
+        "rl train sort_grpo",
+        "[GRPO and related methods](docs/guides/algorithms.md)",
+        "sorting, sampled",
+        "sort_grpo",
+        "figure",
+    ),
+    ("rl train sort_ppo", "PPO: the same loop with a critic", "sorting, sampled", "sort_ppo", "figure"),
+    (
+        "rl train sort_distillation",
+        "[on-policy distillation](docs/guides/algorithms.md#on-policy-distillation) from `sort_grpo`, 25 steps",
+        "sorting, greedy",
+        "sort_distillation",
+        "figure",
+    ),
+    (
+        "rl train tools",
+        "[tool use](docs/guides/tools.md), after `nmoe pretrain tools_base`",
+        "arithmetic with a tool, sampled",
+        "tools",
+        "figure",
+    ),
+    ("sft sft --records.path=FILE", "[conversations](docs/guides/sft.md)", "sorting, greedy", "sft", "figure"),
+    ("dpo dpo", "[preferences](docs/guides/preference.md), from `nmoe data pairs`", "held-out pairs", "dpo", "figure"),
+    (
+        "reward reward",
+        "[a reward model](docs/guides/preference.md#reward-models)",
+        "held-out pairs",
+        "reward",
+        "figure",
+    ),
+    ("verifier verifier", "[a verifier of steps](docs/guides/verifier.md)", "F1", "verifier", "figure"),
+    (
+        "eval ... --best-of VERIFIER",
+        "nothing: that verifier chooses among 8 samples",
+        "sums; a majority vote: {majority_of_8:.1%}",
+        "sums",
+        "best_of_8",
+    ),
+    ("rl train sums_rl", "RL on that verifier's judgement alone", "sums, greedy", "sums_rl", "figure"),
+    (
+        "selfplay selfplay",
+        "[self-play](docs/guides/selfplay.md), after `./speedrun.sh --full`",
+        "agreement with a hidden oracle, greedy",
+        "selfplay",
+        "figure",
+    ),
+)
+"""The command, what it trains, the name of its figure (which may show the median of others), its recipe and the figure's field."""
 
 _KERNELS = {"native": "with this CPU's C++ kernels", "avx2": "with AVX2 kernels", "plain": "without C++ kernels"}
 
@@ -66,17 +116,50 @@ def _setting(records: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def block() -> str:
-    """What stands between the markers."""
-    return table(json.loads(RESULTS.read_text()))
+def recipes_table(records: Sequence[dict[str, Any]]) -> str:
+    """One line for each of RECIPES that was measured: median and worst over its seeds."""
+    lines = [
+        "| command | what it trains | right on held-out problems | median | worst | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for command, trains, name, recipe, field in RECIPES:
+        measured = [record for record in records if record["recipe"] == recipe]
+        figures = [record[field] for record in measured]
+        medians = {
+            other: statistics.median(record[other] for record in measured)
+            for other, value in measured[0].items()
+            if isinstance(value, float)
+        }
+        lines.append(
+            f"| `nmoe {command}` | {trains} | {name.format(**medians)} "
+            f"| {statistics.median(figures):.1%} | {min(figures):.1%} | {len(figures)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def blocks() -> dict[str, str]:
+    """What stands in README.md between the markers of each name."""
+
+    def read(name: str) -> Any:
+        return json.loads((RESULTS / f"{name}.json").read_text())
+
+    selfplay = [{"recipe": "selfplay", "figure": one["greedy"]["after"]} for one in read("selfplay")["results"]]
+    return {"seeds": table(read("speedrun_seeds")), "recipes": recipes_table([*read("recipe_seeds"), *selfplay])}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines of README.md before and after a table."""
+    return f"<!-- {name}: python scripts/seeds_table.py --write -->\n", f"<!-- /{name} -->\n"
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--write"]:
-        before, _, rest = README.read_text().partition(BEGIN)
-        README.write_text(before + BEGIN + block() + END + rest.partition(END)[2])
-    else:
-        print(block(), end="")
+    for name, block in blocks().items():
+        if sys.argv[1:] == ["--write"]:
+            begin, end = markers(name)
+            before, _, rest = README.read_text().partition(begin)
+            README.write_text(before + begin + block + end + rest.partition(end)[2])
+        else:
+            print(block)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""README.md: its table is what the measurements say, its curve what a run recorded."""
+"""README.md: its tables are what the measurements say, its curve what a run recorded."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -24,10 +26,11 @@ RECORD = {
 
 
 # documented: python scripts/seeds_table.py --write
-def test_the_table_agrees_with_the_measurements() -> None:
-    page = (ROOT / "README.md").read_text()
-    table = page.partition(seeds_table.BEGIN)[2].partition(seeds_table.END)[0]
-    assert table == seeds_table.block(), "run: python scripts/seeds_table.py --write"
+@pytest.mark.parametrize("name", ["seeds", "recipes"])
+def test_the_tables_agree_with_the_measurements(name: str) -> None:
+    begin, end = seeds_table.markers(name)
+    table = (ROOT / "README.md").read_text().partition(begin)[2].partition(end)[0]
+    assert table == seeds_table.blocks()[name], "run: python scripts/seeds_table.py --write"
 
 
 def test_the_table_has_median_range_and_worst() -> None:
@@ -41,6 +44,18 @@ def test_the_table_has_median_range_and_worst() -> None:
     assert "(2 with this CPU's C++ kernels on AMD EPYC; 1 without C++ kernels on AMD EPYC; 2 on one thread" in table
     assert "RL took 100 to 140 steps, a whole run 400 to 501 CPU seconds.\n2 of 3 kept every promise." in table
     assert "at most 2.0e-07 nats apart" in table
+
+
+def test_a_recipe_has_median_and_worst_of_its_seeds() -> None:
+    records = [
+        {"recipe": recipe, "seed": seed, field: value, "majority_of_8": value / 2}
+        for *_, recipe, field in seeds_table.RECIPES
+        for seed, value in enumerate((0.5, 0.25, 0.9))
+    ]
+    lines = seeds_table.recipes_table(records).splitlines()
+    assert len(lines) == 2 + len(seeds_table.RECIPES)
+    assert all(line.endswith("| 50.0% | 25.0% | 3 |") for line in lines[2:])
+    assert "| sums; a majority vote: 25.0% |" in "\n".join(lines)
 
 
 # documented: python scripts/learning_curve.py RUN PICTURE.svg
