@@ -17,6 +17,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 # Triton's kernels run on CPU in its interpreter, which has to be chosen before anything imports triton: torch does.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -152,11 +153,28 @@ def _golds(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["NMOE_GOLDS"] = str(tmp_path_factory.mktemp("golds"))
 
 
+def made_once(path: Path, make: Callable[[], object]) -> Path:
+    """A directory that one of the session's processes makes and the others wait for, as two trained bases cost twice the time."""
+    done = path.with_name(f"{path.name}.done")
+    with FileLock(f"{path}.lock"):
+        if not done.exists():
+            make()
+            done.touch()
+    return path
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `tokenizer/` and `corpus.jsonl`, the configurations base.toml and rl.toml, and the environment
-    reverse.toml. Runs go elsewhere, by --run.directory."""
-    here = tmp_path_factory.mktemp("workshop")
+    reverse.toml. Runs go elsewhere, by --run.directory. All processes of a session read the same one."""
+    own = tmp_path_factory.getbasetemp()
+    here = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "workshop"
+    return made_once(here, lambda: furnish(here))
+
+
+def furnish(here: Path) -> None:
+    """Writes what the workshop holds before anything is trained there."""
+    here.mkdir()
     # Each word one token: short documents are soon learned.
     tokenizer = Tokenizer.train(["user\nReverse: \nassistant\nanalysis\nback\nsame\nfinal\n"] * 10, 400)
     tokenizer.save(here / "tokenizer")
@@ -166,13 +184,12 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "reverse.toml").write_text(ENVIRONMENT)
     for name, text in (("base", BASE), ("rl", REINFORCEMENT)):
         (here / f"{name}.toml").write_text(text.replace("HERE", str(here)))
-    return here
 
 
 @pytest.fixture(scope="session")
 def base(workshop: Path) -> Path:
     """The run directory of the pretrained base, `workshop/base`."""
-    return pretrain(load_run(workshop / "base.toml", PretrainConfig))
+    return made_once(workshop / "base", lambda: pretrain(load_run(workshop / "base.toml", PretrainConfig)))
 
 
 Reinforce = Callable[..., Path]
@@ -194,7 +211,7 @@ def reinforce(workshop: Path, base: Path, tmp_path: Path) -> Reinforce:
 @pytest.fixture(scope="session")
 def trained(workshop: Path, base: Path) -> Path:
     """The run directory of the base after reinforcement learning, `workshop/rl`."""
-    return train(load_run(workshop / "rl.toml", RLConfig))
+    return made_once(workshop / "rl", lambda: train(load_run(workshop / "rl.toml", RLConfig)))
 
 
 @pytest.fixture(scope="session")

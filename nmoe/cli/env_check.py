@@ -20,8 +20,8 @@ def check(
 ) -> None:
     """Check an environment: settings, local data, a prompt, two grades.
 
-    A prompt is rendered, and a right and a wrong answer are graded. Of your own code only tasks and pools are imported, and the network is
-    not used.
+    A prompt is rendered, and a right and a wrong answer are graded. Of your own code only tasks and pools are
+    imported, and the network is not used.
 
     \b
     Example:

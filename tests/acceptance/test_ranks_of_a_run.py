@@ -4,9 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from nmoe.config.commands import load_run
+from nmoe.config.commands.rl import RLConfig
+from nmoe.rl.train import train
 
 
 def ranks(count: int, *arguments: str, module: str = "nmoe.rl") -> subprocess.CompletedProcess[str]:
@@ -44,26 +49,37 @@ def close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
                 assert value == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
-def test_reinforcement_learning(workshop: Path, base: Path, tmp_path: Path) -> None:
-    def train(count: int, steps: int, *more: str) -> list[dict[str, float]]:
-        done = ranks(
-            count,
-            "train",
-            str(workshop / "rl.toml"),
-            f"--run.directory={tmp_path / str(min(count, 2))}",
-            f"--run.steps={steps}",
-            "--checkpoint.every_steps=2",
-            "--model.numerics=exact",
-            *more,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return metrics(tmp_path / str(min(count, 2)) / "rl")
+@pytest.fixture
+def train_on(workshop: Path, base: Path, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
+    """Trains in a directory of this name on so many ranks, one being this process, and returns the run's metrics."""
 
-    alone = train(1, 4)
-    close(train(2, 4), alone)
+    def train_on(count: int, where: str, steps: int, *more: str) -> list[dict[str, float]]:
+        config, overrides = workshop / "rl.toml", [f"--run.directory={tmp_path / where}", f"--run.steps={steps}"]
+        overrides += ["--checkpoint.every_steps=2", "--model.numerics=exact", *more]
+        if count == 1:
+            train(load_run(config, RLConfig, overrides))
+        else:
+            done = ranks(count, "train", str(config), *overrides)
+            assert done.returncode == 0, done.stderr[-4000:]
+        return metrics(tmp_path / where / "rl")
+
+    return train_on
+
+
+def test_reinforcement_learning(train_on: Callable[..., list[dict[str, float]]]) -> None:
+    alone = train_on(1, "alone", 4)
+    close(train_on(2, "ranks", 4), alone)
     assert max(row["mismatch_abs_max"] for row in alone) <= 1e-4
-    # A checkpoint of two ranks resumes on three, and as one process.
-    close(train(3, 6, "--run.resume=true"), train(1, 6, "--run.resume=true"))
+    # A checkpoint of two ranks resumes as one process.
+    resumed = train_on(1, "alone", 6, "--run.resume=true")
+    close(train_on(1, "ranks", 6, "--run.resume=true"), resumed)
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_two_ranks_resumes_on_three(train_on: Callable[..., list[dict[str, float]]]) -> None:
+    train_on(1, "alone", 4)
+    train_on(2, "ranks", 4)
+    close(train_on(3, "ranks", 6, "--run.resume=true"), train_on(1, "alone", 6, "--run.resume=true"))
 
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command_line import NMOE
+from command_line import NMOE, Result
 from safetensors.torch import load_file, save_file
 
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint
@@ -87,7 +87,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
     """Returns as soon as the run has recorded a step."""
     while len(read_lines(run / "metrics.jsonl")) < step:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def break_and_resume(start: Start, tmp_path: Path) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_reinforcement_learning(workshop: Path, base: Path, tmp_path: Path) -> N
     assert len(list((tmp_path / "broken" / "samples").iterdir())) == len(rows)
 
 
-def test_an_adapter(workshop: Path, base: Path, tmp_path: Path) -> None:
+def test_an_adapter(workshop: Path, base: Path, tmp_path: Path, nmoe: Callable[..., Result]) -> None:
     lora = '[lora]\nrank = 4\nalpha = 8\ntargets = ["q_proj", "o_proj", "experts.down_proj"]\n'
     (tmp_path / "rl.toml").write_text((workshop / "rl.toml").read_text() + lora)
     (tmp_path / "reverse.toml").write_text((workshop / "reverse.toml").read_text())
@@ -168,20 +168,18 @@ def test_an_adapter(workshop: Path, base: Path, tmp_path: Path) -> None:
     # Another base under the same name: the run is not continued beside it, and stays as it was.
     other = tmp_path / "other"
     shutil.copytree(latest_checkpoint(base / "checkpoints") or base, other)
-    moved = [*REINFORCEMENT, rate, f"--model.path={other}"]
-    first = starter(tmp_path, "rl", "train", f"{tmp_path}/rl.toml", *moved)(
-        "moved", "--checkpoint.every_steps=1", "--run.steps=2"
-    )
-    assert first.communicate()[1] == ""
+    moved = ["rl", "train", f"{tmp_path}/rl.toml", f"--run.directory={tmp_path}", "--run.name=moved", *REINFORCEMENT]
+    moved += [rate, f"--model.path={other}"]
+    first = nmoe(*moved, "--checkpoint.every_steps=1", "--run.steps=2")
+    assert (first.code, first.err) == (0, "")
     weights = load_file(other / "model.safetensors")
     weights["norm.weight"][0] += 1
     save_file(weights, other / "model.safetensors")
-    again = starter(tmp_path, "rl", "train", f"{tmp_path}/rl.toml", *moved)("moved", "--run.resume=true")
-    _, err = again.communicate()
-    assert again.returncode == 2
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert f"{other} now holds another configuration or other weights" in err
+    again = nmoe(*moved, "--run.resume=true")
+    assert again.code == 2
+    assert again.err.startswith("error: ")
+    assert again.err.count("\n") == 1
+    assert f"{other} now holds another configuration or other weights" in again.err
 
 
 def test_pretraining(workshop: Path, tmp_path: Path) -> None:

@@ -29,7 +29,11 @@ def run_on(ranks: int, script: str, *arguments: str) -> str:
 
 # Four ranks run those that need more than two.
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(2, list(CHECKS)), (4, ["mesh", "dispatch", "families", "hybrid", "one-expert", "loading"])]
+    ("ranks", "names"),
+    [
+        (2, list(CHECKS)),
+        pytest.param(4, ["mesh", "dispatch", "families", "hybrid", "one-expert", "loading"], marks=pytest.mark.long),
+    ],
 )
 def test_ranks_train_as_one_process_does(ranks: int, names: list[str]) -> None:
     said = run_on(ranks, "checked_ranks.py", *names)

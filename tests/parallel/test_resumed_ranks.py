@@ -7,6 +7,7 @@ import pytest
 from test_rank_checks import run_on
 
 
+@pytest.mark.long
 def test_four_ranks_resume_on_one_two_and_three(tmp_path: Path) -> None:
     saved = [json.loads(run_on(ranks, "resumed_ranks.py", "gpt_oss", str(tmp_path))) for ranks in (4, 1, 2, 3)]
     four, *others = saved

@@ -36,7 +36,7 @@ def saved(ranks: int, directory: Path, case: str = "works") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_what_ranks_hold_parts_of_is_written_whole(ranks: int, tmp_path: Path) -> None:
     found = saved(ranks, tmp_path)
     assert found["equal"] == {"model.safetensors": True, "optimizer.safetensors": True}

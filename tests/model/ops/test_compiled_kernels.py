@@ -14,7 +14,7 @@ import pytest
 SHARED_BYTES = 227 * 1024
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.long)])
 def test_every_kernel_compiles_and_fits(tmp_path: Path, capability: int) -> None:
     pytest.importorskip("triton", reason="the compiler comes with triton")
     done = subprocess.run(

@@ -382,26 +382,29 @@ def _head(dtype: torch.dtype) -> list[Tensor]:
 
 @needs_kernels
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine has no AVX-512")
+@pytest.mark.parametrize("instructions", ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "kernel", [_linear, _groups, _swiglu, _experts, _routes, _norms, _attention, _samples, _head, _many_queries]
 )
 def test_older_processors_compute_the_same(
-    kernel: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kernel: Callable[[torch.dtype], list[Tensor]],
+    dtype: torch.dtype,
+    instructions: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """AVX2 gives the bits of AVX-512 in fp32. Processors without AVX2 round a product before they add it, and bf16 is multiplied
     in pairs only where there is an instruction for it."""
-    ours, loaded = kernel(dtype), {name: library.library(name) for name in ("AVX2", "DEFAULT")}
-    for instructions, compiled in loaded.items():
-        monkeypatch.setattr(library, "library", lambda compiled=compiled: compiled)
-        for found, expected in zip(kernel(dtype), ours, strict=True):
-            if instructions == "AVX2" and dtype == torch.float32:
-                assert torch.equal(found, expected)
-            elif found.is_floating_point():
-                tolerance = TOLERANCE[found.dtype]
-                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-            else:
-                assert torch.equal(found, expected)
+    ours, compiled = kernel(dtype), library.library(instructions)
+    monkeypatch.setattr(library, "library", lambda: compiled)
+    for found, expected in zip(kernel(dtype), ours, strict=True):
+        if instructions == "AVX2" and dtype == torch.float32:
+            assert torch.equal(found, expected)
+        elif found.is_floating_point():
+            tolerance = TOLERANCE[found.dtype]
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(found, expected)
 
 
 def test_where_nothing_can_be_compiled_all_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
