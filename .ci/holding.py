@@ -47,7 +47,10 @@ def show(run: Path) -> None:
     for alert in _lines(run / "alerts.jsonl")[-SHOWN_ALERTS:]:
         print(f"alert, step {alert['step']}: {alert['message']}")
     for evaluation in sorted((run / "eval").glob("*.json"))[-2:]:
-        print(evaluation.name, evaluation.read_text().strip())
+        found = json.loads(evaluation.read_text())["results"]
+        print(
+            evaluation.name, [{key: one[key] for key in ("mode", "dataset", "value", "low", "high")} for one in found]
+        )
     for file in sorted((run / "samples").glob("*.jsonl"))[-1:]:
         samples = _lines(file)
         print(f"{file.name}: {dict(Counter(sample['failure'] for sample in samples))}")

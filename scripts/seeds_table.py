@@ -105,13 +105,15 @@ def _setting(records: Sequence[dict[str, Any]]) -> list[str]:
     alone = sum(record["threads"] == 1 for record in records)
     machines = "; ".join(f"{count} {kernels} on {cpu}" for (kernels, cpu), count in sorted(measured.items()))
     steps, seconds = ([record[name] for record in records] for name in ("rl_steps", "cpu_s"))
+    minutes = [record["wall_s"] / 60 for record in records if record["threads"] == 2 and record["kernels"] != "plain"]
     largest = max(record["mismatch_abs_max"] for record in records)
     agreement = "identical to the bit" if largest == 0 else f"at most {largest:.1e} nats apart"
     kept = sum(record["kept_every_promise"] for record in records)
     return [
         f"Measured so far: {len(records)} of 20 bases ({machines}; {alone} on one thread, beside another, "
         f"{len(records) - alone} on two).",
-        f"RL took {min(steps)} to {max(steps)} steps, a whole run {min(seconds):.0f} to {max(seconds):.0f} CPU seconds.",
+        f"RL took {min(steps)} to {max(steps)} steps, a whole run {min(seconds):.0f} to {max(seconds):.0f} CPU seconds; "
+        f"on two threads with C++ kernels {min(minutes):.1f} to {max(minutes):.1f} minutes by the clock.",
         f"{kept} of {len(records)} kept every promise. The log-probabilities of engine and learner were {agreement}.",
     ]
 

@@ -1,4 +1,4 @@
-"""Runs recipes on the ranks of torchrun: what test_recipes_on_ranks.py runs in a process of its own.
+"""What each rank of test_recipes_on_ranks.py runs: recipes, one after another.
 
     torchrun --nproc_per_node=2 recipes_on_ranks.py JOBS.json
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_ranks import forked
 from tiny_models import FAMILIES
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -19,30 +17,10 @@ from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import collect, command, everywhere, gang
 from nmoe.parallel.join import join, told_to_torchrun
 
-SCRIPT = Path(__file__).with_name("ganged.py")
-
 
 def ranks(*cases: str, missing: int = 0, port: int = 0) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each rank; every rank has its own arguments. So many of the last ones are `missing`."""
-    if not port:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    started = []
-    size = len(cases) + missing
-    for rank, case in enumerate(cases):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), *case.split()],
-                env=os.environ | place | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    said = [one.communicate(timeout=120) for one in started]
-    return [(one.returncode, *texts) for one, texts in zip(started, said, strict=True)]
+    return forked("ganged.py", *map(str.split, cases), missing=missing, port=port)
 
 
 def test_two_ranks_work_for_one_controller() -> None:

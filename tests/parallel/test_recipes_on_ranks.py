@@ -1,22 +1,18 @@
-"""Every recipe under torchrun: two ranks take the steps of one process, number for number but for the rounding of fp32."""
+"""Every recipe on ranks: two take the steps of one process, number for number but for the rounding of fp32."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import on_ranks
 from recipes_on_ranks import run
 from safetensors.torch import load_file
 
 from nmoe.runs.ledger import read_metrics
-
-SCRIPT = Path(__file__).with_name("recipes_on_ranks.py")
 
 # What only ranks that share experts have.
 OF_RANKS = {"rdep_bytes", "time_dispatch_s"}
@@ -122,17 +118,7 @@ def test_two_ranks_are_one_process(jobs: list[tuple[str, str, list[str]]], tmp_p
     (tmp_path / "jobs.json").write_text(
         json.dumps([(name, path, [*more, f"--run.directory={tmp_path}/two"]) for name, path, more in jobs])
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(str(SCRIPT), str(tmp_path / "jobs.json")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    on_ranks(2, "recipes_on_ranks.py", str(tmp_path / "jobs.json"))
     for alone in run([(name, path, [*more, f"--run.directory={tmp_path}/one"]) for name, path, more in jobs]):
         together = read_metrics(tmp_path / "two" / alone.name)
         assert len(together) == 3

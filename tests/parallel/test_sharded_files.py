@@ -1,38 +1,20 @@
 """Files of whole tensors that several ranks write."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import on_ranks
 from safetensors.torch import save_file
 
 from nmoe.parallel.sharded_files import join
 
-SCRIPT = Path(__file__).with_name("saving_ranks.py")
-
 
 def saved(ranks: int, directory: Path, case: str = "works") -> dict[str, Any]:
     """What the first rank says of what the ranks wrote."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(SCRIPT), str(directory), case]
-        environment = os.environ | place | {"OMP_NUM_THREADS": "1"}
-        started.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    said = [one.communicate(timeout=120) for one in started]
-    assert [one.returncode for one in started] == [0] * ranks, said
-    found: dict[str, Any] = json.loads(said[0][0])
+    found: dict[str, Any] = json.loads(on_ranks(ranks, "saving_ranks.py", str(directory), case))
     return found
 
 
