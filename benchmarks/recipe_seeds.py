@@ -226,13 +226,13 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "sums_rl": Recipe(
         ("rl", "train"),
-        lambda run: evaluation(run, -1),
+        lambda run: evaluated(run / "checkpoints/best", "sums", "--problems", "400")["greedy_pass@1"],
         0.9,
         (SUMS, VERIFIER),
         lambda run: {
-            "greedy_before": evaluation(run, 0),
+            "greedy_before": evaluated(SPEEDRUN / "sums", "sums", "--problems", "400")["greedy_pass@1"],
             "sampled_at_start": read_metrics(run)[0]["correctness"],
-            "sampled_at_end": statistics.fmean(row["correctness"] for row in read_metrics(run)[-3:]),
+            "steps": len(read_metrics(run)),
         },
     ),
 }
