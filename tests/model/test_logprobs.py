@@ -214,7 +214,8 @@ def test_a_wide_vocabulary_against_autograd_in_fp64(
     expected = dense[torch.arange(shape[0]), targets], -(dense.exp() * dense).sum(-1)
     ((logprobs_N * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
     ((expected[0] * upstream[0]).sum() + (expected[1] * upstream[1]).sum()).backward()
-    torch.testing.assert_close(logprobs_N.double(), expected[0], rtol=0, atol=5e-6)
+    # Logits go beyond 16, where fp32's numbers lie 2e-6 apart.
+    torch.testing.assert_close(logprobs_N.double(), expected[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=1e-5)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None

@@ -170,10 +170,11 @@ def test_a_reward_model_scores_what_it_was_not_trained_on(configure: Configure, 
     rows = read_metrics(run)
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the head begins at zero
     start, *_, last = evaluations(run)
-    assert last["value"] == rows[-1]["held_out_accuracy"] >= 0.9
+    # 0.93 to 1 on AVX-512, AVX2 and without kernels; chance is 0.5.
+    assert last["value"] == rows[-1]["held_out_accuracy"] >= 0.8
     assert last["since_start"]["difference"] == pytest.approx(last["value"] - start["value"])
     assert len(last["outcomes"]) == last["problems"]
-    assert rows[-1]["rewards/accuracies"] > 0.9
+    assert rows[-1]["rewards/accuracies"] > 0.8
     directory = resolve_checkpoint(run)
     assert {"head.safetensors", "head.json"} <= {path.name for path in directory.iterdir()}
     scorer = RewardModel.load(run)

@@ -53,7 +53,7 @@ def correctness(run: Path, environment: Path) -> float:
 def test_an_adapter_learns_what_full_training_does(base: Path, workshop: Path, reinforce: Reinforce) -> None:
     run = reinforce(*RATE, text=LORA)
     before, after = (correctness(of, workshop / "reverse.toml") for of in (base, run))
-    assert 0.1 < before < 0.4
+    assert 0.1 < before < 0.5
     assert after >= before + 0.3
     for row in read_metrics(run):
         assert 0 <= row["mismatch_abs_mean"] <= 1e-6
