@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
 RIGHT, PROPER = 0.5, 0.6
+THREADS = torch.get_num_threads()
 
 BASE = """
 [run]
@@ -140,6 +142,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Seeds torch's generator before a test and its fixtures draw from it: some builds of torch start it at random."""
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)  # what an earlier test chose
 
 
 def _documents(harmony: Harmony, count: int) -> Iterator[list[int]]:
@@ -167,6 +170,7 @@ def made_once(path: Path, make: Callable[[], object]) -> Path:
     done = path.with_name(f"{path.name}.done")
     with FileLock(f"{path}.lock"):
         if not done.exists():
+            shutil.rmtree(path, ignore_errors=True)  # what another process may have left half made
             make()
             done.touch()
     return path

@@ -354,7 +354,7 @@ def test_low_precision_stays_near_fp32_and_learns(family: str, precision: Precis
             assert result.tokens["logprobs"].dtype == result.tokens["entropy"].dtype == torch.float32
             near = (result.tokens["logprobs"] - expected.tokens["logprobs"]).abs()
             # Single tokens differ much where rounding picks another expert.
-            assert near.median() < (0.2 if precision == "bfloat16" else 0.03)
+            assert near.median() < (0.3 if precision == "bfloat16" else 0.05)
             assert result.loss == pytest.approx(expected.loss, rel=0.05)
         learner.optim_step()
     assert losses[-1] < losses[0]

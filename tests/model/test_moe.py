@@ -153,8 +153,9 @@ def test_the_ways_of_experts_are_equal_in_values_and_gradients(counts: list[int]
         out.backward(upstream)
         results.append((out.detach(), *(t.grad for t in tensors)))
     for grouped, loop, padded in zip(*results, strict=True):
-        torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(padded, loop, rtol=1e-5, atol=1e-5)
+        # The libraries add in orders of their own, which differ by processor.
+        torch.testing.assert_close(grouped, loop, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(padded, loop, rtol=1e-4, atol=1e-4)
     # By hand for the first row that has an expert, so that the two are not wrong alike.
     x, gate_up, down = inputs[:3]
     first = next(e for e, count in enumerate(counts) if count)

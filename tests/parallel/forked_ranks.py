@@ -33,7 +33,7 @@ def forked(script: str, *cases: Sequence[str], missing: int = 0, port: int = 0) 
     }
     with tempfile.TemporaryDirectory() as said:
         command = [sys.executable, __file__, str(HERE / script), said, json.dumps(cases)]
-        subprocess.run(command, env=environment, check=True, timeout=250)
+        subprocess.run(command, env=environment, check=True, timeout=900)
         return [
             (int(Path(said, f"{rank}.code").read_text()), *(Path(said, f"{rank}.{part}").read_text() for part in "oe"))
             for rank in range(len(cases))

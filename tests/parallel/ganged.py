@@ -94,7 +94,7 @@ def reads() -> None:
 
 def main(case: str) -> None:
     if case == "waits":
-        joining._PATIENCE_S, joining.DEADLINE = 1.0, timedelta(seconds=2)
+        joining._PATIENCE_S, joining.DEADLINE = 3.0, timedelta(seconds=6)
     here = join(sys.argv[1:])
     if isinstance(here, Member):
         code = here.serve()

@@ -9,6 +9,7 @@ from nmoe.cluster.checks.run import CHECKS
 
 
 # Four ranks run those that need more than two.
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [

@@ -113,7 +113,7 @@ def jobs(workshop: Path, base: Path, tmp_path: Path) -> list[tuple[str, str, lis
     ]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 def test_two_ranks_are_one_process(jobs: list[tuple[str, str, list[str]]], tmp_path: Path) -> None:
     (tmp_path / "jobs.json").write_text(
         json.dumps([(name, path, [*more, f"--run.directory={tmp_path}/two"]) for name, path, more in jobs])

@@ -66,7 +66,7 @@ def test_a_run_learns_from_branches_and_its_trajectories_replay(
     rows = read_metrics(directory)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["turns_mean"] > 1.2
+        assert row["turns_mean"] > 1.05  # of 16 samples at least one has a second turn
         assert row["branches_mean"] == row["turns_mean"]
         # The learner's log-probabilities of every branch are those of the sampler.
         assert row["mismatch_abs_max"] <= 1e-4

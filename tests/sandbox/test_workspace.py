@@ -409,7 +409,7 @@ def test_copying_delays_nobody_else(workspaces: Open, project: Path, monkeypatch
         return count
 
     for _ in range(2):  # each batch of rollouts has an event loop of its own
-        assert asyncio.run(turns()) > 10
+        assert asyncio.run(turns()) > 2  # about 40 on an idle machine, 9 where it gets a sixteenth
     assert most == 1
 
 

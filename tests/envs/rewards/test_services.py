@@ -124,9 +124,9 @@ def test_nobody_there(environment: Make, play: Play) -> None:
 
 def test_a_slow_answer_is_no_answer(environment: Make, play: Play) -> None:
     began = time.perf_counter()
-    with serving(lambda *_: GOOD, delay_s=2.0) as asked:
+    with serving(lambda *_: GOOD, delay_s=8.0) as asked:
         group = play(environment(http(asked.url, timeout_s=0.2, retries=1)), ["123", "9"])
-        assert time.perf_counter() - began < 1.5
+        assert time.perf_counter() - began < 8
     assert "asked 2 times: no answer within 0.2 s" in group.trajectories[0].grade.reason
 
 
