@@ -7,6 +7,8 @@ tool_use      1 if the format is right and an available tool answered a call bef
 correctness   the score of the task's verdict: 1 for the gold answer, 0 for a wrong one, between the two for graded scores
 efficiency    for a correct answer, the share of tokens and calls that it left unused:
               (1 - tokens / limit) * (1 - calls / limit)
+
+An answer to a problem without a gold has neither of the last two: it is not wrong.
 """
 
 from __future__ import annotations
@@ -141,9 +143,10 @@ async def grade_reading(
         "structure": structure,
         "reasoning": float(reasoning_ok),
         "tool_use": float(tool_use_ok),
-        "correctness": correctness,
-        "efficiency": (1 - tokens / token_limit) * (1 - len(tool_events) / call_limit) if correct else 0.0,
     }
+    if task.has_gold:
+        unused = (1 - tokens / token_limit) * (1 - len(tool_events) / call_limit)
+        components |= {"correctness": correctness, "efficiency": unused if correct else 0.0}
     extras = {
         "correctness": correctness,
         "has_answer": float(answer is not None),
@@ -156,7 +159,7 @@ async def grade_reading(
         "reasoning_ok": float(reasoning_ok),
         "tool_use_ok": float(tool_use_ok),
     }
-    score = sum(weights[name] * components[name] for name in COMPONENTS)
+    score = sum(weights[name] * value for name, value in components.items())
     return Grade(score, components, failure, extras, answer, verdict, weights)
 
 

@@ -20,6 +20,7 @@ from nmoe.engine.api import Engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.order import stable_hash
 from nmoe.envs.pools.pool import Drawn
+from nmoe.envs.tasks import TASKS
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import InfrastructureError
 from nmoe.learner.learner import Learner
@@ -179,7 +180,7 @@ class RolloutSampler:
         lowest, highest = self._batch.solve_rate
         if not group.trainable or not self._carries_signal(group):
             rollouts.zero_variance += 1
-        elif not lowest <= solve_rate(group) <= highest:
+        elif (rate := solve_rate(group)) is not None and not lowest <= rate <= highest:
             rollouts.outside_solve_rate += 1
         elif len(rollouts.kept) == self._batch.prompts_per_step:
             rollouts.surplus += 1
@@ -187,10 +188,17 @@ class RolloutSampler:
             rollouts.kept.append(group)
 
 
-def solve_rate(group: Group) -> float:
-    """Mean correctness of the group's judged samples."""
-    rates = [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
-    return sum(rates) / len(rates) if rates else 0.0
+def solve_rate(group: Group) -> float | None:
+    """Mean correctness of the group's judged samples; None where there is none, or the problem has no right answer."""
+    rates = _outcomes(group)
+    return sum(rates) / len(rates) if rates else None
+
+
+def _outcomes(group: Group) -> list[float]:
+    """The correctness of each judged sample; none for a problem without a right answer."""
+    if not TASKS[group.problem.task_type].has_gold:
+        return []
+    return [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
 
 
 def unsolved(rate: float) -> float:
@@ -220,8 +228,7 @@ class Focus:
         """Updates the rates by a step's groups, whether they are trained on or not."""
         outcomes: dict[str, list[float]] = {}
         for group in groups:
-            found = outcomes.setdefault(group.problem.source, [])
-            found += [trajectory.grade.extras["correctness"] for trajectory in group.trainable]
+            outcomes.setdefault(group.problem.source, []).extend(_outcomes(group))
         for source, values in outcomes.items():
             if values:
                 now = sum(values) / len(values)

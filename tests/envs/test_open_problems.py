@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from scripted_engine import ScriptedEngine
 
+from nmoe.config.tables.algorithm import AlgorithmSection
 from nmoe.envs.check import check_environment
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import refuse_open_problems
+from nmoe.rl.experience import sample_rewards
 from nmoe.rl.metrics import rollout_metrics
 from nmoe.rollout.collector import Collector
 from nmoe.types import Sampling
@@ -44,10 +46,30 @@ def test_an_open_problem_has_rewards_and_no_verdict(environment: Make) -> None:
     (group,) = Collector(engine, demo, 400).collect([problem], 1, Sampling(60), (0,)).groups  # type: ignore[arg-type]
     grade = group.trajectories[0].grade
     assert (grade.verdict, grade.failure, grade.answer) == (None, "ok", "something")
-    assert (grade.components["format"], grade.components["correctness"], grade.score) == (1.0, 0.0, 9.0)
+    assert (grade.components["format"], grade.components["long"], grade.score) == (1.0, 9.0, 9.0)
+    assert not {"correctness", "efficiency"} & grade.components.keys(), "it is not wrong"
     metrics = rollout_metrics(group.trajectories)
     assert metrics["reward_mean"] == 9.0
     assert not [name for name in metrics if "correct" in name or "wrong" in name]
+
+
+def test_a_sample_without_a_reward_is_in_no_baseline(prompts: Path, environment: Make) -> None:
+    (prompts / "some_rewards.py").write_text("def some(completions, **_):\n    return [None, 1, 2, None]\n")
+    some = REWARD.replace("open_rewards:long", "some_rewards:some")
+    demo = environment(POOL + some)
+    problem = demo.pool.order.at(0)
+    engine = ScriptedEngine(lambda *_: demo.answer_ids(problem, "something"))
+    (group,) = Collector(engine, demo, 400).collect([problem], 4, Sampling(60), (0,)).groups  # type: ignore[arg-type]
+    assert [t.grade.failure for t in group.trajectories] == ["grader_error", "ok", "ok", "grader_error"]
+    metrics = rollout_metrics(group.trajectories)
+    assert (metrics["reward_mean"], metrics["grader_error_rate"]) == (1.5, 0.5)
+    for algorithm in (AlgorithmSection(), AlgorithmSection(advantage="grpo", multi_reward="gdpo")):
+        rewards_BR, _ = sample_rewards([group], algorithm, 60)
+        assert rewards_BR[:, -1].tolist() == [1.0, 2.0]
+    # A weighed format is a value that every sample has.
+    formed = environment(POOL + "[rubric]\nformat = 0.5\n" + some)
+    (group,) = Collector(engine, formed, 400).collect([problem], 4, Sampling(60), (0,)).groups  # type: ignore[arg-type]
+    assert [t.grade.score for t in group.trajectories] == [0.5, 1.5, 2.5, 0.5]
 
 
 @pytest.mark.usefixtures("prompts")

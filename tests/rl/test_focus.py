@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rl.policy_cases import answer, settings
 
 from nmoe.envs.pools.pool import Drawn
-from nmoe.rl.rollouts import DECAY, LEAST, Focus, learnable
+from nmoe.rl.rollouts import DECAY, LEAST, Focus, learnable, solve_rate
 from nmoe.trajectory import Group
 from nmoe.types import Problem
 
@@ -76,3 +76,14 @@ def test_open_problems_would_be_drawn_in_place_of_all_others() -> None:
     essays = {"env_id": "essays", "task_pool": pool, "rubric": {"format": 1.0}}
     with pytest.raises(ValidationError, match="open problems are never solved"):
         settings(environment=essays, batch={"favour_unsolved": True})
+    with pytest.raises(ValidationError, match="pays for short right answers, and open problems have none"):
+        settings(environment=essays, algorithm={"length_penalty": 0.1})
+
+
+def test_an_open_problem_has_no_solve_rate() -> None:
+    essay = Group(Problem("p", "open", "q", "", "essays"), [answer(1.0, correct=0.0), answer(2.0, correct=0.0)])
+    assert solve_rate(essay) is None, "it is not unsolved"
+    focus = Focus(0, learnable)
+    focus.observe([essay, group("sums", 1, 0)])
+    assert focus.rates == {"sums": 0.5}
+    assert focus.share("essays") == 1.0

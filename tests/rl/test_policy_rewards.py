@@ -87,5 +87,5 @@ def test_a_divergence_in_the_reward_makes_every_group_teach() -> None:
 
 def test_solve_rate_is_of_what_was_judged() -> None:
     assert solve_rate(group(answer(1.0), answer(0.0), lost(answer(0.0)))) == 0.5
-    assert solve_rate(group(lost(answer(1.0)))) == 0
+    assert solve_rate(group(lost(answer(1.0)))) is None
     assert torch.tensor(solve_rate(group(answer(0.2, correct=0.25)))) == 0.25

@@ -50,8 +50,16 @@ class RLConfig(AdaptableConfig):
                 f"leaves no room for a prompt in model.shape.context_tokens = {shape.context_tokens}",
             )
         yield from self._algorithm_conflicts()
-        if self.batch.favour_unsolved and "open" in task_types(self.environment.task_pool):
-            yield Conflict("batch.favour_unsolved", "open problems are never solved, so they would be drawn most often")
+        if "open" in task_types(self.environment.task_pool):
+            if self.batch.favour_unsolved:
+                yield Conflict(
+                    "batch.favour_unsolved", "open problems are never solved, so they would be drawn most often"
+                )
+            if self.algorithm.length_penalty:
+                yield Conflict(
+                    "algorithm.length_penalty",
+                    "pays for short right answers, and open problems have none; use algorithm.overlong_buffer or a [[rewards]]",
+                )
         if self.sampling.temperature == 0:
             yield Conflict("sampling.temperature", "at 0 all completions of a group are equal, so nothing is learned")
         for index, probe in enumerate(self.eval):

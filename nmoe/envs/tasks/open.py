@@ -10,7 +10,7 @@ from nmoe.types import Metadata, Problem, Verdict
 
 
 class OpenTask(QuestionTask):
-    """A task without a gold answer: there is no verdict, and `correctness` is always 0. The answer is the whole final message."""
+    """A task without a gold answer: there is no verdict, and no component `correctness`. The answer is the whole final message."""
 
     bare_final = True
     has_gold = False
