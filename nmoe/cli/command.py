@@ -46,6 +46,7 @@ from nmoe.cli.runs_compare import compare
 from nmoe.cli.runs_diff import diff
 from nmoe.cli.runs_list import list_ as list_runs
 from nmoe.cli.runs_log import log_ as log_attempt
+from nmoe.cli.runs_samples import samples as show_samples
 from nmoe.cli.runs_show import show as show_run
 from nmoe.cli.runs_sync import sync
 from nmoe.cli.runs_table import table
@@ -214,6 +215,7 @@ config.command("show", cls=Verb)(show_configuration)
 tokenizer.command("train", cls=Verb)(train_tokenizer)
 runs.command("list", cls=Verb)(list_runs)
 runs.command("show", cls=Verb)(show_run)
+runs.command("samples", cls=Verb)(show_samples)
 runs.command(cls=Verb)(compare)
 runs.command(cls=Verb)(diff)
 runs.command(cls=Verb)(table)

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from nmoe.config import to_toml
 from nmoe.config.commands.base import RunConfig
+from nmoe.config.tables.run import SamplingRunSection
 from nmoe.errors import RunStoppedError
 from nmoe.learner.learner import Learner
 from nmoe.monitor.monitor import Alert, Monitor
@@ -29,6 +30,7 @@ from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
 from nmoe.runs.places import place_records
 from nmoe.runs.progress import Progress
+from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
 from nmoe.runs.sinks.sinks import Sinks, refuse_unready
@@ -118,6 +120,16 @@ class Run:
     def note(self, text: str) -> None:
         """Prints and logs a line."""
         self._progress.note(text)
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the samples of a step, and shows the first of them every `run.show_sample_every` steps."""
+        section, written = self._config.run, list(records)
+        self.ledger.samples(step, written)
+        assert isinstance(section, SamplingRunSection), "only a policy that samples has samples"
+        every = section.show_sample_every
+        if written and every and (step == 1 or step % every == 0):
+            for line in sample_lines(written[0], CONSOLE_CHARACTERS):
+                self.note(line)
 
     def alert(self, step: int, message: str) -> None:
         """Prints a line, and records it in alerts.jsonl."""

@@ -259,7 +259,7 @@ class PolicyGradient(Recipe):
             self.run.alert(step, f"{rollouts.why_nothing()}: no optimizer step was taken")
         self._skipped = bool(metrics["skipped"])
         group = rollouts.groups[0].trajectories
-        self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
+        self.run.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in group))
         if spikes := spikes_in(metrics, self.config.monitor.kl.above):
             decode = self.tokenizer.decode
             self.run.ledger.spike(spike_record(step, spikes, metrics, rollouts.kept, self.learner, decode))

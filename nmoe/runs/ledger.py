@@ -108,16 +108,22 @@ class Ledger:
 
 
 def probe_values(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """By step, the result that decides which checkpoint is the best, higher being better: that of the first probe out of the
-    training distribution or, without one, of the first probe. `records` are those of eval/, oldest first."""
+    """By step, the value of the decisive result, higher being better. `records` are those of eval/, oldest first."""
+    decisive = decisive_results(records).items()
+    return {step: -one["value"] if one.get("lower_is_better") else one["value"] for step, one in decisive}
+
+
+def decisive_results(records: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """By step, the result that decides which checkpoint is the best: that of the first probe out of the training distribution or,
+    without one, of the first probe. `records` are those of eval/, oldest first."""
     results = [(record["step"], result) for record in records for result in record["results"]]
-    found: dict[int, float] = {}
+    found: dict[int, Mapping[str, Any]] = {}
     if not results:
         return found
     decisive = next((one for _, one in results if one.get("role") == OUTSIDE), results[0][1])
     for step, one in results:
         if all(one.get(key) == decisive.get(key) for key in ("mode", "dataset", "role")):
-            found.setdefault(step, -one["value"] if one.get("lower_is_better") else one["value"])
+            found.setdefault(step, one)
     return found
 
 

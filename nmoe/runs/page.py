@@ -10,14 +10,14 @@ from typing import Any
 
 from nmoe.errors import UserError
 from nmoe.runs.comparison import NOT_COMPARED
-from nmoe.runs.ledger import read_lines
 from nmoe.runs.looks import changed_keys
 from nmoe.runs.record import RunRecord, read_run
 from nmoe.runs.report import PLOTS
+from nmoe.runs.samples import heading_of, latest_samples, prompt_of, reasons, shortened
 from nmoe.runs.storage import write_atomically
+from nmoe.runs.summary import headline
 from nmoe.runs.svg import COLOURS, Point, chart, text
 
-_SAMPLES = 4
 _SAMPLE_CHARACTERS = 6000
 _ALERTS = 50
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -53,13 +53,18 @@ def write_page(paths: Sequence[Path], file: Path) -> Path:
         "Configuration": _configurations(runs),
     }
     body = "\n".join(f"<h2>{name}</h2>\n{section}" for name, section in sections.items() if section)
+    results = "\n".join(f"<p>{_key(number)}{_result(run)}</p>" for number, run in enumerate(runs))
     page = (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{text(title)}</h1>\n{body}\n</body>\n</html>\n"
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{text(title)}</h1>\n{results}\n{body}\n</body>\n</html>\n"
     )
     write_atomically(file, page.encode())
     return file
+
+
+def _result(run: RunRecord) -> str:
+    return f"{_name(run)}: {text(headline(run.evaluations, run.metrics) or 'no step is recorded yet')}"
 
 
 def _what(runs: Sequence[RunRecord]) -> str:
@@ -150,13 +155,12 @@ def _alerts(runs: Sequence[RunRecord]) -> str:
 def _samples(runs: Sequence[RunRecord]) -> str:
     parts = []
     for number, run in enumerate(runs):
-        files = sorted((run.path / "samples").glob("step_*.jsonl"))
-        for record in read_lines(files[-1])[:_SAMPLES] if files else ():
-            graded = (
-                f"reward {record.get('reward')}, answer {record.get('answer')!r}, right answer {record.get('gold')!r}"
+        for record in latest_samples(run.path):
+            heading, why = heading_of(record), "; ".join(reasons(record))
+            asked, said = (
+                text(shortened(one, _SAMPLE_CHARACTERS)) for one in (prompt_of(record), record.get("text", ""))
             )
-            asked, said = (_shortened(str(record.get(key, ""))) for key in ("question", "text"))
-            parts.append(f"<p>{_key(number)}{_name(run)}, step {record['step']}: {text(graded)}</p>\n")
+            parts.append(f"<p>{_key(number)}{_name(run)}, {text(heading)}<br>{text(why)}</p>\n")
             parts.append(f"<pre>{asked}</pre>\n<pre>{said}</pre>\n")
     return "".join(parts)
 
@@ -207,8 +211,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in header)}</tr>"]
     lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>\n"
-
-
-def _shortened(said: str) -> str:
-    left = len(said) - _SAMPLE_CHARACTERS
-    return text(said if left <= 0 else f"{said[:_SAMPLE_CHARACTERS]} ... {left:,} more characters")

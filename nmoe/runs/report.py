@@ -1,6 +1,7 @@
 """The report of a run: results, curves and times, as report.md with plots beside it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.record import read_evaluations
+from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
+from nmoe.runs.summary import headline
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ SUMMARY = (
     "verifier_ece",
 )
 _LAST_ALERTS = 10
+_SAMPLE_CHARACTERS = 1500
 
 
 def write_report(run: Path) -> Path:
@@ -71,12 +75,14 @@ def write_report(run: Path) -> Path:
     metrics = read_lines(run / "metrics.jsonl")
     parts = [
         f"# Run {run.resolve().name}\n",
+        _headline(read_evaluations(run / "eval"), metrics),
         _steps_line(metrics),
         _section("Start and end", _ends_table(metrics)),
         _section("Evaluations", _evaluations_table(run / "eval")),
         _section("Calibration", _calibration_table(run / "eval")),
         _section("Curves", _curves(metrics, run)),
         _section("Time per stage", _time_table(metrics)),
+        _section("Samples", _samples(run)),
         _section("Last alerts", _alerts_table(read_lines(run / "alerts.jsonl"))),
         _section("Provenance", _provenance_table(read_provenance(run))),
         _section("Configuration", f"```toml\n{config.read_text().strip()}\n```\n"),
@@ -109,6 +115,21 @@ def _cell(value: object) -> str:
 
 def _section(title: str, body: str) -> str:
     return f"## {title}\n\n{body}" if body else ""
+
+
+def _headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
+    result = headline(evaluations, metrics)
+    return f"{_cell(result)}\n" if result else ""
+
+
+def _samples(run: Path) -> str:
+    """Samples of several problems. A fence is longer than any run of backticks in the text that it holds."""
+    blocks = []
+    for record in latest_samples(run):
+        body = "\n".join(sample_lines(record, _SAMPLE_CHARACTERS))
+        fence = "`" * max(3, *(1 + len(one) for one in re.findall("`+", body)), 0)
+        blocks.append(f"{fence}text\n{body}\n{fence}\n")
+    return "\n".join(blocks)
 
 
 def _steps_line(metrics: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmoe.runs.ledger import read_lines
+from nmoe.runs.ledger import decisive_results, probe_values, read_lines
 
 # Metrics of progress, for the summary of a run without evaluations.
 _PROGRESS = ("reward_mean", "correctness", "held_out_loss", "held_out_accuracy", "loss")
@@ -39,6 +39,25 @@ def run_summary(run: Path, verb: str) -> Iterator[str]:
     yield f"run: {run}" + (f"; best checkpoint: {best}" if best.exists() else "")
     following = [command.format(run=run) for command in (*NEXT[verb], "nmoe report {run}")]
     yield "next: " + "  or  ".join(following)
+
+
+def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """The result of a run in one line: `greedy_pass@1 on sort: 12.0% at step 0 -> 95.0% [91.0%, 97.3%] of 200 at step 40`.
+
+    It is that of the decisive evaluation, with the highest value where that is not the last. Without evaluations it is the first
+    metric of progress that there is, and "" for a run without steps.
+    """
+    results = decisive_results(evaluations)
+    if not results:
+        return next(_measured(metrics), "")
+    (first, before), (last, after) = next(iter(results.items())), next(reversed(results.items()))
+    values = {step: value for step, value in probe_values(evaluations).items() if step > 0} or {last: 0.0}
+    best = max(values, key=lambda step: (values[step], step))
+    since = "" if first == last else f"{_value(before)} at step {first} -> "
+    form = ".4g" if after.get("lower_is_better") else ".1%"
+    now = f"{_value(after)} [{after['low']:{form}}, {after['high']:{form}}] of {after['problems']:,} at step {last}"
+    highest = "" if best in (first, last) else f"; best {_value(results[best])} at step {best}"
+    return f"{after['mode']} on {after['dataset']}: {since}{now}{highest}"
 
 
 def _evaluated(directory: Path) -> Iterator[str]:

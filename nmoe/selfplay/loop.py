@@ -292,7 +292,7 @@ class Selfplay(Recipe):
         record(self.streams, self.replays, step, moment.round, attempts)
         self.streams.write_counts()
         first_proof = attempts[0].trajectories
-        self.run.ledger.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in first_proof))
+        self.run.samples(step, (t.record(step, self.tokenizer.decode(t.token_ids)) for t in first_proof))
         tokens = sum(trajectory.sampled_tokens for one in attempts for trajectory in one.trajectories)
         values = metrics(attempts)
         shown = {"accepted": values["proofs_accepted"], "tokens/s": tokens / seconds}

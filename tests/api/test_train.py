@@ -124,6 +124,27 @@ def test_functions_records_and_tables_are_what_the_run_uses() -> None:
     assert nmoe.train_rl(TINY, env=records, rewards=[vowels], config=SHORT).path == Path("runs/records-2")
 
 
+def test_a_sample_is_shown_on_the_console_at_the_first_step_and_every_few(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(every: int) -> list[str]:
+        steps = {"run.steps": 5, "run.show_sample_every": every, "run.name": f"every_{every}"}
+        nmoe.train_rl(TINY, env=Echo, config=SHORT | steps, generate_fn=says("\x1b[2Jno"))
+        log = Path("runs", f"every_{every}", "log.txt").read_text()
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed + log
+        assert [line for line in printed.splitlines() if line not in log] == [], "the log has all that is printed"
+        return printed.splitlines()
+
+    lines = told(2)
+    found = [number for number, line in enumerate(lines) if ", sample 0 of " in line]
+    assert [lines[number].split(",")[0] for number in found] == ["step 1", "step 2", "step 4"]
+    assert lines[found[0]].endswith(": reward 0 (correctness 0 x 1)")
+    assert lines[found[0] + 1] == r"  incorrect: grade returned False; answer '\x1b[2Jno'"
+    assert lines[found[0] + 2] == "  prompt:"
+    assert lines[found[0] + 3].startswith("    Say ")
+    assert lines[found[0] + 4 : found[0] + 6] == ["  completion:", r"    \x1b[2Jno<|endoftext|>"]
+    assert not any("sample 0 of" in line for line in told(0))
+
+
 def test_two_rewards_of_one_name_are_refused() -> None:
     def make(letter: str) -> Any:
         def count(completions: list[str], **columns: Any) -> list[float]:

@@ -48,7 +48,17 @@ class RecordsRunSection(RunSection):
     steps: int = Field(default=0, ge=0, description="optimizer steps; 0: as many as records.epochs takes")
 
 
-class RLRunSection(RunSection):
+class SamplingRunSection(RunSection):
+    """[run] of a command whose policy writes."""
+
+    show_sample_every: int = Field(
+        default=25,
+        ge=0,
+        description="steps between samples on the console, beside that of the first step: prompt, completion, reward, why; 0: none",
+    )
+
+
+class RLRunSection(SamplingRunSection):
     """[run] of reinforcement learning: its length can be given in episodes instead."""
 
     steps: int = Field(default=0, ge=0, description="steps, each with its prompts; 0: as many as `episodes` take")
@@ -59,7 +69,7 @@ class RLRunSection(RunSection):
     )
 
 
-class SelfplayRunSection(RunSection):
+class SelfplayRunSection(SamplingRunSection):
     """[run] of self-play."""
 
     steps: int = Field(

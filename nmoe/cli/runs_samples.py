@@ -1,0 +1,44 @@
+"""`nmoe runs samples`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def samples(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="All samples that this step recorded, which are those of its first problem; default: samples of the last steps.",
+            show_default=False,
+        ),
+    ] = None,
+    problems: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Without --step: how many problems, each with its best and worst sample."
+        ),
+    ] = 4,
+    characters: Annotated[
+        int, typer.Option(metavar="N", min=0, help="The most characters of a prompt or completion; 0: all.")
+    ] = 1500,
+) -> None:
+    """Show what the policy wrote: prompt, completion, reward and why.
+
+    Control characters are shown as escapes.
+
+    \b
+    Example:
+      nmoe runs samples runs/speedrun/rl
+    Example, the whole group of the first step:
+      nmoe runs samples runs/speedrun/rl --step 1 --characters 0
+    """
+    from nmoe.runs.record import read_run
+    from nmoe.runs.samples import show_samples
+
+    for line in show_samples(read_run(run).path, step, problems, characters):
+        typer.echo(line)
