@@ -108,3 +108,21 @@ def qwen(directory: Path, template: str = QWEN) -> Tokenizer:
 
 def llama(directory: Path) -> Tokenizer:
     return Tokenizer.load(save(directory, LLAMA, LLAMA_CONTROLS))
+
+
+GEMMA_CONTROLS = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<pad>", "<eos>")
+# In the style of Gemma 3: a turn ends in another token than the tokenizer's eos_token.
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' "
+    "+ m['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+
+
+def gemma(directory: Path) -> Tokenizer:
+    """A tokenizer whose turns end in the second of the ends in generation_config.json."""
+    save(directory, GEMMA, GEMMA_CONTROLS)
+    ids = {token: Tokenizer.load(directory).special_id(token) for token in ("<eos>", "<end_of_turn>")}
+    settings = {"eos_token_id": list(ids.values()), "temperature": 0.6, "top_p": 0.95, "top_k": 64, "do_sample": True}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    return Tokenizer.load(directory)

@@ -30,7 +30,7 @@ LEVELS = [
     {"data"},
     {"model", "text"},
     {"parallel"},
-    {"config", "trajectory"},
+    {"config", "trajectory", "generation"},
     {"types", "errors", "statistics"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -30,7 +30,7 @@ from nmoe.errors import UserError
 from nmoe.eval.likelihood import Continuation, likelihoods
 from nmoe.model.device import choose_device, dtype_for
 from nmoe.model.policy import load_policy
-from nmoe.runs.export import harmony_generation
+from nmoe.runs.export import generation_of
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.types import Sampling
 
@@ -51,7 +51,7 @@ class NmoeLM(TemplateLM):
         self.max_length, self.max_gen_toks = self.model.config.context_tokens, max_gen_toks
         self._name = str(checkpoint)
         # As the exported checkpoint has them: Harmony ends a turn with either of two tokens.
-        named = (self.model.generation or harmony_generation(directory)).get("eos_token_id", [])
+        named = (self.model.generation or generation_of(directory)).get("eos_token_id", [])
         self._stop_ids = tuple({self.eot_token_id, *(named if isinstance(named, list) else [named])})
 
     @property

@@ -18,6 +18,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.evaluate import distinct_problems, sample_problems
+from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
@@ -42,9 +43,10 @@ class Subject:
     """A model with an environment and an engine.
 
     `max_new_tokens` is the room that the longest prompt leaves in the model's context. `start` is the environment's state
-    before its first problem.
+    before its first problem. `directory` is the checkpoint's.
     """
 
+    directory: Path
     environment: Environment
     engine: NativeEngine
     context_tokens: int
@@ -60,7 +62,10 @@ class Subject:
         on_group: Callable[[Group], None],
         done: Collection[str] = (),
     ) -> list[Group]:
-        """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are `done`."""
+        """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are `done`.
+        Says where the checkpoint's authors sample in another way than the mode."""
+        for line in sampling_notes(self.directory, mode.temperature):
+            print(line)
         self.environment.load_state(self.start)
         return sample_problems(
             self.engine,
@@ -130,4 +135,4 @@ def open_subject(
     with ToolRuntime(loaded, SandboxSettings()) as runtime:
         engine = NativeEngine(model, max_sequences=256)
         context = model.config.context_tokens
-        yield Subject(loaded, engine, context, min(context - longest, max_tokens or context), runtime, start)
+        yield Subject(directory, loaded, engine, context, min(context - longest, max_tokens or context), runtime, start)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from nmoe.errors import UserError
+from nmoe.generation import FILE as GENERATION
+from nmoe.generation import TOKEN_IDS, read_generation
 from nmoe.model.config import ModelConfig
 from nmoe.model.families import FAMILIES, differences, family_of, gpt_oss, native
 from nmoe.model.families.base import Family, Written, fill, tensors_of
@@ -30,9 +32,6 @@ from nmoe.types import ExpertWeightsForm
 
 # As large as the shards that transformers writes.
 SHARD_BYTES = 5 * 10**9
-
-# The checkpoint decides which tokens end a generation; old checkpoints say so in config.json.
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_model(
@@ -60,7 +59,7 @@ def load_model(
             f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized'"
         )
     model = new_model(config, dtype, device, packed, share)
-    model.generation = _read_generation(directory)
+    model.generation = read_generation(directory)
     entries = gpt_oss.packed_entries(config) if packed else None
     fill(model.state_dict(), family, config, shards, [name for name, _ in model.named_buffers()], entries)
     for name, experts in model.named_modules():
@@ -231,7 +230,7 @@ def _write(
 ) -> None:
     config = family.config_to_hf(model_config)
     if family is not native:
-        config |= {name: generation.get(name) for name in _TOKEN_IDS}
+        config |= {name: generation.get(name) for name in TOKEN_IDS}
         config["torch_dtype"] = str(state["embedding.weight"].dtype).removeprefix("torch.")
         if (quantised := quantization_config(family, model_config)) is not None:
             config["quantization_config"] = quantised
@@ -251,15 +250,7 @@ def _tensors(
 def _write_settings(config: dict[str, Any], generation: dict[str, Any], directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if generation:
-        (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def _read_generation(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    if path.exists():
-        return _read_object(path)
-    raw = _read_object(directory / "config.json")
-    return {name: raw[name] for name in _TOKEN_IDS if raw.get(name) is not None}
+        (directory / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -134,7 +134,11 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
     assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
     if settings.tokenizer and (maker := maker_of(Path(directory))):
         raise UserError(f"{directory}: no such directory, whose tokenizer is asked for{maker}")
-    return Tokenizer.load(Path(directory) if settings.tokenizer else resolve_checkpoint(Path(directory)))
+    checkpoint = None if settings.path is None else resolve_checkpoint(Path(settings.path))
+    if not settings.tokenizer:
+        assert checkpoint is not None, "without a tokenizer of its own there is a checkpoint"
+        return Tokenizer.load(checkpoint)
+    return Tokenizer.load(Path(directory), checkpoint)
 
 
 def add_adapter(config: AdaptableConfig, model: Transformer) -> Lora | None:

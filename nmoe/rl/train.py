@@ -33,6 +33,7 @@ from nmoe.envs.environment import Environment
 from nmoe.envs.rewards.scored import attach_scorers
 from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.eval.probes import Probes, probes_of
+from nmoe.generation import sampling_notes
 from nmoe.learner.advantages import advantage, gdpo
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
@@ -66,6 +67,7 @@ from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
 from nmoe.rl.teacher import Teacher
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
@@ -213,6 +215,10 @@ class PolicyGradient(Recipe):
     def notes(self) -> list[str]:
         environment = self.environment
         lines = [*batch_arithmetic(self.config), *describe(self.config, self.learner.lora, self.learner.ranks)]
+        if self.config.model.path is not None:
+            sampling = self.config.sampling
+            checkpoint = resolve_checkpoint(Path(self.config.model.path))
+            lines += sampling_notes(checkpoint, sampling.temperature, sampling.top_p, sampling.top_k)
         if environment.pool.order.read_as:
             lines.append(f"records: {environment.pool.order.read_as}")
         if self.tools.sandboxes is not None:

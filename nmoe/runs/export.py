@@ -60,7 +60,7 @@ def export_checkpoint(
         )
     model, lora = load_policy(source, stored if dtype is None else getattr(torch, dtype))
     if not model.generation:
-        model.generation = harmony_generation(source)
+        model.generation = generation_of(source)
     partial = directory.with_name(f".{directory.name}.partial")
     with storage_errors(directory):
         try:
@@ -81,12 +81,12 @@ def export_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def harmony_generation(source: Path) -> dict[str, object]:
+def generation_of(source: Path) -> dict[str, object]:
     """Generation settings of a model that nmoe trained from scratch: it ends its turn as in Harmony, if its tokenizer has the
-    tokens."""
+    tokens, else as the tokenizer says."""
     if not (source / "tokenizer.json").exists():
         return {}
     tokenizer = Tokenizer.load(source)
     if not all(tokenizer.has_special(token) for token in CONTROL_TOKENS):
-        return {}
+        return {"eos_token_id": list(tokenizer.end_ids)} if tokenizer.end_ids else {}
     return {"eos_token_id": list(Harmony(tokenizer).stop_ids), "pad_token_id": tokenizer.special_id(END_OF_TEXT)}

@@ -14,6 +14,7 @@ from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import in_format
 from nmoe.errors import UserError
+from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.runs.threads import choose_threads
@@ -52,6 +53,8 @@ def chat(
     interactive = sys.stdin.isatty()
     if interactive:
         print(f"{directory}; {conversation.form}; {_NEW} starts another conversation, Ctrl-D leaves")
+        for line in sampling_notes(directory, temperature):
+            print(line)
     engine = NativeEngine(model, max_sequences=1)
     turn = 0
     while True:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product, takewhile
 from typing import Any
 
@@ -51,9 +52,8 @@ class ChatTemplate:
         Raises UserError where the tokenizer has no template or no end-of-turn token, where the template knows no
         `reasoning_effort`, and where it cannot continue after a turn.
         """
-        names = tokenizer.named_tokens
-        template, end = tokenizer.chat_template, names.get("eos_token")
-        if template is None or end is None:
+        names, template = tokenizer.named_tokens, tokenizer.chat_template
+        if template is None or not tokenizer.end_ids:
             lacks = "eos_token" if template else "chat template (chat_template.jinja, or in tokenizer_config.json)"
             raise UserError(
                 f'format = "chat": the tokenizer has no {lacks}; use that of a chat model, or format = "harmony"'
@@ -66,7 +66,7 @@ class ChatTemplate:
             )
         self._names: dict[str, Any] = names if effort is None else {**names, "reasoning_effort": effort}
         self._tokenizer = tokenizer
-        self._end = end
+        self.stop_ids = tokenizer.end_ids
         self._tools: list[Any] | None = [tool.as_function() for tool in tools] or None
         # A name of one character cannot be broken up, and is never structure.
         added = sorted((name for name in tokenizer.added_tokens if len(name) > 1), key=len, reverse=True)
@@ -77,7 +77,8 @@ class ChatTemplate:
         # What the assistant's own words may not hold: all but the tags, which some tokenizers have as control tokens, too.
         controls = [name for name in added if self._added[name] in tokenizer.control_ids and name not in TAGS]
         self._foreign_starts = _starts(controls)
-        self.stop_ids = (tokenizer.special_id(end),)
+        self._ends = {name: one for name, one in tokenizer.added_tokens.items() if one in self.stop_ids}
+        self._end = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))))
         if tools:  # a template that cannot go on should say so before a run starts
             said = ToolAnswer(tools[0].name, "ok", "0/0")
             self.continuation_ids([Message("user", "?")], [[said], [said]])
@@ -117,10 +118,8 @@ class ChatTemplate:
                 if max(start, first) < min(end, last)
             ]
             # Stop tokens are learned with the turns that they end, where the template's author forgot them too.
-            turns = [
-                (start, end + len(self._end) if text.startswith(self._end, end) else end, index)
-                for start, end, index in turns
-            ]
+            ended = ((start, end, self._end.match(text, end), index) for start, end, index in turns)
+            turns = [(start, end if found is None else found.end(), index) for start, end, found, index in ended]
         pieces: list[tuple[list[int], int | None]] = []
         place = 0
         for start, end, index in turns:
@@ -133,7 +132,7 @@ class ChatTemplate:
 
     def completion_ids(self, text: str) -> list[int]:
         """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
-        return [*self._encode(text, self._unused([text])[0]), *self.stop_ids]
+        return [*self._encode(text, self._unused([text])[0]), self._written_end or self.stop_ids[0]]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
         """Renders what follows the last sampled token: the end of its turn as the template writes it, the answers to the latest
@@ -158,12 +157,10 @@ class ChatTemplate:
                     "the chat template writes earlier messages in another way once more follow (it drops the reasoning "
                     "of earlier turns, perhaps): what the policy sampled would not stay in its history; use another template"
                 )
-            gap, found, after = after.partition(self._end)
-            if gap.strip() or not found:
-                raise UserError(
-                    f"the chat template does not end the assistant's message in {self._end!r}, the tokenizer's eos_token: "
-                    "a sampled turn would end in another way than one of the history"
-                )
+            end = self._end.search(after)
+            if end is None or after[: end.start()].strip() or self._written_end is None:
+                raise UserError(f"{self._unended()}: a sampled turn would end in another way than one of the history")
+            after = after[end.end() :]
             before = self._render(history)
         return self._encode(after, breaker)
 
@@ -183,8 +180,24 @@ class ChatTemplate:
         before, found, after = self._render(history, opens_turn=True).partition(said)
         if not found or not before.startswith(opened) or thought not in before[len(opened) :]:
             return None
-        gap, found, after = after.partition(self._end)
-        return None if gap.strip() or not found else self._encode(after, breaker)
+        end = self._end.search(after)
+        if end is None or after[: end.start()].strip() or self._written_end is None:
+            return None
+        return self._encode(after[end.end() :], breaker)
+
+    @cached_property
+    def _written_end(self) -> int | None:
+        """The token with which the template ends the assistant's message; None where only the next message ends it."""
+        text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        found = self._end.search(text, text.rfind("!"))
+        return None if found is None else self._ends[found[0]]
+
+    def _unended(self) -> str:
+        """The start of an error about a turn without an end."""
+        return (
+            f"the chat template does not end the assistant's message in {' or '.join(map(repr, self._ends))}, the tokenizer's "
+            "eos_token and the ends in generation_config.json (name the template's end in its eos_token_id)"
+        )
 
     def _turns(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> list[tuple[int, int, int]]:
         """Finds the assistant's turns in the text: start (after the opening of the turn), end, and index of the message. Leaves
@@ -202,12 +215,10 @@ class ChatTemplate:
                 before = self._render(messages[:index], tools=tools)
                 if not text.startswith(before) or start <= len(before):
                     continue
-            end = text.find(self._end, start)
-            if end < 0:
-                raise UserError(
-                    f"the chat template does not end the assistant's message in {self._end!r}, the tokenizer's eos_token"
-                )
-            turns.append((start, end + len(self._end), index))
+            end = self._end.search(text, start)
+            if end is None:
+                raise UserError(self._unended())
+            turns.append((start, end.end(), index))
         return turns
 
     def _regions(self, turns: Sequence[tuple[int, int, int]], text: str) -> list[tuple[int, int, int]]:

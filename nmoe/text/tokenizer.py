@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+from nmoe import generation
 from nmoe.errors import StorageError, UserError
 from nmoe.text import tiktoken_model
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
@@ -49,10 +50,14 @@ class Tokenizer:
     `vocab_size` is one more than the largest id: the rows an embedding needs. Safe to share between threads.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str) -> None:
-        """`save` writes `side_files` beside the model file; `origin` names this tokenizer in errors."""
+    def __init__(
+        self, backend: tokenizers.Tokenizer, side_files: Mapping[str, str], origin: str, ends: Sequence[int] = ()
+    ) -> None:
+        """`save` writes `side_files` beside the model file; `origin` names this tokenizer in errors. `ends` are the tokens that
+        end a turn in the generation settings of the checkpoint."""
         self._side_files = dict(side_files)
         self._origin = origin
+        self._named_ends = tuple(ends)
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         # Some checkpoints declare control tokens as plain added words, which text would match.
         plain = [name for name in CONTROL_TOKENS if name in added and not added[name].special]
@@ -112,37 +117,52 @@ class Tokenizer:
         return cls(backend, {"tokenizer_config.json": json.dumps(config, indent=2) + "\n"}, "the trained tokenizer")
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Path, checkpoint: Path | None = None) -> Tokenizer:
         """Reads the Hugging Face files in `directory`, written here or elsewhere; or `tiktoken.model` where that is all there is.
+        A turn also ends as the generation settings in `directory` say, and those of the `checkpoint` that it is used with.
 
         Raises UserError, naming the file, when tokenizer.json is missing or cannot be read.
         """
-        path = directory / _MODEL_FILE
+        path, ends = directory / _MODEL_FILE, generation.ends_in(directory)
+        if checkpoint is not None:
+            ends = (*ends, *generation.ends_in(checkpoint))
         if not path.exists() and (directory / tiktoken_model.FILE).exists():
             backend, config = tiktoken_model.read(directory)
             others = {name: _read(directory / name) for name in _SIDE_FILES if (directory / name).exists()}
-            return cls(backend, others | {tiktoken_model.CONFIG: config}, str(directory))
+            return cls(backend, others | {tiktoken_model.CONFIG: config}, str(directory), ends)
         definition = _read(path)
         try:
             backend = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises plain Exception, whatever is wrong with the file
             raise UserError(f"{path}: not a Hugging Face tokenizer: {error}") from error
         side_files = {name: _read(directory / name) for name in _SIDE_FILES if (directory / name).exists()}
-        return cls(backend, side_files, str(directory))
+        return cls(backend, side_files, str(directory), ends)
 
     def save(self, directory: Path) -> None:
-        """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. Raises StorageError."""
+        """Writes the Hugging Face files, for `load` and for transformers' AutoTokenizer. A generation_config.json that is there
+        is given the ends of a turn that it lacks; where there is none, one is written for the ends that only it can name.
+        Raises StorageError.
+        """
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for name, text in {_MODEL_FILE: self._definition(pretty=True), **self._side_files}.items():
+            files = {_MODEL_FILE: self._definition(pretty=True), **self._side_files}
+            settings = generation.read_generation(directory) if (directory / generation.FILE).exists() else {}
+            there = generation.end_ids_of(settings, directory)
+            if (there or self.generation_ends) and not set(self.end_ids).issubset(there):
+                settings["eos_token_id"] = list(dict.fromkeys([*there, *self.end_ids]))
+                files[generation.FILE] = json.dumps(settings, indent=2) + "\n"
+            for name, text in files.items():
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write the tokenizer to {directory}: {error}") from error
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits over the whole definition, chat template included. Saving and loading keeps them."""
+        """32 hexadecimal digits over the whole definition, chat template and ends of a turn included. Saving and loading keeps
+        them."""
         parts = [self._definition(), *(f"{name}\0{text}" for name, text in sorted(self._side_files.items()))]
+        if own := set(self.end_ids) - set(self._own_end):
+            parts.append(f"{generation.FILE}\0{sorted(own)}")
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def _definition(self, pretty: bool = False) -> str:
@@ -215,6 +235,26 @@ class Tokenizer:
         """The ids of the tokens that the definition calls special: structure, and never a word of a text."""
         special = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
         return frozenset(special - self._shown_ids)
+
+    @cached_property
+    def _own_end(self) -> tuple[int, ...]:
+        name = self.named_tokens.get("eos_token")
+        return () if name is None or not self.has_special(name) else (self._special_ids[name],)
+
+    @cached_property
+    def generation_ends(self) -> tuple[int, ...]:
+        """The tokens that end a turn in the checkpoint's generation settings (`eos_token_id`, often a list), in their order.
+
+        Only tokens that stand for no text count: an id that is a piece of text here is the leftover of another tokenizer, such
+        as the default 2 of a new model's configuration.
+        """
+        added = set(self._special_ids.values())
+        return tuple(one for one in self._named_ends if one in added)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn: the tokenizer's `eos_token`, and those of the checkpoint's generation settings."""
+        return tuple(dict.fromkeys([*self._own_end, *self.generation_ends]))
 
     @cached_property
     def chat_template(self) -> str | None:

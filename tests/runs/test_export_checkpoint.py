@@ -103,13 +103,14 @@ def test_what_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_tokenizer_without_control_tokens_sets_no_end(run: Path, tmp_path: Path) -> None:
+def test_without_harmonys_control_tokens_the_end_is_the_tokenizers(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "checkpoints" / "step_000010"
     raw = json.loads((checkpoint / "tokenizer.json").read_text())
     raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] != "<|call|>"]
     (checkpoint / "tokenizer.json").write_text(json.dumps(raw))
     export_checkpoint(run, tmp_path / "out")
-    assert not (tmp_path / "out" / "generation_config.json").exists()
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": [Tokenizer.load(checkpoint).special_id("<|return|>")]}
     (checkpoint / "tokenizer.json").unlink()
     export_checkpoint(run, tmp_path / "bare")
     assert not (tmp_path / "bare" / "generation_config.json").exists()

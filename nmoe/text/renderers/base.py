@@ -149,3 +149,9 @@ def end_of_text(tokenizer: HarmonyTokenizer) -> int:
         if end is None:
             raise UserError(f"the tokenizer has neither {END_OF_TEXT} nor an eos_token to end a text with") from None
         return tokenizer.special_id(end)
+
+
+def ends_with(own: Sequence[int], tokenizer: HarmonyTokenizer) -> tuple[int, ...]:
+    """The ends of a turn: those of the format, and those that the checkpoint's generation settings name."""
+    named = tokenizer.generation_ends if isinstance(tokenizer, Tokenizer) else ()
+    return tuple(dict.fromkeys([*own, *named]))

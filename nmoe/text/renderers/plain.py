@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from nmoe.errors import UserError
 from nmoe.text.conversation import ToolDefinition
 from nmoe.text.harmony_format import HarmonyTokenizer
-from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, end_of_text
+from nmoe.text.renderers.base import (
+    Messages,
+    ParsedAnswer,
+    ReasoningEffort,
+    Rendered,
+    Round,
+    Tools,
+    end_of_text,
+    ends_with,
+)
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
@@ -31,7 +40,7 @@ class PlainRenderer:
         assert effort is None, "and an effort too"
         self._tokenizer = tokenizer
         self._end = end_of_text(tokenizer)
-        self.stop_ids = (self._end,)
+        self.stop_ids = ends_with((self._end,), tokenizer)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(message.content for message in messages) + "\n")

@@ -1,0 +1,76 @@
+"""generation_config.json of a checkpoint: the tokens that end a turn, and how its authors sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nmoe.errors import UserError
+
+FILE = "generation_config.json"
+
+# The checkpoint decides which tokens end a generation; old checkpoints say so in config.json.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# The value that each setting has in transformers where the file leaves it out; `top_k` is 50 there, and no author chose that.
+_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """The generation settings of a checkpoint: its generation_config.json, or else the token ids in config.json, as transformers
+    has it; empty where there is neither file. Raises UserError, with the path, for a file that is no JSON object."""
+    path = directory / FILE
+    if path.exists():
+        return _object(path)
+    path = directory / "config.json"
+    raw = _object(path) if path.exists() else {}
+    return {name: raw[name] for name in TOKEN_IDS if raw.get(name) is not None}
+
+
+def end_ids_of(generation: Mapping[str, Any], where: object) -> tuple[int, ...]:
+    """The ids in `eos_token_id`, one or a list of them. Raises UserError for anything else; `where` names the checkpoint."""
+    named = generation.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    for one in ids:
+        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+            raise UserError(
+                f"{where}: eos_token_id is {json.dumps(named)[:80]}; it is a token's id or a list of such ids"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def ends_in(directory: Path) -> tuple[int, ...]:
+    """The tokens that end a turn in a checkpoint's generation settings. Raises UserError as the two functions above do."""
+    return end_ids_of(read_generation(directory), directory / FILE)
+
+
+def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_k: int = 0) -> list[str]:
+    """A line that says where the authors of a checkpoint sample in another way than this; none where they do not."""
+    path = directory / FILE
+    if not path.exists():
+        return []
+    generation, used = read_generation(directory), {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    theirs = {name: generation[name] for name in _SAMPLING if isinstance(generation.get(name), int | float)}
+    if generation.get("do_sample") is False and temperature > 0:
+        theirs = {"temperature": 0.0}
+    other = {name: value for name, value in theirs.items() if value != used[name]}
+    if temperature == 0:
+        # Greedy decoding looks at no other setting.
+        other = {name: value for name, value in other.items() if name == "temperature"}
+    if not other:
+        return []
+    said = ", ".join(f"{name} {value:g}" for name, value in other.items())
+    here = ", ".join(f"{name} {used[name]:g}" for name in other)
+    return [f"sampling: {path} has {said}; here it is {here}"]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return raw
