@@ -11,6 +11,8 @@ are those of the library, and draws and kept sets come from the engine's sampler
 3. Sequences of four tokens: what a correction per token leaves, because it does not weigh the tokens before and after it.
 4. Advantages over groups: the expected gradient against that of E[r].
 5. The divergence from a reference as a loss, on the bandit of 1: with importance weights and without.
+6. Rewards of steps and of turns, where the policy chooses how many there are: the expected gradient over groups of three against
+   that of the expected sum of the rewards.
 
 Bias is `|E g - g*| / |g*|`, with g* the gradient that is meant.
 """
@@ -29,11 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmoe.config.tables.algorithm import StepBaseline
 from nmoe.engine.native.sampler import SamplingColumns, sample
 from nmoe.learner.advantages import dr_grpo, grpo, maxrl, rloo
 from nmoe.learner.correction import Correction, correction_weights
 from nmoe.learner.objectives import Objective, Outputs, Scored, cispo, clip, dppo, gspo, reference_divergence
 from nmoe.learner.objectives.divergence import KLEstimator
+from nmoe.learner.token_advantages import process_supervision
 from nmoe.model.logprobs import head_logprobs
 
 EVERYTHING = math.inf
@@ -62,6 +66,13 @@ METHODS = {
     "gspo 0.2": Method(gspo(0.2, 0.2)),
     "cispo 1": Method(cispo(1.0)),
     "dppo 0.2": Method(dppo(0.2, 0.2, drift_coef=0.0)),
+}
+
+
+BASELINES: dict[str, StepBaseline] = {
+    "less the others' sum": "leave_one_out",
+    "no baseline": "none",
+    "normalised steps": "normalised",
 }
 
 
@@ -306,6 +317,75 @@ def divergence_bias(staleness: float, seed: int = 0) -> dict[str, float]:
     return biases | {"k3, not weighted, against KL(ref || pi)": bias(expected("k3", False), reverse_PV)}
 
 
+def step_gradients(turns: bool, most: int, group: int = 3, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Bias and noise of one group for each baseline of step rewards, and for `rloo` of the sum at every token.
+
+    Before each of up to `most` steps the policy chooses to stop, or one of two kinds of step, which earn 1 and 0.4; what it prefers
+    depends on the steps so far. With `turns` the environment answers each step with a token that is not scored, and keeps back
+    the reward of half of them, by a coin that the policy does not see.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kinds, paths = (1.0, 0.4), [path for count in range(most + 1) for path in itertools.product((0, 1), repeat=count)]
+    state_of = {path: state for state, path in enumerate(paths)}
+    logits_PV = torch.randn(len(paths), 3, generator=generator, dtype=torch.float64)
+    # A sample: its path, what each step earned, and the chance of the coins. After the last step it has to stop.
+    samples = [
+        (path, [kinds[kind] * coin for kind, coin in zip(path, coins, strict=True)], 0.5 ** len(path) if turns else 1.0)
+        for path in paths
+        for coins in (itertools.product((0, 1), repeat=len(path)) if turns else [(1,) * len(path)])
+    ]
+
+    def chance(path: tuple[int, ...], policy_PV: Tensor) -> Tensor:
+        choices = [(state_of[path[:place]], 1 + kind) for place, kind in enumerate(path)]
+        if len(path) < most:
+            choices.append((state_of[path], 0))
+        return torch.stack([policy_PV[state, choice] for state, choice in choices]).prod()
+
+    parameters_PV = logits_PV.clone().requires_grad_()
+    chances = torch.stack([coins * chance(path, parameters_PV.softmax(-1)) for path, _, coins in samples])
+    totals = torch.tensor([sum(earned) for _, earned, _ in samples], dtype=torch.float64)
+    (meant_PV,) = torch.autograd.grad((chances * totals).sum(), parameters_PV)
+    chances = chances.detach()
+    # Columns of each sample: a position for every choice and, with turns, one for every answer.
+    states, scored, rewards, choices = [], [], [], []
+    for path, earned, _ in samples:
+        place: tuple[list[int], list[bool], list[float], list[int]] = ([], [], [], [])
+        for number, (kind, reward) in enumerate(zip(path, earned, strict=True)):
+            for column, value in zip(place, (state_of[path[:number]], True, reward, 1 + kind), strict=True):
+                column.append(value)
+            if turns:
+                for column, value in zip(place, (0, False, math.nan, 0), strict=True):
+                    column.append(value)
+        if len(path) < most:
+            for column, value in zip(place, (state_of[path], True, math.nan, 0), strict=True):
+                column.append(value)
+        for columns, column in zip((states, scored, rewards, choices), place, strict=True):
+            columns.append(torch.tensor(column))
+    groups = list(itertools.product(range(len(samples)), repeat=group))
+    members = [sample for one in groups for sample in one]
+    ids_B = torch.arange(len(groups)).repeat_interleave(group)
+    lengths = [len(states[sample]) for sample in members]
+    scored_T, rewards_T = (torch.cat([column[sample] for sample in members]) for column in (scored, rewards))
+    states_T, choices_T = (torch.cat([column[sample] for sample in members]) for column in (states, choices))
+    of_T = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(lengths))
+    found = {
+        f"returns to go, {name}": process_supervision(rewards_T, ids_B, scored_T, lengths, baseline).double()
+        for name, baseline in BASELINES.items()
+    }
+    found["sum at every token, rloo"] = rloo(totals[members], ids_B)[of_T]
+    score_TV = torch.eye(3, dtype=torch.float64)[choices_T] - logits_PV.softmax(-1)[states_T]
+    chance_G = chances[torch.tensor(groups)].prod(-1)
+    results = {}
+    for name, advantages_T in found.items():
+        each_TV = score_TV * (advantages_T * scored_T).unsqueeze(-1) / group
+        each_GPV = torch.zeros(len(groups), len(paths), 3, dtype=torch.float64)
+        each_GPV.index_put_((ids_B[of_T], states_T), each_TV, accumulate=True)
+        mean_PV = (each_GPV * chance_G.view(-1, 1, 1)).sum(0)
+        variance = (each_GPV.square().sum((1, 2)) * chance_G).sum() - mean_PV.square().sum()
+        results[name] = (bias(mean_PV, meant_PV), float(variance.sqrt() / meant_PV.norm()))
+    return results
+
+
 def rounded(value: Any) -> Any:
     """The report with six decimals: what differs beyond them is the order of sums."""
     if isinstance(value, dict):
@@ -369,6 +449,11 @@ def main() -> None:
     for name in divergences[0]:
         print(f"   {name:38}" + "".join(f"{column[name]:10.4f}" for column in divergences))
     report["divergence"] = dict(zip(map(str, stalenesses), divergences, strict=True))
+
+    print("6. Rewards of steps, groups of 3; bias | noise of one group; the same of turns")
+    report["steps"], report["turns"] = steps, turns = step_gradients(False, 3), step_gradients(True, 2)
+    for name in steps:
+        print(f"   {name:38}" + "".join(f"{value:10.4f}" for value in (*steps[name], *turns[name])))
     print(json.dumps(rounded(report)))
 
 

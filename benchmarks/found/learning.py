@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from typing import Any
 
 from found import Result, check
+
+
+@check(
+    15,
+    "the gradient of step rewards by default, where the policy chooses how many steps it takes",
+    "1.00 of the exact one, +0.344",
+)
+def more_good_steps() -> Result:
+    """Before each of up to four steps the policy may stop; each earns 0 or 1 by a fair coin. Exact, over all groups of two."""
+    import torch
+
+    from nmoe.config.tables.algorithm import AlgorithmSection
+    from nmoe.rl.experience import policy_batch
+    from nmoe.rl.train import with_advantages
+    from nmoe.trajectory import Group, Trajectory
+    from nmoe.types import Grade, Problem, Sample, Sampling, Turn
+
+    problem, sampling = Problem("p", "sort", "q", "a", "s"), Sampling(8)
+    samples, chances, slopes = list[Trajectory](), list[float](), list[list[float]]()
+    for steps in range(1, 5):
+        for coins in itertools.product((0.0, 1.0), repeat=steps):
+            # The first step is given. A token says whether another one comes; after the fourth there is no choice.
+            tokens = steps if steps < 4 else 3
+            sample = Sample([7] * (tokens + 1), [-1.0] * (tokens + 1), [0] * (tokens + 1), "stop")
+            rewards = tuple(enumerate(coins))
+            grade = Grade(0.0, {}, "ok", {"correctness": 0.0}, "", step_rewards=rewards)
+            samples.append(Trajectory(problem, 0, (5, 6), (Turn((), sample),), grade, sampling))
+            # Of the logit of "another step", at a chance of one half; the token of the first step is no choice.
+            slopes.append([0.0] + [0.5] * (steps - 1) + [-0.5] * (steps < 4))
+            chances.append(0.5 ** (steps + tokens))
+    exact = sum(0.5 * number * 0.5 ** (number - 1) * 0.25 for number in range(1, 4))
+    found = 0.0
+    for one, two in itertools.product(range(len(samples)), repeat=2):
+        group = Group(problem, (samples[one], samples[two]))
+        batch = policy_batch(group.trajectories, None, "token", 8)
+        batch, _ = with_advantages(batch, [group], AlgorithmSection(), 8)
+        assert batch.advantages_T is not None
+        slope = torch.tensor([*slopes[one], *slopes[two]])
+        found += chances[one] * chances[two] * float((batch.advantages_T[batch.scored_T] * slope).sum()) / 2
+    return f"{found / exact:.2f} of it, {found:+.3f}", abs(found / exact - 1) < 1e-3
 
 
 @check(

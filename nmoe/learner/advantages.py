@@ -57,11 +57,17 @@ def grpo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     return group_normalised(rewards_B, group_ids_B).to(rewards_B)
 
 
+def others_mean(values_B: Tensor, group_ids_B: Tensor) -> Tensor:
+    """The mean over the other samples of each one's group, `[B]` in fp64: a baseline that the sample itself is not in. NaN for a
+    sample that is alone in its group."""
+    sums_B, sizes_B = _group_sums(values_B, group_ids_B)
+    return torch.where(sizes_B > 1, (sums_B - values_B) / (sizes_B - 1).clamp(min=1), torch.nan)
+
+
 def rloo(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
     """`r_i - mean of the others` (Ahmadian et al. 2024, arXiv:2402.14740, section 2.2)."""
-    sums_B, sizes_B = _group_sums(rewards_B, group_ids_B)
-    others_B = (sums_B - rewards_B) / (sizes_B - 1).clamp(min=1)
-    return torch.where(sizes_B > 1, rewards_B - others_B, 0.0).to(rewards_B)
+    others_B = others_mean(rewards_B, group_ids_B)
+    return torch.where(others_B.isnan(), 0.0, rewards_B - others_B).to(rewards_B)
 
 
 def maxrl(rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:

@@ -122,6 +122,15 @@ class Batch:
         """The number of each sequence's sample, `[B]`: its own where a sample is one sequence."""
         return torch.arange(len(self.lengths)) if self.samples is None else torch.tensor(self.samples)
 
+    def sample_lengths(self) -> tuple[int, ...]:
+        """The positions of each sample, over all its sequences, which follow one another, `[B]`."""
+        if self.samples is None:
+            return self.lengths
+        found: dict[int, int] = {}
+        for sample, length in zip(self.samples, self.lengths, strict=True):
+            found[sample] = found.get(sample, 0) + length
+        return tuple(found.values())
+
     def to(self, device: torch.device) -> Batch:
         """The batch on a device, which then need not be asked where the scored positions are."""
         columns: dict[str, Any] = {name: put(values_T, device) for name, values_T in self._columns()}

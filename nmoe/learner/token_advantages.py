@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nmoe.learner.advantages import EPSILON, group_normalised
+from nmoe.config.tables.algorithm import StepBaseline
+from nmoe.learner.advantages import EPSILON, group_normalised, others_mean
 from nmoe.learner.batch import sequence_of
 from nmoe.learner.objectives.base import LOG_RATIO_CLAMP, sequence_sums
 from nmoe.learner.objectives.divergence import KLEstimator, kl_estimate
@@ -105,17 +106,38 @@ def reinforce_pp(token_rewards_T: Tensor, scored_T: Tensor, lengths: Sequence[in
 
 
 def process_supervision(
-    step_rewards_T: Tensor, group_ids_B: Tensor, scored_T: Tensor, lengths: Sequence[int]
+    step_rewards_T: Tensor,
+    group_ids_B: Tensor,
+    scored_T: Tensor,
+    lengths: Sequence[int],
+    baseline: StepBaseline = "none",
 ) -> Tensor:
-    """Process supervision of GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.3): every step's reward is normalised by mean
-    and unbiased deviation of all steps of its group; a token's advantage is the sum over the steps that end at or after it.
+    """Advantages from the rewards of steps or turns, `[T]` in fp32: at every scored position the sum of the rewards of the steps
+    that end at or after it, the return to go, less a baseline.
 
-    `step_rewards_T` holds a step's reward at the position that decides on the step's last token, and NaN everywhere else. A group
-    with a single step has advantage 0. `[T]` in fp32.
+    - `none`: no baseline (Williams 1992, REINFORCE). The policy gradient is that of the expected sum of the rewards.
+    - `leave_one_out`: less the mean over the other samples of the group of the sum of all their rewards (Kool et al. 2019, "Buy 4
+      REINFORCE samples, get a baseline for free"). The same gradient with less noise, if every choice of a sample is a scored
+      position, that of the stop token included. A sample that is alone in its group has advantage 0.
+    - `normalised`: process supervision of GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.3): instead of a baseline, every
+      step's reward is normalised by mean and unbiased deviation of all steps of its group. It has another gradient: one more step
+      that is as good as the mean earns 0, so that more good steps are no better than few. A group with a single step has
+      advantage 0.
+
+    `step_rewards_T` holds a step's reward at the position that decides on the step's last token, and NaN everywhere else.
+    `lengths` are those of samples, `[B]`: the branches of one sample follow one another, and what a later one earns is a return of
+    the earlier ones.
     """
-    normalised_T = group_normalised(step_rewards_T, group_ids_B[sequence_of(lengths)]).nan_to_num(0.0)
-    parts = [part.flip(0).cumsum(0).flip(0) for part in normalised_T.split(list(lengths))]
-    return torch.where(scored_T, torch.cat(parts) if parts else normalised_T, 0.0).float()
+    sequence_T = sequence_of(lengths)
+    if baseline == "normalised":
+        step_rewards_T = group_normalised(step_rewards_T, group_ids_B[sequence_T])
+    earned_T = step_rewards_T.double().nan_to_num(0.0)
+    parts = [part.flip(0).cumsum(0).flip(0) for part in earned_T.split(list(lengths))]
+    returns_T = torch.cat(parts) if parts else earned_T
+    if baseline == "leave_one_out":
+        others_B = others_mean(sequence_sums(earned_T, sequence_T, len(lengths)), group_ids_B)
+        returns_T = (returns_T - others_B[sequence_T]).nan_to_num(0.0)
+    return torch.where(scored_T, returns_T, 0.0).float()
 
 
 def whiten(values_T: Tensor, scored_T: Tensor) -> Tensor:

@@ -222,8 +222,14 @@ def differs(group: Group, algorithm: AlgorithmSection, token_limit: int) -> bool
         return True
     rewards_BR, _ = sample_rewards([group], algorithm, token_limit)
     spread_R = rewards_BR.nan_to_num(-torch.inf).amax(0) - rewards_BR.nan_to_num(torch.inf).amin(0)
-    steps = {score for t in group.trainable for _, score in t.grade.step_rewards}
-    return bool((spread_R > 1e-9).any()) or (len(steps) > 1 and algorithm.step_reward_coef > 0)
+    return bool((spread_R > 1e-9).any()) or (algorithm.step_reward_coef > 0 and _steps_differ(group, algorithm))
+
+
+def _steps_differ(group: Group, algorithm: AlgorithmSection) -> bool:
+    """Whether the rewards of steps give any token an advantage. Normalised ones do if they differ; others also if they are alike,
+    since samples have different numbers of them, and the tokens of a sample more or fewer ahead."""
+    scores = {score for t in group.trainable for _, score in t.grade.step_rewards}
+    return len(scores) > 1 if algorithm.step_baseline == "normalised" else bool(scores - {0.0})
 
 
 def step_rewards(batch: Batch, trajectories: Sequence[Trajectory]) -> Tensor:
@@ -266,19 +272,19 @@ def token_advantages(
     batch: Batch, rewards_B: Tensor, steps_T: Tensor, algorithm: AlgorithmSection, critic: CriticSection | None
 ) -> tuple[Batch, Tensor]:
     """The batch with the advantages of an estimator over tokens and, under gae, with the critic's targets; and the advantages that
-    metrics describe. The reward of a sample comes at the end of each of its sequences."""
-    rewards_T = terminal_rewards(rewards_B[batch.sample_ids()], batch.scored_T, batch.lengths)
+    metrics describe. The reward of a sample comes at the end of its last sequence; what comes after the end of an earlier one
+    follows from it."""
+    lengths = batch.sample_lengths()
+    rewards_T = terminal_rewards(rewards_B, batch.scored_T, lengths)
     rewards_T = rewards_T + algorithm.step_reward_coef * steps_T.nan_to_num(0.0)
     if (divergence_T := reward_divergence(batch, algorithm)) is not None:
         rewards_T = rewards_T + divergence_T
     if algorithm.advantage == "reinforce_pp":
-        advantages_T = reinforce_pp(rewards_T, batch.scored_T, batch.lengths)
+        advantages_T = reinforce_pp(rewards_T, batch.scored_T, lengths)
         return replace(batch, advantages_T=advantages_T), advantages_T[batch.scored_T]
     assert critic is not None, "gae is refused without a critic"
     assert batch.old_values_T is not None, "the critic has given its values"
-    raw_T, returns_T = gae(
-        rewards_T, batch.old_values_T, batch.scored_T, batch.lengths, critic.gamma, critic.trace_decay
-    )
+    raw_T, returns_T = gae(rewards_T, batch.old_values_T, batch.scored_T, lengths, critic.gamma, critic.trace_decay)
     advantages_T = whiten(raw_T, batch.scored_T)
     return replace(batch, advantages_T=advantages_T, returns_T=returns_T), raw_T[batch.scored_T]
 

@@ -351,7 +351,7 @@ def with_advantages(
 
     The batch has one sequence for each branch of the judged samples of the groups, in order, with the reference's log-probabilities
     where the divergence is a reward, and the critic's values where there is one. Estimators over samples give all tokens of a
-    sample one advantage, to which process supervision adds the rewards of its steps.
+    sample one advantage, to which the rewards of its steps are added, each from its place on backwards.
     """
     rewards_BR, weights_R = sample_rewards(groups, algorithm, token_limit)
     steps_T = step_rewards(batch, judged(groups))
@@ -370,6 +370,6 @@ def with_advantages(
     advantages_T = torch.repeat_interleave(advantages_B[sample_S], torch.tensor(batch.lengths))
     if bool(steps_T.isnan().all()):
         return replace(batch, advantages_T=advantages_T), advantages_B
-    process_T = process_supervision(steps_T, ids_B[sample_S], batch.scored_T, batch.lengths)
+    process_T = process_supervision(steps_T, ids_B, batch.scored_T, batch.sample_lengths(), algorithm.step_baseline)
     advantages_T = advantages_T + algorithm.step_reward_coef * process_T
     return replace(batch, advantages_T=advantages_T), advantages_T[batch.scored_T]

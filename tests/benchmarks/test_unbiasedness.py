@@ -15,6 +15,7 @@ from unbiasedness import (
     bias,
     divergence_bias,
     sequence_bias,
+    step_gradients,
     worst_error,
 )
 
@@ -80,3 +81,14 @@ def test_weights_take_the_bias_out_of_the_divergence() -> None:
     assert stale["k2, not weighted"] > 0.1
     assert stale["k3, not weighted, against KL(ref || pi)"] > 0.1
     assert divergence_bias(0.0)["k3, not weighted, against KL(ref || pi)"] < 1e-7
+
+
+@pytest.mark.parametrize(("turns", "most"), [(False, 3), (True, 2)])
+def test_returns_to_go_have_the_gradient_of_the_sum_of_step_rewards(turns: bool, most: int) -> None:
+    found = step_gradients(turns, most)
+    for name in ("less the others' sum", "no baseline"):
+        assert found[f"returns to go, {name}"][0] < 1e-6
+    assert found["sum at every token, rloo"][0] < 1e-12
+    assert found["returns to go, normalised steps"][0] > 0.5
+    sums, returns = found["sum at every token, rloo"], found["returns to go, less the others' sum"]
+    assert returns[1] < sums[1], "what was earned before a choice is noise to it"

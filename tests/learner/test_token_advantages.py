@@ -117,25 +117,39 @@ def test_divergence_rewards_add_up_for_a_sample() -> None:
     assert divergence_rewards(logprobs + 90, reference, SCORED, 1.0)[2] == -20  # clamped as elsewhere
 
 
-def test_process_supervision_by_hand() -> None:
-    nan = math.nan
-    # One group of two: steps of 1 and 0 that end at the second and third token, and one step of 0.5.
-    steps = torch.tensor([nan, nan, nan, 1.0, nan, 0.0, nan, 0.5, nan])
-    advantages = process_supervision(steps, torch.zeros(3, dtype=torch.int64), SCORED, LENGTHS)
+# One group of three: steps of 1 and 0 that end at the second and third token, one step of 0.5, and a sample without a step.
+STEPS = torch.tensor([math.nan, math.nan, math.nan, 1.0, math.nan, 0.0, math.nan, 0.5, math.nan])
+TOGETHER, APART = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+
+
+def test_returns_to_go_of_steps_by_hand() -> None:
+    assert process_supervision(STEPS, TOGETHER, SCORED, LENGTHS).tolist() == [0, 0, 1, 1, 0, 0, 0, 0.5, 0]
+    # The others' totals: (0.5 + 0) / 2 for the first sample, (1 + 0) / 2 for the second.
+    advantages = process_supervision(STEPS, TOGETHER, SCORED, LENGTHS, "leave_one_out")
+    assert advantages.tolist() == [0, 0, 0.75, 0.75, 0, -0.25, 0, 0.0, 0]
+    assert not process_supervision(STEPS, APART, SCORED, LENGTHS, "leave_one_out").any(), "nothing to compare with"
+    # Two branches of one sample: the second's step is a return of the first, too.
+    joined = process_supervision(STEPS, TOGETHER[:2], SCORED, (8, 1), "leave_one_out")
+    assert joined.tolist() == [0, 0, 1.5, 1.5, 0, 0.5, 0, 0.5, 0]
+
+
+def test_normalised_steps_by_hand() -> None:
+    advantages = process_supervision(STEPS, TOGETHER, SCORED, LENGTHS, "normalised")
     one, zero = (1 - 0.5) / 0.5, (0 - 0.5) / 0.5  # mean and deviation of 1, 0, 0.5 are 0.5 and 0.5
     expected = [0, 0, one + zero, one + zero, 0, zero, 0, 0.0, 0]
     assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
     # Groups of their own: the second one's only step has nothing to be compared with.
-    advantages = process_supervision(steps, torch.arange(3), SCORED, LENGTHS)
+    advantages = process_supervision(STEPS, APART, SCORED, LENGTHS, "normalised")
     h = 1 / math.sqrt(2)
     assert advantages.tolist() == pytest.approx([0, 0, 0, 0, 0, -h, 0, 0, 0], abs=1e-5)
 
 
 def test_a_step_may_end_on_a_token_that_is_not_scored() -> None:
     steps = torch.tensor([math.nan, math.nan, math.nan, math.nan, 1.0, math.nan, math.nan, 0.0, math.nan])
-    advantages = process_supervision(steps, torch.zeros(3, dtype=torch.int64), SCORED, LENGTHS)
+    advantages = process_supervision(steps, TOGETHER, SCORED, LENGTHS, "normalised")
     h = 1 / math.sqrt(2)
     assert advantages.tolist() == pytest.approx([0, 0, h, h, 0, 0, 0, -h, 0], abs=1e-5)
+    assert process_supervision(steps, TOGETHER, SCORED, LENGTHS).tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_whitening_takes_scored_tokens_alone() -> None:

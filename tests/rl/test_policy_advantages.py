@@ -98,10 +98,13 @@ STEPS = [group(answer(1.0, steps=((0, 0.0), (1, 1.0))), answer(0.0, [7], steps=(
 
 
 def test_steps_of_an_answer_by_process_supervision() -> None:
-    # Step rewards 0, 1 and 0.5: mean 0.5, deviation 0.5, so -1, 1 and 0; a token sums those that end at or after it.
+    # Returns to go 1, 1 and 0.5; the totals of the other samples are 0.5 and 1.
     batch, figures = advantages(STEPS, algorithm={"step_reward_coef": 0.3})
-    assert scored(batch) == pytest.approx([0.5 + 0.3 * (-1 + 1), 0.5 + 0.3, -0.5], abs=1e-5)
+    assert scored(batch) == pytest.approx([0.5 + 0.3 * (1 - 0.5), 0.5 + 0.3 * (1 - 0.5), -0.5 + 0.3 * (0.5 - 1)])
     assert figures == scored(batch)
+    # Normalised, step rewards 0, 1 and 0.5: mean 0.5, deviation 0.5, so -1, 1 and 0.
+    batch, _ = advantages(STEPS, algorithm={"step_reward_coef": 0.3, "step_baseline": "normalised"})
+    assert scored(batch) == pytest.approx([0.5 + 0.3 * (-1 + 1), 0.5 + 0.3, -0.5], abs=1e-5)
 
 
 def test_steps_of_an_answer_are_rewards_of_its_tokens_under_gae() -> None:
@@ -155,11 +158,30 @@ def test_estimators_over_tokens_see_the_reward_at_the_end_of_each_branch() -> No
     assert a == b == c > d
 
 
-def test_step_rewards_are_at_the_tokens_of_their_branch() -> None:
-    """The second branch's only token is the fifth after the first prompt: [7, 2], the prompt [5, 8], [3]."""
-    groups = [group(branched(0.0, [7, 2], [3], steps=((1, 0.25), (4, 1.0))), answer(0.0, [7]))]
-    batch, _ = advantages(groups, algorithm={"advantage": "reinforce_pp", "step_reward_coef": 1.0})
+# The second branch's only token is the fifth after the first prompt: [7, 2], the prompt [5, 8], [3].
+TURNS = [group(branched(0.0, [7, 2], [3], steps=((1, 0.25), (4, 1.0))), answer(0.0, [7]))]
+
+
+def test_a_reward_of_a_later_turn_is_a_return_of_the_earlier_ones() -> None:
+    batch, _ = advantages(TURNS, algorithm={"advantage": "reinforce_pp"})
     first, second, third, other = scored(batch)
-    # Returns 0.25, 0.25, 1 and 0, whitened.
+    # Returns 1.25, 1.25, 1 and 0, whitened.
     assert first == second
-    assert (third - first) / (first - other) == pytest.approx(3.0, rel=1e-4)
+    assert (third - first) / (first - other) == pytest.approx(-0.25 / 1.25, rel=1e-4)
+    batch, _ = advantages(TURNS)
+    assert scored(batch) == [1.25, 1.25, 1.0, -1.25], "the other's total is 0, and the others' 1.25"
+
+
+def test_values_lead_from_one_branch_to_the_next() -> None:
+    """gamma 0.5, lambda 0.5; V = 0.2, 0.6 in the first branch, 0.4 in the second, whose reward is 2 at its only token."""
+    batch, figures = advantages(
+        [group(branched(2.0, [7, 2], [3]), answer(0.0, [7]))],
+        {"old_values_T": [0.2, 0.6, 0.4, 0.0]},
+        algorithm={"advantage": "gae"},
+        critic={"gamma": 0.5, "trace_decay": 0.5},
+    )
+    third = 2 - 0.4
+    second = 0.5 * 0.4 - 0.6 + 0.25 * third
+    first = 0.5 * 0.6 - 0.2 + 0.25 * second
+    assert figures == pytest.approx([first, second, third, 0.0], abs=1e-6)
+    assert scored(batch, "returns_T") == pytest.approx([first + 0.2, second + 0.6, 2.0, 0.0])

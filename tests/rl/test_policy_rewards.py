@@ -66,6 +66,10 @@ def test_a_group_teaches_by_length_by_steps_and_by_single_rewards() -> None:
     steps = group(answer(1.0, steps=((0, 0.5), (1, 1.0))), answer(1.0))
     assert differs(steps, PLAIN, LIMIT)
     assert not differs(steps, settings(algorithm={"step_reward_coef": 0.0}).algorithm, LIMIT)
+    more = group(answer(1.0, steps=((0, 1.0), (1, 1.0))), answer(1.0, steps=((0, 1.0),)))
+    assert differs(more, PLAIN, LIMIT), "two good steps earn more than one"
+    assert not differs(more, settings(algorithm={"step_baseline": "normalised"}).algorithm, LIMIT)
+    assert not differs(group(answer(1.0, steps=((0, 0.0),)), answer(1.0)), PLAIN, LIMIT)
     weights = {"format": 1.0, "correctness": 1.0}
     same_sum = group(
         answer(1.0, components={"format": 1.0, "correctness": 0.0}, weights=weights),

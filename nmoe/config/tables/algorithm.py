@@ -17,6 +17,8 @@ CLIP_DEFAULTS = {
     "dppo": (0.2, 0.2),
 }
 
+StepBaseline = Literal["leave_one_out", "none", "normalised"]
+
 
 class PolicyLossSection(Section):
     """[algorithm] of self-play."""
@@ -124,6 +126,12 @@ class AlgorithmSection(PolicyLossSection):
     )
     step_reward_coef: float = Field(
         default=1.0, ge=0, description="weight of a verifier's rewards for the steps of an answer"
+    )
+    step_baseline: StepBaseline = Field(
+        default="leave_one_out",
+        description="what is taken off the sum of a token's later steps. leave_one_out: the mean sum of the group's other "
+        "samples; none: nothing; normalised: each step's reward is normalised over the steps of its group, which is biased "
+        "(DeepSeekMath's process supervision)",
     )
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL divergence from the reference; 0: no reference"
