@@ -205,5 +205,23 @@ finally:
     _refused("shared memory of System V", "call(31, call(29, 0, 4096, 0o1600), 0, 0)"),
     _refused("a message queue", "call(71, call(68, 0, 0o1600), 0, 0)"),
     _refused("a semaphore", "call(66, call(64, 0, 1, 0o1600), 0, 0, 0)"),
+    _refused("shared memory without a file", "import mmap; mmap.mmap(-1, 4096, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)"),
+    _refused(
+        "shared memory of /dev/zero",
+        "import mmap; mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)",
+        "works",
+        ("ENODEV",),
+    ),
+    _refused(
+        "huge pages",
+        "import mmap; mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)",
+        None,
+    ),
+    _refused("swapping one's memory out", "import mmap; mmap.mmap(-1, 4096, mmap.MAP_PRIVATE).madvise(21)"),
+    _refused("giving pages to a pipe", "call(278, os.pipe()[1], 0, 0, 0)"),
+    _refused("the machine's contexts of aio", "call(206, 0, bytes(8))", "EINVAL"),
+    _refused("the host user's watches of files", "os.close(call(294, 0))"),
+    _refused("the weight of its session", "open('/proc/self/autogroup', 'r+')", "works", ("EACCES", "EROFS")),
+    _refused("marks of its memory", "open('/proc/self/clear_refs', 'w')", "works", ("EACCES", "EROFS")),
     _refused("a posix message queue", "call(240, b'nmoe-none', 0, 0, 0)", "ENOENT"),
 )  # fmt: skip

@@ -115,7 +115,7 @@ def test_32_bit_calls_end_the_process(box: Box) -> None:
     """`int 0x80` reaches another table of calls, for which the filter's numbers mean something else."""
     code = """
 import ctypes, mmap
-page = mmap.mmap(-1, 4096, prot=7)
+page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
 page.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20 (getpid); int 0x80; ret
 print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
 """
@@ -255,13 +255,13 @@ while True:
     "hoard",
     [
         "keep = [bytearray(b'x') * (8 << 20) for _ in range(1 << 20)]",
-        "import mmap\nkeep = []\nwhile True: keep.append(mmap.mmap(-1, 8 << 20)); keep[-1].write(b'x' * (8 << 20))",
+        "import mmap\nkeep = []\nwhile True:\n    keep.append(mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE))\n"
+        "    keep[-1].write(b'x' * (8 << 20))",
         "import os, time\nfor _ in range(8):\n    if os.fork() == 0: keep = b'x' * (40 << 20); time.sleep(60)\ntime.sleep(60)",
-        "import mmap, time\nshared = mmap.mmap(-1, 200 << 20)\nfor n in range(200): shared.write(b'x' * (1 << 20))\ntime.sleep(9)",
         SOCKETS,
         BACKLOG,
     ],
-    ids=["heap", "maps", "many processes", "shared", "sockets", "backlog"],
+    ids=["heap", "maps", "many processes", "sockets", "backlog"],
 )
 def test_memory_is_that_of_the_tree(box: Box, hoard: str) -> None:
     before = available_mb()
@@ -309,7 +309,58 @@ def available_mb() -> int:
 
 def test_ten_gigabytes_at_once(box: Box) -> None:
     assert python(box, "bytearray(10 << 30)").failure == "out_of_memory"
-    assert python(box, "import mmap; mmap.mmap(-1, 10 << 30)").failure != "ok"
+    assert python(box, "import mmap; mmap.mmap(-1, 10 << 30, mmap.MAP_PRIVATE)").failure != "ok"
+
+
+def test_memory_that_was_unmapped_is_not_kept(box: Box) -> None:
+    """Pages of shared memory without a file stay when nothing maps them, so that no process's size shows them."""
+    code = """
+import ctypes, mmap
+shared = mmap.mmap(-1, 1 << 20)
+libc = ctypes.CDLL(None)
+libc.madvise(ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(shared))), 1 << 20, mmap.MADV_DONTNEED)
+"""
+    assert python(box, code).failure == "sandbox_denied"
+    zeros = python(box, "print(open('/dev/zero', 'rb').read(5)); open('/dev/zero', 'wb').close()")
+    assert zeros.stdout == b"b'" + rb"\x00" * 5 + b"'\n"
+
+
+SPINNING = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.{disposition})
+for _ in range({children}):
+    if os.fork() == 0:
+        while time.process_time() < {seconds}: pass
+        os._exit(0)
+    try:
+        while True: os.wait()
+    except OSError: pass
+"""
+
+
+@pytest.mark.parametrize("disposition", ["SIG_IGN", "SIG_DFL"])
+@pytest.mark.parametrize(("children", "seconds"), [(10, 0.05), (60, 0.008)])
+def test_cpu_time_of_children_counts_whoever_waits(box: Box, disposition: str, children: int, seconds: float) -> None:
+    """The times of a child that its parent ignores are in no process's times."""
+    result = python(box, SPINNING.format(disposition=disposition, children=children, seconds=seconds))
+    assert result.failure == "ok"
+    used = children * seconds
+    least = 0.9 if disposition == "SIG_DFL" else 0.4
+    assert least * used < result.cpu_s < 1.5 * used + 0.2
+
+
+def test_cpu_time_of_ignored_children_is_limited(box: Box) -> None:
+    result = python(box, SPINNING.format(disposition="SIG_IGN", children=99, seconds=0.05), cpu_s=0.5)
+    assert result.failure == "timeout"
+    assert result.cpu_s < 0.7
+
+
+@pytest.mark.parametrize("cpu_s", [1.0, 0.5])
+def test_cpu_time_of_one_process_ends_as_timeout(box: Box, cpu_s: float) -> None:
+    """Not killed by its own limit, in whole seconds, before the watch looks."""
+    result = python(box, "while True: pass", cpu_s=cpu_s)
+    assert (result.failure, result.exit_code) == ("timeout", None)
+    assert cpu_s <= result.cpu_s < cpu_s + 0.3
 
 
 @pytest.mark.parametrize("directory", ["/workspace", "/tmp", "/dev/shm"])

@@ -12,6 +12,7 @@ import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import fcntl
 import gc
+import math
 import os
 import resource
 import select
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _WATCH_EVERY_S = 0.02
+# While processes come and go between two looks: what such a process did since it was last seen may count nowhere.
+_WATCH_CHURN_EVERY_S = 0.003
 _IDLE_S = 0.005
 _MIB = 1 << 20
 # Address space beyond `memory_mb`, which limits resident memory, for libraries and thread stacks.
@@ -41,9 +44,12 @@ _STATED = frozenset({"out_of_memory", "disk_full", "sandbox_denied", "command_no
 
 
 class Agent:
-    def __init__(self, control: socket.socket, workspace: str, readable: list[str], held: int, score: int) -> None:
+    def __init__(
+        self, control: socket.socket, workspace: str, readable: list[str], held: int, score: int, fenced: bool
+    ) -> None:
         """`readable` is visible outside the workspace. `held` is the number of processes of the user namespace that belong to no
-        call. `score` is a descriptor of this process's own oom_score_adj.
+        call. `score` is a descriptor of this process's own oom_score_adj. `fenced` says that Landlock already restricts this
+        process; otherwise it restricts the calls, if the kernel has it.
         """
         self._control = control
         self._workspace = workspace
@@ -52,6 +58,8 @@ class Agent:
         self._held = held
         self._score, self._own_score = score, os.pread(score, 16, 0)
         self._rules: list[tuple[str, int]] | None = None  # the access rules for the workspace
+        # Made once: its paths stay what they are.
+        self._usual = None if fenced or not landlock.version() else landlock.ruleset(usual_rules(readable))
 
     def serve(self) -> NoReturn:
         """Answers requests until the host is gone."""
@@ -138,6 +146,8 @@ class Agent:
     ) -> None:
         """Sets up the child: its descriptors and no others, its limits, its directory."""
 
+        if self._usual is not None and self._rules is None:
+            landlock.restrict(self._usual)
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
@@ -150,7 +160,8 @@ class Agent:
         os.dup2(status, child.STATUS, inheritable=False)
         os.closerange(child.STATUS + 1, 1024)
         memory = int(limits["memory_mb"] + _ADDRESS_SPACE_SLACK_MB) * _MIB
-        cpu = max(1, round(limits["cpu_s"] + 0.5))
+        # The watch ends a call first. It counts in ticks, and the kernel kills at the limit, in whole seconds, without a word.
+        cpu = math.ceil(limits["cpu_s"]) + 1
         for kind, limit in (
             (resource.RLIMIT_AS, memory),
             (resource.RLIMIT_CPU, cpu),
@@ -171,7 +182,7 @@ class Agent:
         except OSError:
             os.chdir(self._workspace)
         if self._rules is not None:
-            landlock.restrict(self._rules)
+            landlock.restrict(landlock.ruleset(self._rules))
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
     def _failure(self, exit_code: int | None, stated: bytes) -> str:
@@ -243,7 +254,8 @@ class _Call:
         self._began = self._looked = began
         self._deadline = began + limits["wall_s"]
         self._room = int(limits["output_kb"] * 1024)
-        self.cpu_s = 0.0  # of ended processes
+        self._usage = watch.Usage()
+        self._reaped: dict[str, float] = {}  # pid: seconds of CPU time, since the last look
         self.starvation = watch.Starvation()
         self._status: int | None = None
 
@@ -270,7 +282,7 @@ class _Call:
                 if failure:
                     break
                 now = time.monotonic()
-                next_watch = now + _WATCH_EVERY_S
+                next_watch = now + (_WATCH_CHURN_EVERY_S if self._usage.hidden else _WATCH_EVERY_S)
             ended = False
             for descriptor, events in poll.poll(max(0.0, min(self._deadline, next_watch) - now) * 1000):
                 if descriptor == self._control.fileno():
@@ -286,6 +298,7 @@ class _Call:
             elif ended:
                 break
         self._kill()
+        self._usage.end(self._reaped)
         os.close(pidfd)
         for stream in self._streams:
             while self._room >= 0 and self._read(stream):
@@ -298,10 +311,16 @@ class _Call:
         code = None if failure or self._status is None else os.waitstatus_to_exitcode(self._status)
         return failure, code
 
+    @property
+    def cpu_s(self) -> float:
+        return self._usage.seconds
+
     def _passed(self) -> str | None:
-        self._reap()
-        resident, seconds = watch.usage()
-        if seconds + self.cpu_s > self._limits["cpu_s"]:
+        while self._reap():
+            pass
+        resident = self._usage.look(self._reaped)
+        self._reaped.clear()
+        if self._usage.seconds > self._limits["cpu_s"]:
             return "timeout"
         allowed = self._limits["memory_mb"] * _MIB - watch.socket_memory()
         if resident > allowed and watch.shared_memory_once() > allowed:
@@ -345,7 +364,8 @@ class _Call:
             return False
         if pid == self._pid:
             self._status = status
-        self.cpu_s += used.ru_utime + used.ru_stime
+        if pid:
+            self._reaped[str(pid)] = used.ru_utime + used.ru_stime
         return bool(pid)
 
     def _kill(self) -> None:
@@ -360,6 +380,11 @@ class _Call:
                 continue
             if not self._reap(0):
                 return
+
+
+def usual_rules(readable: list[str]) -> list[tuple[str, int]]:
+    """The Landlock rules for calls of a sandbox that nothing restricts to parts of its workspace."""
+    return [*system_rules(readable), ("/", landlock.LIST), ("/workspace", landlock.WRITE)]
 
 
 def system_rules(readable: list[str]) -> list[tuple[str, int]]:

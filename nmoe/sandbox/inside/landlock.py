@@ -32,11 +32,12 @@ def version() -> int:
         return 0
 
 
-def restrict(rules: Sequence[tuple[str, int]], *, network: bool = False) -> None:
-    """Keeps only the named rights: (path, READ | WRITE | DEVICE), each for everything beneath the path.
+def ruleset(rules: Sequence[tuple[str, int]], *, network: bool = False) -> int:
+    """Makes a set of the only rights to keep: (path, READ | WRITE | DEVICE), each for everything beneath the path. Returns its
+    descriptor.
 
     A path that does not exist has no rule. `network` also gives up TCP, abstract sockets and signals to outside processes, as
-    far as the kernel supports it.
+    far as the kernel supports it. Raises OSError if the kernel has no Landlock.
     """
     known = version()
     if not known:
@@ -44,7 +45,7 @@ def restrict(rules: Sequence[tuple[str, int]], *, network: bool = False) -> None
     handled = (1 << _RIGHTS[min(known, 5)]) - 1
     attributes = struct.pack("QQQ", handled, 3 if network and known >= 4 else 0, 3 if network and known >= 6 else 0)
     size = 8 if known < 4 else 16 if known < 6 else 24
-    ruleset = kernel.syscall("landlock_create_ruleset", _CREATE_RULESET, attributes[:size], size, 0)
+    made = kernel.syscall("landlock_create_ruleset", _CREATE_RULESET, attributes[:size], size, 0)
     for path, rights in rules:
         try:
             beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -53,7 +54,11 @@ def restrict(rules: Sequence[tuple[str, int]], *, network: bool = False) -> None
         if not os.path.isdir(path):
             rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
         rule = struct.pack("=Qi", rights & handled, beneath)
-        kernel.syscall(f"landlock_add_rule {path}", _ADD_RULE, ruleset, 1, rule, 0)
+        kernel.syscall(f"landlock_add_rule {path}", _ADD_RULE, made, 1, rule, 0)
         os.close(beneath)
-    kernel.syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
+    return made
+
+
+def restrict(made: int) -> None:
+    """Keeps only the rights of a set, in this process and its descendants."""
+    kernel.syscall("landlock_restrict_self", _RESTRICT_SELF, made, 0)

@@ -28,7 +28,9 @@ _SCORE = "/proc/self/oom_score_adj"
 # namespace is this process's own.
 _STAGE = "/sys"
 _ROOT = f"{_STAGE}/root"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+# (inside, the host's). Mapping /dev/zero gives shared memory that counts in no process's size; /dev/full reads as zeros too, and
+# cannot be mapped.
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 _DISK_DIRECTORIES = {"workspace": WORKSPACE, "tmp": "/tmp", "shm": "/dev/shm"}
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types", "ssl/certs")
 _MADE = {
@@ -54,7 +56,7 @@ for name, code in modules:
     setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
 sys.path += {site!r}
 import _socket
-module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, 1, os.open({score!r}, os.O_RDWR)).serve()
+module.Agent(_socket.socket(fileno={control}), {workspace!r}, {readable!r}, 1, os.open({score!r}, os.O_RDWR), False).serve()
 """
 
 
@@ -161,8 +163,8 @@ def _enter_bubblewrap(plan: dict[str, Any]) -> NoReturn:
     for source, inside in _shown(plan):
         arguments += ["--ro-bind", source, inside]
     arguments += ["--proc", "/proc", "--size", str(1 << 20), "--tmpfs", "/dev"]
-    for name in _DEVICES:
-        arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, source in _DEVICES.items():
+        arguments += ["--dev-bind", f"/dev/{source}", f"/dev/{name}"]
     for text, inside in _links(plan):
         arguments += ["--symlink", text, inside]
     for name, inside in _DISK_DIRECTORIES.items():
@@ -199,8 +201,9 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
         _build_root(plan)
         kernel.drop_capabilities()
         score = os.open(_SCORE, os.O_RDWR)
-        rules = [*agent.system_rules(_readable(plan)), ("/", landlock.LIST), (WORKSPACE, landlock.WRITE)]
-        landlock.restrict(rules, network=True)
+        rules = landlock.ruleset(agent.usual_rules(_readable(plan)), network=True)
+        landlock.restrict(rules)
+        os.close(rules)
         kernel.set_seccomp_filter(seccomp.filter_program())
     except OSError as error:
         print(error, file=sys.stderr)
@@ -209,7 +212,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
     sys.path[:] = [*sys.path[1:], *plan["site"]]
     sys.argv = [""]
     # The parent is in this user namespace too.
-    agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan), 2, score).serve()
+    agent.Agent(socket.socket(fileno=CONTROL), WORKSPACE, _readable(plan), 2, score, True).serve()
 
 
 def _build_root(plan: dict[str, Any]) -> None:
@@ -225,9 +228,9 @@ def _build_root(plan: dict[str, Any]) -> None:
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("proc", f"{root}/proc", "proc", flags)
     os.mkdir(f"{root}/dev")
-    for name in _DEVICES:
-        _like(f"/dev/{name}", f"{root}/dev/{name}")
-        kernel.bind(f"/dev/{name}", f"{root}/dev/{name}")
+    for name, source in _DEVICES.items():
+        _like(f"/dev/{source}", f"{root}/dev/{name}")
+        kernel.bind(f"/dev/{source}", f"{root}/dev/{name}")
     for text, inside in _links(plan):
         os.makedirs(os.path.dirname(root + inside), exist_ok=True)
         os.symlink(text, root + inside)

@@ -1,7 +1,8 @@
 """The system calls that sandboxed code may not make, as a classic BPF program (seccomp(2)).
 
 Refused with EPERM are calls that reach other processes, other namespaces or the machine's settings, kernel interfaces with a
-history of escapes, and memory that counts in no process's size. Calls newer than this list are refused with ENOSYS.
+history of escapes, memory that counts in no process's size, and objects of which the whole machine or the host's user has a
+limited number. Calls newer than this list are refused with ENOSYS.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190),
     "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    # A pipe holds the pages that it was given, of 2 MB each if they were huge, after they are unmapped.
+    "vmsplice": (278, 75),
+    # contexts of which the machine has 65,536 (fs.aio-max-nr), and watches of which the host's user has 128
+    "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3), "io_getevents": (208, 4),
+    "io_pgetevents": (333, 292), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # lowering one's own CPU priority, which would look like starvation (nmoe.grading.code.verify)
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
 }  # fmt: skip
 
 # (x86_64, aarch64) of calls that are harmful with some arguments, and of clone3, whose flags a filter cannot read.
-_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _SETSOCKOPT, _FCNTL, _IOCTL, _PERSONALITY, _PRLIMIT = (
+_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _SETSOCKOPT, _FCNTL, _IOCTL, _PERSONALITY, _PRLIMIT, _MMAP, _MADVISE = (
     (56, 220),
     (435, 435),
     (41, 198),
@@ -52,6 +58,8 @@ _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _SETSOCKOPT, _FCNTL, _IOCTL, _PERSONALITY
     (16, 29),
     (135, 92),
     (302, 261),
+    (9, 222),
+    (28, 233),
 )
 _NEWER_THAN_THIS_LIST = 463
 
@@ -61,6 +69,10 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 # Larger buffers hold memory that counts in no process's size.
 _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 7, 8, 32, 33
 _F_SETPIPE_SZ = 1031
+# Shared memory without a file keeps its pages when a process unmaps them; huge pages are taken from the host's own pool.
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
+# Memory that is swapped out is no longer resident.
+_MADV_PAGEOUT = 21
 
 # seccomp_data: nr at 0, arch at 4, arguments from 16, eight bytes each, the low half first
 _NR, _ARCH, _ARGUMENTS = 0, 4, 16
@@ -103,6 +115,9 @@ def filter_program() -> bytes:
     # 0 is the ordinary personality, all ones asks for the current one.
     ordinary = [_line(_EQUAL, 0, 2, 0), _line(_EQUAL, 0xFFFFFFFF, 1, 0), _line(_RETURN, _ERROR | errno.EPERM)]
     lines += _argument(_PERSONALITY[column], 0, ordinary)
+    shared = [_line(_ANY_BIT, _MAP_ANONYMOUS, 0, 2), *_if(_ANY_BIT, _MAP_SHARED, _ERROR | errno.EPERM)]
+    lines += _argument(_MMAP[column], 3, [*_if(_ANY_BIT, _MAP_HUGETLB, _ERROR | errno.EPERM), *shared])
+    lines += _argument(_MADVISE[column], 2, _if(_EQUAL, _MADV_PAGEOUT, _ERROR | errno.EPERM))
     # A process's own limits only: another process may be the agent.
     lines += _argument(_PRLIMIT[column], 0, _unless(_EQUAL, 0, _ERROR | errno.EPERM))
     lines.append(_line(_RETURN, _ALLOW))

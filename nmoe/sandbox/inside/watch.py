@@ -8,21 +8,90 @@ import os
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
-def usage() -> tuple[int, float]:
-    """Bytes of memory, counting a shared page once per process, and seconds of CPU time.
+class Usage:
+    """Memory and CPU time of the processes, look by look: `Usage().look({})` gives 31457280 bytes, and `seconds` grows.
 
-    The time includes that of living processes and of the children that they have waited for.
+    A child whose parent ignores SIGCHLD vanishes when it ends, and no process's times include it. So the times of living
+    processes are added up as they grow. A parent's times of its children add only the part that was not seen while they lived.
+    What such a child did after it was last seen is lost, so looks should be frequent while `hidden`.
     """
-    resident, seconds = 0, 0.0
-    for pid in _pids():
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        seconds += sum(map(int, fields[11:15])) / _TICKS
-        resident += int(fields[21]) * _PAGE
-    return resident, seconds
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.hidden = False  # whether processes came and went between the last two looks
+        self._before: dict[str, tuple[bytes, str, float, float]] = {}  # pid: start, parent, own and children's seconds
+        self._last_pid = _last_pid()
+
+    def look(self, reaped: dict[str, float]) -> int:
+        """Adds what happened since the last look. Returns bytes of memory, counting a shared page once per process.
+
+        `reaped` are the processes that the caller has waited for since then, with their seconds and their children's.
+        """
+        now: dict[str, tuple[bytes, str, float, float]] = {}
+        resident = 0
+        for pid in _pids():
+            try:
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            own, children = (sum(map(int, fields[n : n + 2])) / _TICKS for n in (11, 13))
+            if own < _COARSE_S:
+                own = max(own, _run_s(pid, fields[17] == b"1"))
+            now[pid] = fields[19], fields[1].decode(), own, children
+            resident += int(fields[21]) * _PAGE
+        self._add(now, reaped)
+        return resident
+
+    def end(self, reaped: dict[str, float]) -> None:
+        """Adds the last processes, after which none is left."""
+        self._add({}, reaped)
+
+    def _add(self, now: dict[str, tuple[bytes, str, float, float]], reaped: dict[str, float]) -> None:
+        before = self._before
+        gone = {pid for pid, one in before.items() if pid not in now or now[pid][0] != one[0]}
+        # What was seen of ended processes, by the one that waited for them or for their parents.
+        known = dict.fromkeys(reaped, 0.0)
+        for pid in gone:
+            heir = pid
+            while heir in gone and heir not in reaped:
+                heir = before[heir][1]
+            known[heir] = known.get(heir, 0.0) + before[pid][2] + before[pid][3]
+        for pid, seconds in reaped.items():
+            self.seconds += max(0.0, seconds - known[pid])
+        for pid, (start, parent, own, children) in now.items():
+            _, _, own_before, children_before = (
+                before[pid] if pid in before and pid not in gone else (b"", "", 0.0, 0.0)
+            )
+            own = max(own, own_before)
+            now[pid] = start, parent, own, children
+            self.seconds += own - own_before + max(0.0, children - children_before - known.get(pid, 0.0))
+        last_pid = _last_pid()
+        self.hidden = last_pid - self._last_pid > len(now.keys() - (before.keys() - gone))
+        self._before, self._last_pid = now, last_pid
+
+
+# Process times are counted in ticks of 10 ms; a process that used less than this is read in nanoseconds.
+_COARSE_S = 0.1
+
+
+def _run_s(pid: str, one_thread: bool) -> float:
+    """Seconds that the living threads of a process have run, by the kernel's account of each; 0 without one."""
+    ran = 0
+    try:
+        threads = [pid] if one_thread else [f"{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+        for thread in threads:
+            with open(f"/proc/{thread}/schedstat", "rb") as file:
+                ran += int(file.read().split()[0])
+    except (OSError, IndexError, ValueError):
+        pass
+    return ran / 1e9
+
+
+def _last_pid() -> int:
+    """The pid, in this namespace, of the newest process or thread."""
+    with open("/proc/loadavg", "rb") as file:
+        return int(file.read().split()[4])
 
 
 def _most_of_a_socket() -> int:
