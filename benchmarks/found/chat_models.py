@@ -52,3 +52,48 @@ def second_end_is_learned() -> Result:
     (rendered,) = ChatRenderer(tokenizer).supervise(tuple(ChatMessage(*turn) for turn in turns))
     said = tokenizer.decode([label for label in rendered.labels if label != IGNORED])
     return said, said == "one<end_of_turn>two<end_of_turn>"
+
+
+@check(
+    24, "a conversation of two turns whose generation prompt opens <think>", "both learned behind a sampling's prompt"
+)
+def opened_reasoning() -> Result:
+    from chat_templates import QWEN, QWEN_CONTROLS, QWEN_TAGS, save
+
+    from nmoe.text.conversation import ChatMessage
+    from nmoe.text.renderers import IGNORED, ChatRenderer
+    from nmoe.text.tokenizer import Tokenizer
+    from nmoe.types import Message
+
+    plain = "{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
+    template = QWEN.replace(plain, plain.replace("assistant\\n", "assistant\\n<think>\\n"))
+    tokenizer = Tokenizer.load(save(Path("thinking"), template, QWEN_CONTROLS, QWEN_TAGS))
+    renderer = ChatRenderer(tokenizer)
+    turns = [("user", "1?"), ("assistant", "one"), ("user", "2?"), ("assistant", "two")]
+    prompts = [renderer.prompt_ids([Message(*turn) for turn in turns[:count]]) for count in (1, 3)]
+    sampled = 0
+    for one in renderer.supervise(tuple(ChatMessage(*turn) for turn in turns)):
+        labels = [IGNORED, *one.labels]
+        starts = [place for place, label in enumerate(one.labels) if label != IGNORED and labels[place] == IGNORED]
+        sampled += sum(one.ids[:start] in prompts for start in starts)
+    return f"{sampled} of 2 learned behind a sampling's prompt", sampled == 2
+
+
+@check(13, "</think> without <think> under a template that opens none", "not well-formed")
+def unopened_reasoning() -> Result:
+    from nmoe.text.chat_template import read_turn
+
+    formed = read_turn("hm</think>42").well_formed
+    return "well-formed" if formed else "not well-formed", not formed
+
+
+@check(13, "calls whose JSON strings hold </tool_call>, <tool_call> or </think>", "4 of 4 read")
+def tags_in_strings() -> Result:
+    from nmoe.text.chat_template import read_turn
+
+    read = 0
+    for code in ("print(1)", "print('</tool_call>')", "s = '<tool_call>'", "# </think> ends it"):
+        body = json.dumps({"name": "python", "arguments": {"code": code}})
+        turn = read_turn(f"<think>go</think>\n<tool_call>\n{body}\n</tool_call>")
+        read += [one.strip() for one in turn.calls] == [body] and turn.well_formed and not turn.content
+    return f"{read} of 4 read", read == 4

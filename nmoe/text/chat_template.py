@@ -12,6 +12,7 @@ something other than what it saw.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from nmoe.text.conversation import END_THINK, THINK, ToolDefinition
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 
-TAGS = (THINK, END_THINK, "<tool_call>", "</tool_call>")
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+TAGS = (THINK, END_THINK, CALL, END_CALL)
 
 # Templates that print the day would make a prompt depend on it; this is the one that Llama's falls back to.
 _DATE = "26 Jul 2024"
@@ -74,6 +76,7 @@ class ChatTemplate:
         alternatives = "|".join(map(re.escape, added))
         self._split = re.compile(f"({alternatives})")
         self._starts = _starts(added)
+        self._whole = re.compile("|".join(map(re.escape, sorted({*added, *TAGS}, key=len, reverse=True))))
         # What the assistant's own words may not hold: all but the tags, which some tokenizers have as control tokens, too.
         controls = [name for name in added if self._added[name] in tokenizer.control_ids and name not in TAGS]
         self._foreign_starts = _starts(controls)
@@ -100,7 +103,8 @@ class ChatTemplate:
         neither; only the assistant's own words may contain the tags of reasoning and calls.
 
         A turn is no piece of its own where the template writes the text before it differently than it did when the turn was
-        asked for: nobody can sample it there. Raises UserError where the template refuses the conversation, and where a turn
+        asked for, its opening included: nobody can sample it there. Raises UserError where the template refuses the
+        conversation, and where a turn
         has no end.
         """
         declared = [tool.as_function() for tool in tools]
@@ -129,6 +133,43 @@ class ChatTemplate:
             ]
             place = end
         return [*pieces, (self._encode(text[place:], breaker), None)]
+
+    def sampled(
+        self, messages: Sequence[Mapping[str, Any]], reasoning: str, tools: Sequence[ToolDefinition] = ()
+    ) -> tuple[list[int], list[int]] | None:
+        """Renders the last message, the assistant's, as a policy samples it where the template writes it in another way than it
+        opens the turn: the prompt, and the turn. A template may open the reasoning of each turn that it asks for, and leave it
+        out of those that it writes (DeepSeek-R1). Then the turn is `reasoning`, closed, and what the template writes.
+
+        Returns None where the template begins the turn in a third way, and where the reasoning has no place in it.
+        """
+        declared = [tool.as_function() for tool in tools]
+        breaker, _ = self._unused(_strings([*messages, *declared, reasoning]))
+        guarded = [self._guarded_message(message, breaker) for message in messages]
+        functions = [self._guard_all(tool, breaker) for tool in declared] or None
+        text, before = (self._render(some, tools=functions) for some in (guarded, guarded[:-1]))
+        opened = self._render(guarded[:-1], tools=functions, opens_turn=True)
+        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
+        for one in (opened, text):  # <think> and <tool_call> begin alike
+            cut = (match.start() for match in self._whole.finditer(one) if match.start() < start < match.end())
+            start = next(cut, start)
+        if not text.startswith(before) or start <= len(before):
+            return None
+        said = text[start : self._end_after(text, start)]
+        if END_THINK not in said:
+            if _leaves_open(opened[len(before) :]):
+                thought = self._guard(reasoning.strip("\n"), breaker, self._foreign_starts)
+                said = f"{thought}\n{END_THINK}\n\n{said}"
+            elif reasoning.strip():
+                return None
+        return self._encode(opened, breaker), self._encode(said, breaker)
+
+    @cached_property
+    def opens_reasoning(self) -> bool:
+        """Whether the template opens the reasoning of a turn in its prompt."""
+        asked = [{"role": "user", "content": "?"}]
+        before, opened = self._render(asked), self._render(asked, opens_turn=True)
+        return _leaves_open(opened[len(before) :] if opened.startswith(before) else opened)
 
     def completion_ids(self, text: str) -> list[int]:
         """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
@@ -208,18 +249,16 @@ class ChatTemplate:
             if message["role"] != "assistant" or index == 0:
                 continue
             opened = self._render(messages[:index], tools=tools, opens_turn=True)
-            start = len(opened)
-            if not text.startswith(opened):
-                # It may open a turn with a tag that it leaves out where the message has no reasoning.
-                start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, text, strict=False)))
-                before = self._render(messages[:index], tools=tools)
-                if not text.startswith(before) or start <= len(before):
-                    continue
-            end = self._end.search(text, start)
-            if end is None:
-                raise UserError(self._unended())
-            turns.append((start, end.end(), index))
+            if text.startswith(opened):
+                turns.append((len(opened), self._end_after(text, len(opened)), index))
         return turns
+
+    def _end_after(self, text: str, start: int) -> int:
+        """The place behind the next end of a turn. Raises UserError where there is none."""
+        end = self._end.search(text, start)
+        if end is None:
+            raise UserError(self._unended())
+        return end.end()
 
     def _regions(self, turns: Sequence[tuple[int, int, int]], text: str) -> list[tuple[int, int, int]]:
         """Extends each turn to the start of the next, and the first back to the start of the text, to assign generation marks to
@@ -293,9 +332,11 @@ class ChatTemplate:
         if not core:
             return content
         left = content[: len(content) - len(content.lstrip())]
-        opening = "" if starts is not None and core.startswith(TAGS) else breaker  # a tag is no end of another name
+        # A tag is no part of another name, and templates cut contents at tags.
+        opening = "" if starts is not None and core.startswith(TAGS) else breaker
+        closing = "" if starts is not None and core.endswith(TAGS) else breaker
         right = content[len(content.rstrip()) :]
-        return left + opening + breaker.join(self._pieces(core, starts)) + breaker + right
+        return left + opening + breaker.join(self._pieces(core, starts)) + closing + right
 
     def _pieces(self, text: str, starts: re.Pattern[str] | None = None) -> list[str]:
         """Cuts the text after the first character of every token name in it, so that no piece contains one."""
@@ -336,12 +377,17 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(one)
 
 
+def _leaves_open(opening: str) -> bool:
+    """Whether reasoning is open behind the opening of a turn."""
+    return opening.rfind(THINK) > opening.rfind(END_THINK)
+
+
 @dataclass(frozen=True)
 class ChatTurn:
     """A sampled turn as text: the reasoning between the think tags, the remaining content, and the bodies of its calls.
 
     `well_formed` tells whether the reasoning tags open and close at most once, before everything else. A call without a
-    closing tag runs to the end.
+    closing tag runs to the end. Inside the strings of a call, tags are text.
     """
 
     reasoning: str | None
@@ -350,17 +396,65 @@ class ChatTurn:
     well_formed: bool
 
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_DECODER = json.JSONDecoder()
+_THOUGHT, _SPACE = re.compile(f"{THINK}|{END_THINK}"), re.compile(r"\s*")
 
 
-def read_turn(text: str) -> ChatTurn:
-    """Parses a turn of the Hermes and Qwen3 family; total. The prompt may already have opened the reasoning."""
-    head, closed, rest = text.rpartition(END_THINK)
-    if not closed:
-        opened = THINK in text
-        reasoning, rest = (text.partition(THINK)[2], "") if opened else (None, text)
-        well_formed = not opened
+def read_turn(text: str, opened: bool = False) -> ChatTurn:
+    """Parses a turn of the Hermes and Qwen3 family; total. `opened` says that the prompt has opened the reasoning.
+
+    Where tags do not pair up, the content is what follows the last </think>, and nothing where <think> is never closed.
+    """
+    begins = text.lstrip().startswith(THINK)
+    well_formed = not (opened and begins)
+    reasoning: str | None = None
+    if opened or begins:
+        head = text.lstrip().removeprefix(THINK) if begins else text
+        reasoning, closed, rest = head.partition(END_THINK)
+        if not closed:
+            return ChatTurn(reasoning, "", (), False)
+        well_formed = well_formed and THINK not in reasoning
     else:
-        reasoning = head.lstrip().removeprefix(THINK)
-        well_formed = THINK not in reasoning and END_THINK not in reasoning and THINK not in rest
-    return ChatTurn(reasoning, _CALL.sub("", rest).strip(), tuple(_CALL.findall(rest)), well_formed)
+        rest = text
+    content, calls, strays = _split_calls(rest)
+    if closings := [place for tag, place in strays if tag == END_THINK]:
+        well_formed = False
+        thought, rest = rest[: closings[-1]], rest[closings[-1] + len(END_THINK) :]
+        reasoning = thought if reasoning is None else f"{reasoning}{END_THINK}{thought}"
+        content, calls, strays = _split_calls(rest)
+    if strays:
+        well_formed = False
+        if reasoning is None:
+            return ChatTurn(rest[strays[0][1] + len(THINK) :], "", (), False)
+    return ChatTurn(reasoning, content.strip(), calls, well_formed)
+
+
+def _split_calls(text: str) -> tuple[str, tuple[str, ...], list[tuple[str, int]]]:
+    """The text outside calls, the bodies of the calls, and the tags of reasoning outside calls with their places.
+
+    A body is one JSON value, in whose strings a tag closes nothing. Where it is none, it ends at the next closing tag.
+    """
+    outside, calls, strays, place = list[str](), list[str](), list[tuple[str, int]](), 0
+    while True:
+        start = text.find(CALL, place)
+        until = len(text) if start < 0 else start
+        outside.append(text[place:until])
+        strays += ((match[0], match.start()) for match in _THOUGHT.finditer(text, place, until))
+        if start < 0:
+            break
+        start += len(CALL)
+        end = text.find(END_CALL, _behind_json(text, start))
+        calls.append(text[start:] if end < 0 else text[start:end])
+        if end < 0:
+            break
+        place = end + len(END_CALL)
+    return "".join(outside), tuple(calls), strays
+
+
+def _behind_json(text: str, start: int) -> int:
+    """The place behind the JSON value that begins at `start`, after white space; `start` where none does."""
+    space = _SPACE.match(text, start)
+    try:
+        return start if space is None else _DECODER.raw_decode(text, space.end())[1]
+    except (ValueError, RecursionError):
+        return start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,10 @@ def test_a_template_in_a_file_of_its_own_or_by_name(tmp_path: Path) -> None:
     [
         ("42", None, "42", (), True),
         ("<think>\nhm\n</think>\n\n42", "\nhm\n", "42", (), True),
-        ("hm</think>42", "hm", "42", (), True),  # the prompt had opened it
+        ("hm</think>42", "hm", "42", (), False),  # nothing had opened it
+        ("Hello <think>hm", "hm", "", (), False),
+        ("Hello <think>hm</think>42", "Hello <think>hm", "42", (), False),
+        ("a</think>b<think>c", "a", "b<think>c", (), False),
         ("<think>hm", "hm", "", (), False),
         ("<think>a</think>b<think>c</think>42", "a</think>b<think>c", "42", (), False),
         ("<think>a</think>b<think>c", "a", "b<think>c", (), False),
@@ -183,3 +187,45 @@ def test_what_a_turn_says(
 ) -> None:
     turn = read_turn(text)
     assert (turn.reasoning, turn.content, turn.calls, turn.well_formed) == (reasoning, content, calls, well_formed)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "well_formed"),
+    [
+        ("hm</think>42", "hm", "42", True),
+        ("\n</think>\n\n42", "\n", "42", True),
+        ("42", "42", "", False),  # it never closes what the prompt opened
+        ("<think>hm</think>42", "hm", "42", False),  # opened twice
+        ("a</think>b</think>42", "a</think>b", "42", False),
+        ("a<tool_call>1</tool_call></think>42", "a<tool_call>1</tool_call>", "42", True),
+    ],
+)
+def test_what_a_turn_says_whose_prompt_opens_the_reasoning(
+    text: str, reasoning: str, content: str, well_formed: bool
+) -> None:
+    turn = read_turn(text, opened=True)
+    assert (turn.reasoning, turn.content, turn.well_formed) == (reasoning, content, well_formed)
+
+
+TAGGED = st.lists(
+    st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>", "\\", '"', "\n", "{", "x"])
+)
+
+
+@given(TAGGED, TAGGED, st.sampled_from(["", " ", "\n"]), st.booleans())
+@settings(max_examples=60)
+def test_a_call_is_read_back_for_any_text_in_its_arguments(
+    first: list[str], second: list[str], space: str, reasons: bool
+) -> None:
+    """json.dumps writes them, as a template or a policy does."""
+    bodies = [json.dumps({"name": "python", "arguments": {"code": "".join(code)}}) for code in (first, second)]
+    text = "so " + " and ".join(f"<tool_call>{space}{body}{space}</tool_call>" for body in bodies)
+    turn = read_turn(f"<think>hm</think>{text}" if reasons else text)
+    assert [json.loads(body) for body in turn.calls] == [json.loads(body) for body in bodies]
+    assert (turn.content, turn.reasoning, turn.well_formed) == ("so  and", "hm" if reasons else None, True)
+
+
+@pytest.mark.parametrize("body", ["[" * 200_000, '"' * 99_999, "{" + '"a":[' * 50_000, "9" * 100_000, "\\" * 9])
+def test_a_call_that_is_no_json_ends_at_its_tag(body: str) -> None:
+    turn = read_turn(f"a<tool_call>{body}</tool_call>b")
+    assert (turn.content, turn.calls) == ("ab", (body,))

@@ -26,8 +26,9 @@ class ChatRenderer:
 
         <think>...</think>Let me see.<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>
 
-    A well-formed answer closes its reasoning where it opens, and every turn ends by itself. The last turn has no call; its
-    text after the reasoning, not blank, is the answer. A call inside the reasoning is a thought.
+    A well-formed answer closes its reasoning where it opens, and every turn ends by itself. Where the template's prompt opens
+    the reasoning (Qwen3-Thinking, DeepSeek-R1), a turn closes it and opens none. The last turn has no call; its text after the
+    reasoning, not blank, is the answer. A call inside the reasoning is a thought.
     """
 
     name = "chat"
@@ -85,7 +86,8 @@ class ChatRenderer:
         return said.reasoning, said.content
 
     def completion_ids(self, reasoning: str, answer: str) -> list[int]:
-        return self._template.completion_ids(f"{THINK}\n{reasoning}\n{END_THINK}\n\n{answer}")
+        opening = "" if self._template.opens_reasoning else f"{THINK}\n"
+        return self._template.completion_ids(f"{opening}{reasoning}\n{END_THINK}\n\n{answer}")
 
     def supervise(self, messages: Messages, tools: Tools = (), first: int = 0) -> list[Rendered]:
         taken = [self._as_template_takes(message) for message in messages]
@@ -112,6 +114,9 @@ class ChatRenderer:
             if self._says(messages[index], until, index) or (not there and _is_piece(until, index)):
                 alone.append(_joined(until, {index}))
                 learned.remove(index)
+            elif not there and (sampled := self._sampled(messages, taken, index, tools)) is not None:
+                alone.append(_joined([(sampled[0], None), (sampled[1], index)], {index}))
+                learned.remove(index)
             elif not there:
                 raise UserError(
                     f"messages[{index}] is the assistant's, and the chat template does not open its turn there as it does when the "
@@ -128,7 +133,7 @@ class ChatRenderer:
         """Parses a turn and says whether it ended by itself. A control token inside it is not text."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         body = token_ids[:-1] if ended else token_ids
-        said = read_turn(self._tokenizer.decode(body))
+        said = read_turn(self._tokenizer.decode(body), self._template.opens_reasoning)
         is_text = self._control_ids.isdisjoint(body) and all(0 <= one < self._tokenizer.vocab_size for one in body)
         return replace(said, well_formed=said.well_formed and is_text), ended
 
@@ -146,6 +151,17 @@ class ChatRenderer:
         """Whether the pieces contain the message as a turn, with its reasoning if it has any."""
         reasoning = (split_reasoning(message)[0] or "").strip()
         return _is_piece(pieces, index) and (not reasoning or reasoning in self._text(pieces, index))
+
+    def _sampled(
+        self, messages: Messages, taken: Sequence[dict[str, Any]], index: int, tools: Tools
+    ) -> tuple[list[int], list[int]] | None:
+        """Prompt and turn of a message that the template never writes as it is sampled; None where it cannot be sampled either."""
+        if index == 0:
+            return None
+        reasoning = split_reasoning(messages[index])[0] or ""
+        sampled = self._template.sampled(taken[: index + 1], reasoning, tools)
+        called = "" if sampled is None else self._tokenizer.decode(sampled[1])
+        return None if any(call.name not in called for call in messages[index].calls) else sampled
 
     def _text(self, pieces: Pieces, index: int) -> str:
         """The text of a message's turn among the pieces."""

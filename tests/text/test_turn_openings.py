@@ -1,0 +1,136 @@
+"""Templates whose generation prompt opens the reasoning: a turn is learned behind what sampling gives, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_templates import QWEN, QWEN_CONTROLS, QWEN_TAGS, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nmoe.data.pairs import answer_pair, completion_pair
+from nmoe.data.records import Preference
+from nmoe.errors import UserError
+from nmoe.text.conversation import ChatMessage, FunctionCall
+from nmoe.text.renderers import IGNORED, ChatRenderer, Rendered
+from nmoe.text.tokenizer import Tokenizer
+from nmoe.types import Message
+
+OPENS = "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+# Qwen3-Thinking: the last turn is written with its reasoning, earlier ones without.
+THINKING = QWEN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif %}\n", OPENS + "{%- endif %}\n")
+HEADER = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+CLOSES = "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}" + OPENS + "{%- endif %}"
+CALLS = "{%- for c in m.tool_calls or [] %}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{%- endfor %}"
+# DeepSeek-R1: no turn is written with its reasoning, the last one neither.
+R1 = HEADER + "{{- m.content.split('</think>')[-1].lstrip('\\n') }}" + CALLS + CLOSES
+# ChatML with an opened prompt, which writes what it is given.
+PLAIN = HEADER + "{{- m.content }}" + CLOSES
+TEMPLATES = {"thinking": THINKING, "r1": R1, "plain": PLAIN}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: save(tmp_path_factory.mktemp(name), template, QWEN_CONTROLS, QWEN_TAGS)
+        for name, template in TEMPLATES.items()
+    }
+
+
+def runs(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[list[int], str]]:
+    """What is before each run of learned tokens, and the run."""
+    starts = [
+        place
+        for place, label in enumerate(rendered.labels)
+        if label != IGNORED and rendered.labels[place - 1] == IGNORED
+    ]
+    found = []
+    for start in starts:
+        end = next((place for place in range(start, len(rendered.ids)) if rendered.labels[place] == IGNORED), None)
+        found.append((rendered.ids[:start], tokenizer.decode(rendered.ids[start:end])))
+    return found
+
+
+words = st.text(st.sampled_from('abé 你7.<>{}"'), max_size=9).map(lambda text: "w" + text.strip() + "w")
+exchanges = st.lists(st.tuples(words, words, st.none() | words), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=20)
+@given(name=st.sampled_from(["thinking", "r1", "plain"]), exchanges=exchanges)
+def test_each_turn_is_learned_once_behind_the_prompt_that_transformers_gives(
+    name: str, exchanges: list[tuple[str, str, str | None]], directories: dict[str, Path]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, theirs = Tokenizer.load(directories[name]), AutoTokenizer.from_pretrained(directories[name])
+    messages: list[ChatMessage] = []
+    history: list[dict[str, str]] = []
+    wanted = []
+    for asked, said, thought in exchanges:
+        messages += [ChatMessage("user", asked), ChatMessage("assistant", said, reasoning=thought)]
+        history.append({"role": "user", "content": asked})
+        prompt = theirs.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        wanted.append((prompt, f"{thought or ''}\n</think>\n\n{said}<|im_end|>"))
+        # Templates take the reasoning inside the content; PLAIN keeps it there.
+        history.append(
+            {"role": "assistant", "content": said if thought is None else f"<think>\n{thought}\n</think>\n\n{said}"}
+        )
+    found = [run for one in ChatRenderer(tokenizer).supervise(tuple(messages)) for run in runs(one, tokenizer)]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_calls_are_learned_behind_the_opening_too(directories: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(directories["r1"])
+    call = FunctionCall("add", {"x": 1})
+    messages = (
+        ChatMessage("user", "q"),
+        ChatMessage("assistant", "", reasoning="hm", calls=(call,)),
+        ChatMessage("tool", "1"),
+        ChatMessage("assistant", "a"),
+    )
+    found = [run for one in ChatRenderer(tokenizer).supervise(messages) for run in runs(one, tokenizer)]
+    asked = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    calling = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+    assert [(tokenizer.decode(before), said) for before, said in found] == [
+        (f"{asked}<think>\n", f"hm\n</think>\n\n{calling}<|im_end|>"),
+        (
+            f"{asked}{calling}<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n<think>\n",
+            "\n</think>\n\na<|im_end|>",
+        ),
+    ]
+    plain = Tokenizer.load(directories["plain"])  # it writes no calls
+    with pytest.raises(UserError, match=r"messages\[1\]"):
+        ChatRenderer(plain).supervise(messages[:2])
+
+
+def test_what_is_learned_is_read_as_well_formed(directories: dict[str, Path]) -> None:
+    for directory in directories.values():
+        renderer = ChatRenderer(Tokenizer.load(directory))
+        messages = (ChatMessage("user", "q"), ChatMessage("assistant", "a", reasoning="hm"))
+        (sequence,) = renderer.supervise(messages)
+        turn = [label for label in sequence.labels if label != IGNORED]
+        while turn[-1] not in renderer.stop_ids:  # the line break behind it
+            turn.pop()
+        for said in (turn, renderer.completion_ids("hm", "a")):
+            answer = renderer.parse([said])
+            assert (answer.text, answer.structure, answer.reasoned) == ("a", (True, True, True), True)
+        # What opens the reasoning again, and what never closes it, has not the form.
+        tokenizer = Tokenizer.load(directory)
+        for text in ("<think>hm</think>a", "a"):
+            ids = [*tokenizer.encode(text, control_tokens=True), renderer.stop_ids[0]]
+            assert not renderer.parse([ids]).structure[0]
+
+
+def test_pairs_have_one_sequence_a_side(directories: dict[str, Path]) -> None:
+    for directory in directories.values():
+        tokenizer = Tokenizer.load(directory)
+        renderer = ChatRenderer(tokenizer)
+        record = Preference(
+            "x:1", (ChatMessage("user", "q"),), (ChatMessage("assistant", "a"),), (ChatMessage("assistant", "b"),), ()
+        )
+        prompt = renderer.prompt_ids([Message("user", "q")])
+        for pair in (completion_pair(record, renderer), answer_pair(record, renderer)):
+            assert pair is not None
+            for side, said in ((pair.chosen, "a"), (pair.rejected, "b")):
+                assert runs(side, tokenizer) == [(prompt, f"\n</think>\n\n{said}<|im_end|>")]
