@@ -97,3 +97,40 @@ def tags_in_strings() -> Result:
         turn = read_turn(f"<think>go</think>\n<tool_call>\n{body}\n</tool_call>")
         read += [one.strip() for one in turn.calls] == [body] and turn.well_formed and not turn.content
     return f"{read} of 4 read", read == 4
+
+
+@check(
+    25, "an example and a pair whose inputs fill the context", "both kept, and both left out of a context of one less"
+)
+def lengths() -> Result:
+    from chat_templates import QWEN, QWEN_CONTROLS, QWEN_TAGS, save
+
+    from nmoe.config.tables.records import DatasetSettings
+    from nmoe.data.examples import read_examples
+    from nmoe.data.pairs import completion_pair, read_pairs
+    from nmoe.errors import UserError
+    from nmoe.text.renderers import ChatRenderer
+    from nmoe.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(save(Path("qwen"), QWEN, QWEN_CONTROLS, QWEN_TAGS))
+    renderer = ChatRenderer(tokenizer)
+    asked, said = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
+    Path("sft.jsonl").write_text(json.dumps({"messages": [asked, said]}))
+    pair = {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "no!"}]}
+    Path("dpo.jsonl").write_text(json.dumps(pair))
+    sft, dpo = (DatasetSettings(path=f"{name}.jsonl") for name in ("sft", "dpo"))
+    inputs = read_examples(sft, renderer, tokenizer, 10**6).lengths[0]
+    kept = []
+    for context in (inputs, inputs - 1):
+        for read in (
+            lambda: read_examples(sft, renderer, tokenizer, context),
+            lambda: read_pairs(dpo, renderer, completion_pair, context),
+        ):
+            try:
+                read()
+                kept.append(True)
+            except UserError:
+                kept.append(False)
+    names = ["the example", "the pair"]
+    lines = [" and ".join(n for n, k in zip(names, kept[i : i + 2], strict=True) if k) or "nothing" for i in (0, 2)]
+    return f"kept at n: {lines[0]}; at n - 1: {lines[1]}", kept == [True, True, False, False]

@@ -43,12 +43,10 @@ class Examples:
         self.overlong: list[str] = []
 
     def add(self, rendered: Rendered, prompt: str) -> None:
-        """Takes a sequence of the record read last, which asks `prompt`, up to its last learned token: nothing is predicted from
-        what follows."""
+        """Takes a sequence of the record read last, which asks `prompt` and ends in a learned token."""
         self._prompts[self.records] = hashlib.sha256(prompt.encode(errors="replace")).hexdigest()
-        end = max(place for place, label in enumerate(rendered.labels) if label != IGNORED) + 1
-        self._ids.extend(rendered.ids[:end])
-        self._labels.extend(rendered.labels[:end])
+        self._ids.extend(rendered.ids)
+        self._labels.extend(rendered.labels)
         self._ends.append(len(self._ids))
         self._records.append(self.records)
 
@@ -149,7 +147,8 @@ def read_examples(
     context_tokens: int,
     accepted: Sequence[Kind] = TRAINED_KINDS,
 ) -> Examples:
-    """All records that the settings name, as examples. A sequence that is longer than the context is left out and counted.
+    """All records that the settings name, as examples, each up to its last learned token. One of more positions than the
+    context is left out and counted.
 
     Raises UserError, with file and line, for a record that is wrong or cannot be rendered, and where no example is left.
     """
@@ -159,10 +158,11 @@ def read_examples(
     for record in records:
         examples.records += 1
         for rendered in render(record, renderer, tokenizer):
-            if len(rendered.ids) - 1 > context_tokens:
+            learned = rendered.until_learned()
+            if learned.positions > context_tokens:
                 examples.overlong.append(record.where)
-            elif any(label != IGNORED for label in rendered.labels[1:]):
-                examples.add(rendered, prompt_of(record))
+            elif learned.positions > 0:
+                examples.add(learned, prompt_of(record))
     if len(examples) == 0:
         left_out = f"; {len(examples.overlong):,} are longer than its context of {context_tokens:,} tokens"
         raise UserError(f"{settings.path}: no record with a token to train on{left_out if examples.overlong else ''}")

@@ -31,15 +31,18 @@ class Pair:
     chosen: Rendered
     rejected: Rendered
     prompt: str = ""
+    reads_last: bool = False
+    """Whether the last token of a side is an input, as it is where a reward is read there."""
 
     @property
     def sides(self) -> tuple[Rendered, Rendered]:
         return self.chosen, self.rejected
 
     @property
-    def tokens(self) -> int:
-        """The number of tokens in both sequences."""
-        return len(self.chosen.ids) + len(self.rejected.ids)
+    def positions(self) -> tuple[int, int]:
+        """The positions that a model runs for each side, which its context has to hold."""
+        chosen, rejected = (side.positions + self.reads_last for side in self.sides)
+        return chosen, rejected
 
 
 MakePair = Callable[[Preference, Renderer], Pair | None]
@@ -48,6 +51,7 @@ MakePair = Callable[[Preference, Renderer], Pair | None]
 def completion_pair(record: Preference, renderer: Renderer) -> Pair:
     """Prompt and whole completions; what the assistant says in them is learned. Raises UserError, with the record's place."""
     pair = _pair(record, renderer, record.chosen, record.rejected)
+    pair = replace(pair, chosen=pair.chosen.until_learned(), rejected=pair.rejected.until_learned())
     if pair.chosen == pair.rejected:
         raise UserError(f"{record.where}: 'chosen' and 'rejected' are the same tokens, so neither is preferred")
     return pair
@@ -58,7 +62,7 @@ def answer_pair(record: Preference, renderer: Renderer) -> Pair | None:
     chosen, rejected = (_answer(record.where, side) for side in (record.chosen, record.rejected))
     if chosen.content == rejected.content:
         return None
-    return _pair(replace(record, tools=()), renderer, (chosen,), (rejected,))
+    return replace(_pair(replace(record, tools=()), renderer, (chosen,), (rejected,)), reads_last=True)
 
 
 def render_answer(renderer: Renderer, prompt: Messages, answer: str) -> Rendered:
@@ -120,9 +124,9 @@ class Pairs:
 
 
 def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, context_tokens: int) -> Pairs:
-    """The pairs of a dataset's preference records. Those with a side longer than the context are left out and counted, as are those
-    that `make` has no use for. Raises UserError, with file and line, for any record that is no preference, and where no pair is
-    left."""
+    """The pairs of a dataset's preference records. Those with a side of more positions than the context are left out and counted,
+    as are those that `make` has no use for. Raises UserError, with file and line, for any record that is no preference, and where
+    no pair is left."""
     records = read_records(settings, ("preference",))
     pairs: list[Pair] = []
     overlong: list[str] = []
@@ -132,7 +136,7 @@ def read_pairs(settings: DatasetSettings, renderer: Renderer, make: MakePair, co
         pair = make(record, renderer)
         if pair is None:
             alike.append(record.where)
-        elif max(len(side.ids) for side in pair.sides) > context_tokens:
+        elif max(pair.positions) > context_tokens:
             overlong.append(record.where)
         else:
             pairs.append(pair)

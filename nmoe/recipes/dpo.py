@@ -86,11 +86,11 @@ def _parts(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
     part: list[Pair] = []
     tokens = 0
     for pair in pairs:
-        if part and tokens + pair.tokens > REFERENCE_TOKENS:
+        if part and tokens + sum(pair.positions) > REFERENCE_TOKENS:
             yield part
             part, tokens = [], 0
         part.append(pair)
-        tokens += pair.tokens
+        tokens += sum(pair.positions)
     yield part
 
 

@@ -52,7 +52,7 @@ def read_preferences(
         read, drawn = read.split(records.held_out, seed)
         held_out = drawn.pairs
         notes.append(f"held out: {len(held_out):,} of them")
-    lengths = [pair.tokens for pair in read.pairs]
+    lengths = [sum(pair.positions) for pair in read.pairs]
     stream = PackedStream(lengths, records.tokens_per_step, seed, read.fingerprint)
     notes.append(
         f"packing: {len(read.pairs):,} pairs in {stream.steps_per_epoch:,} steps an epoch, {stream.utilisation:.1%} full"

@@ -105,10 +105,12 @@ class DiscriminativeForm:
         ]
         # Beside a step that is judged as a whole, its tokens are predicted, too.
         taken = {place for read, _ in judged for place in read} if self.reads == "last" else set()
+        # Nothing is read or predicted behind the last of these.
+        end = max((*language, *(place for read, _ in judged for place in read)), default=len(ids) - 1) + 1
         return [
             Shown(
-                tuple(ids),
-                (*ids[1:], 0),
+                tuple(ids[:end]),
+                (*ids[1:], 0)[:end],
                 tuple(place for read, _ in judged for place in read),
                 tuple(label for read, label in judged for _ in read),
                 tuple(place for place in language if place not in taken),
@@ -192,9 +194,10 @@ class GenerativeForm:
 
     def question(self, messages: Sequence[Message], steps: Sequence[str], context_tokens: int) -> Group:
         """Renders every prompt with each label in turn."""
-        room = context_tokens - max(map(len, self.answers.values()))
-        prompts = [prompt for prompt in self._prompts(messages, steps) if len(prompt) <= room]
-        return [self._answered(prompt, label) for prompt in prompts for label in self.classes]
+        groups = (
+            [self._answered(prompt, label) for label in self.classes] for prompt in self._prompts(messages, steps)
+        )
+        return [shown for group in groups if max(len(one.inputs) for one in group) <= context_tokens for shown in group]
 
     @cached_property
     def answers(self) -> dict[str, list[int]]:

@@ -49,6 +49,16 @@ class Rendered:
         """The number of learned tokens."""
         return sum(label != IGNORED for label in self.labels)
 
+    def until_learned(self) -> Rendered:
+        """The sequence up to its last learned token, since nothing is predicted from what follows; empty where it learns none."""
+        end = max((place for place, label in enumerate(self.labels) if label != IGNORED), default=-1) + 1
+        return Rendered(self.ids[:end], self.labels[:end])
+
+    @property
+    def positions(self) -> int:
+        """The positions that a model runs to learn from it, which its context has to hold: the last token is never an input."""
+        return max(0, len(self.ids) - 1)
+
     def copy(self) -> Rendered:
         return Rendered(list(self.ids), list(self.labels))
 
