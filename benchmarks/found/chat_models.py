@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from found import Result, check
@@ -122,12 +123,10 @@ def lengths() -> Result:
     inputs = read_examples(sft, renderer, tokenizer, 10**6).lengths[0]
     kept = []
     for context in (inputs, inputs - 1):
-        for read in (
-            lambda: read_examples(sft, renderer, tokenizer, context),
-            lambda: read_pairs(dpo, renderer, completion_pair, context),
-        ):
+        reads = partial(read_examples, sft, renderer, tokenizer), partial(read_pairs, dpo, renderer, completion_pair)
+        for read in reads:
             try:
-                read()
+                read(context)
                 kept.append(True)
             except UserError:
                 kept.append(False)
