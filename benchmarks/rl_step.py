@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,8 +42,9 @@ VOCABULARY = 710  # the speedrun's tokenizer
 PROMPTS, PROMPT_TOKENS, SAMPLES, NEW_TOKENS = 16, 24, 16, 48
 
 
-def steps(count: int) -> list[dict[str, float]]:
-    """CPU seconds of sampling and of learning in each of `count` steps of a fresh model, after one to warm up."""
+def steps(count: int, clock: Callable[[], float] = time.process_time) -> list[dict[str, float]]:
+    """Seconds of sampling and of learning in each of `count` steps of a fresh model, after one to warm up, and the gradient's norm.
+    Seconds are those of `clock`, by default of the CPU."""
     keep_freed_memory()
     shape = tomllib.loads((CONFIGS / "speedrun_base.toml").read_text())["model"]["shape"]
     model = Transformer(ModelConfig(vocab_size=VOCABULARY, **shape)).initialize(0).set_numerics("exact")
@@ -60,9 +62,9 @@ def steps(count: int) -> list[dict[str, float]]:
 
     seconds = []
     for step in range(count + 1):
-        began = time.process_time()
+        began = clock()
         samples = engine.run(sample(step))
-        sampled = time.process_time()
+        sampled = clock()
         advantages_B = grpo(torch.rand(len(samples), generator=generator), groups_B)
         trajectories = [
             Trajectory(problem, i, tuple(prompts[i // SAMPLES]), (Turn((), one),), grade, Sampling(NEW_TOKENS))
@@ -70,11 +72,11 @@ def steps(count: int) -> list[dict[str, float]]:
         ]
         batch = policy_batch(trajectories, advantages_B, "token", NEW_TOKENS)
         result = learner.forward_backward(batch, clip(0.2, 0.28)).result()
-        learner.optim_step().result()
+        norm = learner.optim_step().result().metrics()["grad_norm"]
         learner.publish(engine).result()
         mismatch = float(result.tokens["log_ratio"].abs().max())
         assert mismatch == 0, f"sampler and learner differ by {mismatch} nats"
-        seconds.append({"sampling": sampled - began, "learning": time.process_time() - sampled})
+        seconds.append({"sampling": sampled - began, "learning": clock() - sampled, "grad_norm": norm})
     return seconds[1:]
 
 

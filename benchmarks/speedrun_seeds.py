@@ -5,8 +5,8 @@
     python benchmarks/speedrun_seeds.py --seeds 3 4 --kernels avx2
     python benchmarks/speedrun_seeds.py --show              only print what was measured so far
 
-Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has: on as many threads as cores
-are free, so two threads take a quiet machine. One machine plays several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to
+Each base is `nmoe speedrun --seed N` in a process of its own, with the settings that everybody has: on as many threads as it
+may use cores. One machine plays several: `avx2` holds torch, oneDNN, MKL and the C++ kernels to
 AVX2, as on an older processor, and `plain` runs as where there is no C++ compiler. Other rounding makes another base of the same
 seed. Of one seed, kernels and thread count, several AMD EPYC processors made the same numbers.
 
@@ -102,7 +102,7 @@ def run(seed: int, kernels: str, threads: int, out: Path) -> Record:
     for stage in ("base", "rl"):
         taken = json.loads((out / stage / "provenance.json").read_text())["threads"]
         if taken != threads:
-            wanted = "an otherwise idle machine of two cores" if threads == 2 else "one core, as by `taskset -c 0`"
+            wanted = "two cores" if threads == 2 else "one core, as by `taskset -c 0`"
             sys.exit(
                 f"{out / stage}: ran on {taken} threads where {threads} were planned; remove it, and run this on {wanted}"
             )

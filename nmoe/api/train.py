@@ -19,8 +19,10 @@ from nmoe.config.commands import RunConfig, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
 from nmoe.config.registry import names_of_one_call
+from nmoe.cores import counts_of_torch
 from nmoe.engine.function import GenerateFunction
 from nmoe.errors import UserError
+from nmoe.model.idle_threads import IDLE
 from nmoe.recipes.setup import BYTES
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
@@ -193,7 +195,8 @@ def train_reward(model: Model | None = None, data: Data | None = None, *, config
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """Gives the program its torch back as it was: a run sets the number of threads, and asks for deterministic algorithms."""
+    """Gives the program its torch back as it was: a run sets the number of threads and how idle ones wait, and asks for
+    deterministic algorithms."""
     deterministic: Any = torch.utils.deterministic
     threads, fills = torch.get_num_threads(), deterministic.fill_uninitialized_memory
     repeats, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -201,6 +204,7 @@ def _torch_as_it_was() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+        IDLE.restore()
         torch.use_deterministic_algorithms(repeats, warn_only=warns)
         deterministic.fill_uninitialized_memory = fills
 
@@ -232,6 +236,9 @@ def _config(
     free, number = config.run, 2
     while file is None and not named and not free.resume and (Path(free.directory) / free.name).exists():
         free, number = free.model_copy(update={"name": f"{config.run.name}-{number}"}), number + 1
+    # A program that gave torch a number of threads keeps it; what torch chose itself is left to `choose_threads`.
+    if free.threads == 0 and (own := torch.get_num_threads()) not in counts_of_torch():
+        free = free.model_copy(update={"threads": own})
     config = config.model_copy(update={"run": free})
     refuse_to_start(config)
     return config

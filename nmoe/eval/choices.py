@@ -18,6 +18,7 @@ from string import ascii_uppercase
 import torch
 
 from nmoe.config.environment import load_environment
+from nmoe.cores import choose_threads
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.eval.asked import models_and_benchmarks
@@ -32,7 +33,6 @@ from nmoe.model.transformer import Transformer
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.runs.storage import write_atomically
-from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Problem
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nmoe.config.listing import columns
+from nmoe.cores import choose_threads
 from nmoe.errors import UserError
 from nmoe.eval.core import decisions
 from nmoe.eval.core_sets import CORE, CoreSet, find_sets, read_set
@@ -21,7 +22,6 @@ from nmoe.model.policy import load_policy
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
-from nmoe.runs.threads import choose_threads
 from nmoe.statistics import wilson
 from nmoe.text.tokenizer import Tokenizer
 

@@ -13,6 +13,7 @@ import torch
 from nmoe.config.environment import EnvironmentSettings, held_out, load_environment
 from nmoe.config.modes import Mode
 from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.cores import choose_threads
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import Environment
 from nmoe.envs.tools.runtime import ToolRuntime
@@ -22,7 +23,6 @@ from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
-from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
 from nmoe.types import ExpertWeightsForm

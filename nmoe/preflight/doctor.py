@@ -21,9 +21,9 @@ from packaging.requirements import Requirement
 
 import nmoe
 from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.cores import choose_threads, cpu_quota, free_cores, usable_cores
 from nmoe.model.ops.cpu.processor import cpu_features, cpu_model
 from nmoe.preflight.findings import Advice, Finding
-from nmoe.runs.threads import choose_threads, cpu_quota, usable_cores
 from nmoe.sandbox.api import SandboxSetupError
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.store import workspaces_root
@@ -44,7 +44,7 @@ def examine() -> list[Finding]:
     except (ImportError, OSError) as error:  # an OSError where one of its libraries cannot be loaded
         broken = Advice("needed", "torch cannot be imported", "pip install --force-reinstall torch")
         return [*found, Finding("torch", f"cannot be imported: {error}", {}, (broken,)), sandbox()]
-    return [*found, gpu(), kernels(), sandbox(), caches()]
+    return [*found, idle_threads(), gpu(), kernels(), sandbox(), caches()]
 
 
 def packages() -> Finding:
@@ -98,13 +98,14 @@ def processor() -> Finding:
 
 
 def threads() -> Finding:
-    """The cores that this process may use, and how many are free now."""
+    """The cores that this process may use, how many are free now, and the threads of a run that starts now."""
     cores, quota = usable_cores(), cpu_quota() if platform.system() == "Linux" else math.inf
-    free = choose_threads(0)
+    free, chosen = free_cores(), choose_threads(0)
     allowed = "" if math.isinf(quota) else f", of which its control group allows {quota:g}"
-    count = "1 thread" if free == 1 else f"{free} threads"
-    text = f"{cores} core{'s' * (cores > 1)}{allowed}; a run that starts now computes with {count}, for as many cores as are free"
-    facts = {"cores": cores, "free_cores": free, "quota": None if math.isinf(quota) else quota}
+    count = "1 thread" if chosen == 1 else f"{chosen} threads"
+    asked = f", as OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} says" if "OMP_NUM_THREADS" in os.environ else ""
+    text = f"{cores} core{'s' * (cores > 1)}{allowed}; a run that starts now computes with {count}{asked}"
+    facts = {"cores": cores, "free_cores": free, "quota": None if math.isinf(quota) else quota, "threads": chosen}
     own = cores if math.isinf(quota) else max(1, min(cores, math.floor(quota)))
     advice: tuple[Advice, ...] = ()
     if free < own:
@@ -112,6 +113,14 @@ def threads() -> Finding:
             Advice("faster", f"other programs keep {own - free} of {own} cores busy; end them, or start later", "top"),
         )
     return Finding("threads", text, facts, advice)
+
+
+def idle_threads() -> Finding:
+    """How threads wait for one another."""
+    from nmoe.model.idle_threads import IDLE
+
+    runtime = None if IDLE.runtime is None else IDLE.runtime.name
+    return Finding("idle threads", IDLE.describe(), {"runtime": runtime, "own_setting": IDLE.own})
 
 
 def compiler() -> Finding:

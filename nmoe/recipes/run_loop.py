@@ -22,6 +22,7 @@ from nmoe.config.commands.base import RunConfig
 from nmoe.config.tables.run import SamplingRunSection
 from nmoe.errors import RunStoppedError
 from nmoe.learner.learner import Learner
+from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
@@ -115,6 +116,7 @@ class Run:
         self.directory, self.ledger, self._moved = directory, directory.ledger, moved
         self._config, self._progress, self._steps = config, progress, steps
         self._last_step = directory.start_step
+        self._slept: int | None = IDLE.slept  # before the run; None once it was said
         self._sinks: Sinks | None = None  # until the run has begun: a refused resumption is no attempt to show
 
     def note(self, text: str) -> None:
@@ -170,6 +172,7 @@ class Run:
                 self._last_step = step
                 stopped = self._raise(step, monitor.observe(metrics, probe), sinks)
                 self._progress.step(step, done.shown)
+                self._note_contention(step)
                 best = self.ledger.is_best(step)
                 # Read once: a signal that arrives during the save is handled after the next step.
                 stopping, saving = interrupt.requested, {}
@@ -233,6 +236,13 @@ class Run:
             sinks.alert(step, record["message"])
             self.note(f"step {step}: {alert}")
         return next((alert for alert in alerts if alert.level == "stop"), None)
+
+    def _note_contention(self, step: int) -> None:
+        """Says the first time in a run that other programs slow it down."""
+        if self._slept is not None and IDLE.slept > self._slept:
+            self._slept = None
+            used = f"{IDLE.used_by_others:.1f} cores"
+            self.note(f"step {step}: other programs use {used}, so idle threads sleep until these are free")
 
     def _evaluate(self, recipe: Recipe, step: int) -> tuple[Mapping[str, float], float | None]:
         """Evaluates and records; returns the figures that belong in the step's metrics, and the first result for the monitor."""

@@ -17,6 +17,7 @@ from nmoe.config.commands.base import AdaptableConfig, RunConfig, SupervisedConf
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
+from nmoe.cores import choose_threads
 from nmoe.errors import UserError
 from nmoe.learner.learner import Learner
 from nmoe.learner.sharding import share_model
@@ -27,6 +28,7 @@ from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.head import Head
+from nmoe.model.idle_threads import IDLE
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_expert_profile
@@ -37,7 +39,6 @@ from nmoe.runs.directory import recorded_precision, recorded_threads
 from nmoe.runs.git import refuse_dirty
 from nmoe.runs.provenance import provenance
 from nmoe.runs.resolve import maker_of, resolve_checkpoint
-from nmoe.runs.threads import choose_threads
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
 C = TypeVar("C", bound=RecordsConfig)
@@ -231,8 +232,10 @@ def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
 
 
 def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -> list[str]:
-    """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
-    lines = [] if lora is None else lora.describe()
+    """Notes to print before a run starts: numerics that differ from those configured, threads, and the adapter."""
+    device, lines = choose_device(config.model.device), [] if lora is None else lora.describe()
+    if kind_of(device).on_host and (threads := torch.get_num_threads()) > 1:
+        lines.append(f"{threads} threads; idle ones {IDLE.describe()}")
     if (profile := config.model.expert_profile) is not None:
         often = "once a step" if ranks is None or ranks.size == 1 else "in each pass"
         lines.append(
@@ -241,7 +244,7 @@ def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -
         )
     if ranks is not None and ranks.size > 1 and ranks.axes is not None:
         lines.append(ranks.axes.said)
-    if (numerics := numerics_here(config.model.numerics, choose_device(config.model.device))) != config.model.numerics:
+    if (numerics := numerics_here(config.model.numerics, device)) != config.model.numerics:
         inexact = numerics.removeprefix("exact, but for ")
         lines.insert(
             0,

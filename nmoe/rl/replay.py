@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.tables.sandbox import SandboxSettings
+from nmoe.cores import choose_threads
 from nmoe.envs.tools.builtin import sandbox_limits
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
@@ -27,7 +28,6 @@ from nmoe.rollout.recorder import TOKENIZER
 from nmoe.rollout.replay import Check, replay
 from nmoe.runs.resolve import resolve_checkpoint, resolve_tokenizer
 from nmoe.runs.state import saved_version
-from nmoe.runs.threads import choose_threads
 from nmoe.sandbox.api import Sandbox
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.prepare import Workspaces

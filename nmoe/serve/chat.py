@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from nmoe.cores import choose_threads
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
 from nmoe.envs.environment import in_format
@@ -17,7 +18,6 @@ from nmoe.errors import UserError
 from nmoe.generation import sampling_notes
 from nmoe.model.policy import load_policy_on
 from nmoe.runs.resolve import resolve_checkpoint, trained_on
-from nmoe.runs.threads import choose_threads
 from nmoe.serve.conversation import ChatFormat, History
 from nmoe.text.harmony import Harmony, StreamParser
 from nmoe.text.incremental import IncrementalDecoder

@@ -22,7 +22,7 @@ def test_what_is_missing_is_named_with_its_remedy(
     said = json.loads(result.out)
     assert said["usable"]
     assert list(said["findings"]) == [
-        "packages", "extras", "processor", "threads", "compiler", "gpu", "kernels", "sandbox", "caches",
+        "packages", "extras", "processor", "threads", "compiler", "idle threads", "gpu", "kernels", "sandbox", "caches",
     ]  # fmt: skip
     assert said["findings"]["packages"]["torch"] == torch.__version__
     assert said["findings"]["compiler"] == {"command": "/nonexistent/c++", "path": None, "version": None}

@@ -288,6 +288,19 @@ def test_a_run_leaves_torch_as_it_was() -> None:
         fills.fill_uninitialized_memory = before[2]
 
 
+def test_a_run_computes_with_the_threads_that_the_program_gave_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    try:
+        torch.set_num_threads(3)
+        run = nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}])
+        assert json.loads((run.path / "provenance.json").read_text())["threads"] == 3
+        assert "3 threads; idle ones " in (run.path / "log.txt").read_text()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_resumed_run_goes_on_under_its_name_with_the_same_numbers() -> None:
     def train(env: Any, name: str, steps: int, resume: bool = False) -> nmoe.TrainedRun:
         config = {**SHORT, "run.steps": steps, "run.resume": resume, "checkpoint.every_steps": 1}

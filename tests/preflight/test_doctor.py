@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nmoe.model import idle_threads
+from nmoe.model.idle_threads import Libgomp
 from nmoe.model.ops.cpu import library
 from nmoe.preflight import doctor
 from nmoe.preflight.findings import Advice, Finding, as_json, as_lines, usable
@@ -99,13 +101,26 @@ def test_cores(
     assert doctor.threads().facts["cores"] == len(os.sched_getaffinity(0))
     monkeypatch.setattr(doctor, "usable_cores", lambda: cores)
     monkeypatch.setattr(doctor, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(doctor, "choose_threads", lambda requested: free)
+    monkeypatch.setattr(doctor, "free_cores", lambda: free)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     found = doctor.threads()
-    assert found.text.startswith(said)
-    assert f"with {free} thread" in found.text
+    assert found.text == f"{said}a run that starts now computes with 3 threads, as OMP_NUM_THREADS=3 says"
+    assert (found.facts["free_cores"], found.facts["threads"]) == (free, 3)
     assert [advice.text.partition(" cores")[0] for advice in found.advice] == (
         [] if busy is None else [f"other programs keep {busy}"]
     )
+
+
+def test_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    libgomp, own = Libgomp(lambda threads, flags: None), {"GOMP_SPINCOUNT": "1000"}
+    monkeypatch.setattr(idle_threads, "IDLE", idle_threads.IdleThreads(libgomp, environment={}))
+    found = doctor.idle_threads()
+    assert found.text == "spin while the cores are free, and sleep while other programs need them (libgomp)"
+    assert found.facts == {"runtime": "libgomp", "own_setting": None}
+    monkeypatch.setattr(idle_threads, "IDLE", idle_threads.IdleThreads(libgomp, environment=own))
+    found = doctor.idle_threads()
+    assert found.text == "wait as GOMP_SPINCOUNT=1000 says"
+    assert found.facts == {"runtime": None, "own_setting": "GOMP_SPINCOUNT=1000"}
 
 
 def test_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

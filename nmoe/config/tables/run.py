@@ -18,7 +18,9 @@ class RunSection(Section):
     )
     directory: str = Field(default="runs", min_length=1, description="the directory of all runs")
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of all random draws")
-    threads: int = Field(default=0, ge=0, description="CPU threads; 0: all that are free")
+    threads: int = Field(
+        default=0, ge=0, description="CPU threads; 0: `OMP_NUM_THREADS`, or as many as there are cores to use"
+    )
     steps: int = Field(gt=0, description="optimizer steps")
     resume: bool = Field(default=False, description="resume from the run's latest checkpoint")
     require_clean: bool = Field(default=False, description="refuse to start where commits do not hold all code (git)")

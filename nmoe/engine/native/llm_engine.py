@@ -24,6 +24,7 @@ from nmoe.engine.native.scheduler import PREFILL_TOKENS, Scheduler
 from nmoe.engine.native.sequence import Sequence, SequenceGroup, Status
 from nmoe.errors import UserError
 from nmoe.model.device import kind_of
+from nmoe.model.idle_threads import IDLE
 from nmoe.model.transformer import Transformer
 from nmoe.types import FinishReason, Sample, Sampling
 
@@ -127,6 +128,7 @@ class LLMEngine:
         Raises DivergenceError if the model computes NaN or infinity. After this or any other error, or an interrupt, the engine is
         empty and its cache is as new: every request has ended without samples, and the next one starts clean.
         """
+        IDLE.look()
         began = time.perf_counter()
         scheduler, runner = self.scheduler, self.runner
         try:

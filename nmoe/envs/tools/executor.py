@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from nmoe.config.tables.tools import BudgetSettings
+from nmoe.cores import usable_cores
 from nmoe.envs.tools.session import ToolSession
 from nmoe.envs.tools.tool import ArgumentsError, Tool, ToolOutput, as_output, shortened
 from nmoe.envs.user_code import in_thread
-from nmoe.runs.threads import usable_cores
 from nmoe.sandbox.api import SandboxFileError, SandboxSetupError
 from nmoe.sandbox.workspaces.sources import WorkspaceError
 from nmoe.types import ToolCall, ToolEvent

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nmoe.runs.threads import usable_cores
+from nmoe.cores import usable_cores
 
 DEADLINE_S = 3.0
 MEMORY_MB = 2048

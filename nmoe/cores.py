@@ -1,11 +1,10 @@
-"""The number of threads to compute with: as many as there are free cores.
-
-With one thread more than there are free cores, every small operation waits for the scheduler: up to 60 times slower.
-"""
+"""The cores that this process may use, how many of them other programs keep busy, and the number of threads to compute with."""
 
 import math
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEASURE_S = 0.2
@@ -18,20 +17,66 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose_threads(requested: int) -> int:
-    """The thread count to use: `requested`, or for 0 the number of cores that are free now, at least 1.
+def choose_threads(requested: int, environment: Mapping[str, str] = os.environ) -> int:
+    """The thread count to use: `requested`, or for 0 the OMP_NUM_THREADS of the user or else the number of cores that this process
+    may use, within the CPU quota of its control group; at least 1.
 
-    The free cores are those this process may run on, minus what other processes use of them over 0.2 s, and at most the CPU
-    quota of the control group. Without /proc all cores count as free. Raises ValueError for a negative number.
+    Other programs do not count: the numbers of a run depend on its threads, and must not depend on what else ran as it began. Idle
+    threads leave the cores to them (`nmoe.model.idle_threads`). torchrun's own OMP_NUM_THREADS = 1, which it sets for want of
+    another, does not count either. Raises ValueError for a negative number.
     """
     if requested < 0:
         raise ValueError(f"a thread count is positive, or 0 to choose one, got {requested}")
     if requested:
         return requested
-    if not Path("/proc/stat").exists():
-        return os.cpu_count() or 1
-    cores = os.sched_getaffinity(0)
-    return threads_for(len(cores), _cores_used_by_others(cores), cpu_quota())
+    own = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if own.isdigit() and int(own) > 0 and not (own == "1" and "TORCHELASTIC_RUN_ID" in environment):
+        return int(own)
+    return threads_for(usable_cores(), 0.0, cpu_quota())
+
+
+def counts_of_torch(environment: Mapping[str, str] = os.environ) -> set[int]:
+    """The thread counts that torch may have chosen itself, as far as can be known: what the environment says, all usable
+    cores, or half of them where each computes as two."""
+    own, cores = environment.get("OMP_NUM_THREADS", "").partition(",")[0], usable_cores()
+    if own.isdigit():
+        return {int(own)}
+    siblings = Path("/sys/devices/system/cpu/smt/active")
+    return {cores, cores // 2} if siblings.exists() and siblings.read_text().strip() == "1" else {cores}
+
+
+def free_cores() -> int:
+    """The cores that other programs leave, measured over 0.2 s, within the quota of the control group; at least 1. All cores where
+    there is no /proc."""
+    before = CoreTimes.now()
+    time.sleep(_MEASURE_S)
+    after = CoreTimes.now()
+    used = 0.0 if before is None or after is None else after.used_by_others_since(before)
+    return threads_for(usable_cores(), used, cpu_quota())
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Seconds at one moment: by the clock, of work on the usable cores since boot, and of this process's own work."""
+
+    clock: float
+    busy: float
+    own: float
+
+    @classmethod
+    def now(cls) -> "CoreTimes | None":
+        """None where the system does not say."""
+        try:
+            stat = Path("/proc/stat").read_text()
+        except OSError:
+            return None
+        busy = busy_seconds(stat, os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK"))
+        return cls(time.monotonic(), busy, time.process_time())
+
+    def used_by_others_since(self, before: "CoreTimes") -> float:
+        """The cores that other processes used in between, children of this one among them."""
+        work = (self.busy - before.busy) - (self.own - before.own)
+        return max(0.0, work) / (self.clock - before.clock)
 
 
 def threads_for(cores: int, used_by_others: float, quota: float) -> int:
@@ -88,16 +133,3 @@ def _limit(directory: Path) -> float:
         return math.inf
     # Without a limit, version 2 says "max" and version 1 says -1.
     return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
-
-
-def _cores_used_by_others(cores: set[int]) -> float:
-    ticks_per_second = os.sysconf("SC_CLK_TCK")
-
-    def measure() -> tuple[float, float, float]:
-        busy = busy_seconds(Path("/proc/stat").read_text(), cores, ticks_per_second)
-        return busy, time.process_time(), time.perf_counter()
-
-    busy_before, own_before, before = measure()
-    time.sleep(_MEASURE_S)
-    busy_after, own_after, after = measure()
-    return max(0.0, (busy_after - busy_before) - (own_after - own_before)) / (after - before)

@@ -1,4 +1,4 @@
-"""The thread count: the arithmetic on written /proc and /sys files, and a core made busy for real."""
+"""Cores and threads: the arithmetic on written /proc and /sys files, and a core made busy for real."""
 
 import math
 import os
@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from nmoe.runs.threads import busy_seconds, choose_threads, cpu_quota, threads_for
+import nmoe.cores as cores_module
+from nmoe.cores import (
+    CoreTimes,
+    busy_seconds,
+    choose_threads,
+    counts_of_torch,
+    cpu_quota,
+    free_cores,
+    threads_for,
+    usable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +89,49 @@ def test_cpu_quota_is_infinite_where_nothing_says(tmp_path: Path) -> None:
 
 
 def test_a_requested_count_is_used_and_a_negative_one_refused() -> None:
-    assert choose_threads(5) == 5
+    assert choose_threads(5, {"OMP_NUM_THREADS": "3"}) == 5
     with pytest.raises(ValueError, match="got -1"):
         choose_threads(-1)
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 7),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "4,2"}, 4),  # the second is of nested teams
+        ({"OMP_NUM_THREADS": "many"}, 7),
+        ({"OMP_NUM_THREADS": "0"}, 7),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 7),  # torchrun's own
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 2),
+    ],
+)
+def test_the_count_is_the_users_or_that_of_the_cores(
+    environment: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores_module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cores_module, "cpu_quota", lambda: 7.5)
+    assert choose_threads(0, environment) == expected
+
+
+def test_the_counts_that_torch_chooses_itself() -> None:
+    assert counts_of_torch({"OMP_NUM_THREADS": "3"}) == {3}
+    assert counts_of_torch({}) in ({usable_cores()}, {usable_cores(), usable_cores() // 2})
+
+
+def test_the_work_of_others_is_what_this_process_did_not_do() -> None:
+    before, after = CoreTimes(10.0, 100.0, 5.0), CoreTimes(12.0, 103.5, 6.0)
+    assert after.used_by_others_since(before) == pytest.approx(1.25)  # 2.5 seconds of 2
+    assert (
+        CoreTimes(12.0, 101.0, 7.0).used_by_others_since(before) == 0.0
+    )  # ticks are coarser than a process's own time
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the test holds processes to cores")
-def test_cores_that_others_use_are_left_to_them() -> None:
+def test_cores_that_others_use_are_not_free_and_change_no_run() -> None:
     cores = os.sched_getaffinity(0)
-    assert 1 <= choose_threads(0) <= len(cores)
+    assert 1 <= free_cores() <= len(cores)
     spin = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint('on', flush=True)\nwhile True: pass"
     spinners = [
         subprocess.Popen([sys.executable, "-c", spin, str(core)], stdout=subprocess.PIPE) for core in sorted(cores)
@@ -96,7 +140,8 @@ def test_cores_that_others_use_are_left_to_them() -> None:
         for spinner in spinners:
             assert spinner.stdout is not None
             assert spinner.stdout.readline() == b"on\n"
-        assert choose_threads(0) == 1
+        assert free_cores() == 1
+        assert choose_threads(0, {}) == threads_for(len(cores), 0.0, cpu_quota())
     finally:
         for spinner in spinners:
             spinner.kill()
