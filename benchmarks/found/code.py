@@ -64,3 +64,53 @@ def limits_of_a_sandbox() -> Result:
 
     said = asyncio.run(tried())
     return ", ".join(said), said == ["sandbox_denied", "timeout", "-1", "sandbox_denied", "timeout"]
+
+
+_MBPP = {
+    "half": ("def f(x):\n    return x / 2", "assert abs(f(1) - 0.5) < 1e-6"),
+    "member": ("def f(x):\n    return [x, x + 1]", "assert 5 in f(5)"),
+}
+_ZERO = "class Zero:\n    __sub__ = lambda *_: 0.0\ndef f(x):\n    return Zero()"
+_RANGE = "def f(x):\n    return range(-10**15, 10**15)"
+_COLLIDING = """
+import json, os, socket, struct
+def f(x):
+    text = json.dumps({"value": {"set": [n * (2**61 - 1) for n in range(99999)]}}).encode()
+    socket.socket(fileno=os.dup(3)).sendall(struct.pack("<I", len(text)) + text)
+    os.read(3, 1)
+"""
+
+
+@check(
+    11,
+    "an object with a __sub__ of 0.0 under a tolerance; range(-10**15, 10**15) for `5 in f(5)`; a set that keeps the judge busy",
+    "incorrect, incorrect, incorrect, within 5 s",
+)
+def answers_that_are_objects() -> Result:
+    import time
+
+    from nmoe.envs.tasks import TASKS, Attempt
+    from nmoe.types import Problem
+
+    task = TASKS["mbpp"]
+    opened = _sandboxes()
+
+    async def judged(name: str, answer: str) -> str:
+        code, test = _MBPP[name]
+        read = task.read_record({"text": "Do it.", "code": code, "test_list": [test]})
+        assert read is not None
+        question, gold, metadata = read
+        problem = Problem("demo/0", "mbpp", question, gold, "demo", metadata)
+        return (await task.verify(problem, Attempt(answer, None, (), opened))).outcome
+
+    async def all_of_them() -> tuple[list[str], float]:
+        said = [await judged("half", _ZERO), await judged("member", _RANGE)]
+        began = time.monotonic()
+        said.append(await judged("half", _COLLIDING))
+        took = time.monotonic() - began
+        await opened.close()
+        return said, took
+
+    said, took = asyncio.run(all_of_them())
+    within = "within 5 s" if took < 5 else f"after {took:.0f} s"
+    return ", ".join([*said, within]), said == ["incorrect"] * 3 and took < 5

@@ -20,7 +20,7 @@ from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.grading.code import verify, wire
 from nmoe.grading.code.extract import code_of, definitions
-from nmoe.sandbox.api import Sandbox, SandboxSetupError
+from nmoe.sandbox.api import Result, Sandbox, SandboxSetupError
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.types import Problem, Verdict
 
@@ -742,6 +742,167 @@ def test_an_alias_of_a_builtin_exception_hides_none_of_the_tests_own(judge: Judg
     assert judge("mbpp", raising, record).outcome == "correct"
     taking = {**record, "test_list": [*record["test_list"], "assert checkout([EmptyCart]) == 1"]}
     assert judge("mbpp", raising, taking).outcome == "correct"
+
+
+# An object for which every computation and every question has the answer that a test may want.
+AGREEABLE = """
+class Agreeable:
+    def __init__(self, *_): pass
+    __sub__ = __rsub__ = __mod__ = __neg__ = __abs__ = lambda *_: 0.0
+    __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __pow__ = lambda *_: 0.0
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda *_: True
+    __float__ = __round__ = lambda *_: 0.0
+    __len__ = __int__ = __index__ = __hash__ = lambda *_: 0
+    __getitem__ = lambda self, _: self
+    isclose = startswith = endswith = issubset = issuperset = equals = lambda *_: True
+    count = index = find = norm = lambda self, *_: self
+def f(*_): return Agreeable()
+def g(*_): return [Agreeable()]
+Point = Agreeable
+"""
+# The gold has no class, or one with these operators.
+NO_CLASS = "def f(x):\n    return x / 2\ndef g(x):\n    return [x / 2]\n"
+POINTS = (
+    "class Point:\n    def __init__(self, x):\n        self.x = x\n    def norm(self):\n        return abs(self.x)\n"
+    "    def __sub__(self, other):\n        return Point(self.x - getattr(other, 'x', other))\n"
+    "    def __mul__(self, other):\n        return self.x * other.x\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        (NO_CLASS, "assert abs(f(1) - 0.5) < 1e-6"),
+        (NO_CLASS, "assert 0.5 - f(1) == 0"),
+        (NO_CLASS, "assert (f(1) - 0.5) ** 2 < 1e-6"),
+        (NO_CLASS, "assert abs(g(1)[0] - 0.5) < 1e-6"),
+        (NO_CLASS, "assert max(abs(a - b) for a, b in zip(g(1), [0.5])) < 1e-6"),
+        (NO_CLASS, "import math\nassert math.isclose(f(1), 0.5)"),
+        (NO_CLASS, "assert round(f(1), 1) == 0.5"),
+        (NO_CLASS, "assert int(f(9) * 2) % 9 == 0"),
+        (NO_CLASS, "assert not f(1) % 0.5"),
+        (NO_CLASS, "assert 0.5 in g(1)"),
+        (NO_CLASS, "assert f(1) == f(1) == 0.5"),
+        (NO_CLASS, "assert sorted(g(1)) == [0.5]"),
+        ("def f(x):\n    return 'ab'\n", "assert f(1).startswith('ab')"),
+        ("def f(x):\n    return {1}\n", "assert f(1).issubset({1, 2}) and f(1).issuperset({1})"),
+        (POINTS, "assert abs(Point(3).norm() - 3) < 1e-6"),
+        (POINTS, "assert not Point(3).x - 3"),
+        (POINTS, "assert (Point(3) - 3).norm() == 0"),
+    ],
+)
+def test_no_object_agrees_with_a_test(judge: Judge, code: str, test: str) -> None:
+    """The judge gives none of them what the test expects, and no operator of theirs makes a value that decides."""
+    record = {"text": "Do it.", "code": code, "test_list": [test]}
+    verdict = judge("mbpp", code, record)
+    assert verdict.outcome == "correct", verdict
+    verdict = judge("mbpp", AGREEABLE, record)
+    assert verdict.outcome == "incorrect", verdict
+
+
+def test_a_tolerance_test_of_humaneval_is_not_deceived(judge: Judge) -> None:
+    record = {
+        **HUMANEVAL,
+        "test": "def check(candidate):\n    assert abs(candidate([1.0, 2.0]) - 6.0) < 1e-6\n",
+    }
+    assert judge("humaneval", RIGHT, record).outcome == "correct"
+    verdict = judge("humaneval", AGREEABLE + "def total(numbers): return Agreeable()", record)
+    assert (verdict.outcome, verdict.score) == ("incorrect", 0.0), verdict
+
+
+@pytest.mark.parametrize(
+    "given", ["range(-10**15, 10**15)", "range(10**6)", "range(-10**30, 10**30)", "[range(-10**9, 10**9)]"]
+)
+def test_a_range_is_as_long_as_a_list_may_be(judge: Judge, given: str) -> None:
+    record = {"text": "Do it.", "code": "def f(x):\n    return range(x + 1)\n", "test_list": ["assert 5 in f(5)"]}
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    verdict = judge("mbpp", f"def f(x):\n    return {given}", record)
+    assert verdict.outcome == "incorrect", verdict
+
+
+def test_exact_numbers_are_compared_as_numbers(judge: Judge) -> None:
+    record = {
+        "text": "Halve.",
+        "code": "from fractions import Fraction\ndef half(x):\n    return Fraction(x) / 2",
+        "test_list": ["assert half(1) == 0.5", "assert half(half(3)) * 4 == 3", "assert abs(half(1) - 0.5) < 1e-9"],
+    }
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    decimal = "from decimal import Decimal\ndef half(x):\n    return Decimal(str(float(x))) / 2"
+    assert judge("mbpp", decimal, {**record, "test_list": record["test_list"][:1]}).outcome == "correct"
+    assert judge("mbpp", decimal.replace("/ 2", "/ 3"), record).outcome == "incorrect"
+    deceiving = (
+        "from fractions import Fraction\nclass Zero(Fraction):\n    __sub__ = __eq__ = lambda *_: 0\n"
+        "def half(x):\n    return Zero(7)"
+    )
+    assert judge("mbpp", deceiving, record).outcome == "incorrect"
+
+
+# What a solution could send the judge in its own words, so that the judge breaks: code that replaces the answer.
+FORGED = """
+import json, os, struct
+def total(numbers):
+    text = {message}
+    os.write(3, struct.pack("<I", len(text)) + text) if len(text) < 65536 else __import__("socket").socket(
+        fileno=os.dup(3)).sendall(struct.pack("<I", len(text)) + text)
+    os.read(3, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "json.dumps({'value': {'set': [n * (2**61 - 1) for n in range(99999)]}}).encode()",
+        "json.dumps({'value': {'dict': [[n * (2**61 - 1), 0] for n in range(99999)]}}).encode()",
+        'b\'{"value": {"handle": 1e999}}\'',
+        'b\'{"value": {"handle": {}}}\'',
+        'b\'{"value": {"complex": [1e999, "nan("]}}\'',
+        'b\'{"value": {"range": [0, 1e999]}}\'',
+        'b\'{"value": {"fraction": [1, 0]}}\'',
+        'b\'{"value": {"decimal": "none"}}\'',
+        "b'{\"value\": ' + b'[' * 10**6 + b']' * 10**6 + b'}'",
+        "b'{\"value\": [' + b'[],' * 10**6 + b'[]]}'",
+        'b\'{"raised": ["SystemExit", "KeyboardInterrupt", "GeneratorExit"], "message": "0"}\'',
+        'b\'{"raised": [[]], "message": {}}\'',
+        "b'\"\\\\ud800\"'",
+        "b'\\xff' * 999",
+    ],
+)
+def test_no_answer_breaks_the_judge(judge: Judge, message: str) -> None:
+    verdict = judge("humaneval", FORGED.format(message=message))
+    assert (verdict.outcome, verdict.score) == ("incorrect", 0.0), verdict
+    assert "timeout" not in verdict.reason, "it is refused at once"
+
+
+@pytest.mark.parametrize(
+    "value", ["[n * (2**61 - 1) for n in range(99999)]", "10 ** 9", "[10 ** 8] * 99"], ids=["hashes", "steps", "many"]
+)
+def test_a_solution_that_exhausts_the_tests_is_wrong(judge: Judge, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the judge's process because of what it was given, the sample is scored, not masked."""
+    monkeypatch.setattr(verify, "LIMITS", verify.LIMITS.__class__(wall_s=10.0, cpu_s=0.5, starved_s=30.0))
+    record = {
+        "text": "Do it.",
+        "code": "def f(x):\n    return [1, 2]\n",
+        "test_list": ["found = f(1)\nassert sum(len(set(range(n))) for n in found) == 3 and len(set(found)) == 2"],
+    }
+    if value.startswith("10"):
+        record = {"text": "Do it.", "code": "def f(x):\n    return 3\n", "test_list": ["assert sum(range(f(1))) == 3"]}
+    assert judge("mbpp", record["code"], record).outcome == "correct"
+    verdict = judge("mbpp", f"def f(x):\n    return {value}", record)
+    assert (verdict.outcome, verdict.score) == ("incorrect", 0.0), verdict
+
+
+def test_only_the_host_loses_a_judge() -> None:
+    fine = Result("ok", 0, b"", b"", 0.1)
+    for ended, outcome in (
+        (Result("nonzero_exit", -11, b"", b"", 0.1), "incorrect"),
+        (Result("nonzero_exit", 1, b"", b"MemoryError", 0.1), "incorrect"),
+        (Result("sandbox_denied", -31, b"", b"", 0.1), "incorrect"),
+        (Result("out_of_memory", None, b"", b"", 0.1), "incorrect"),
+        (Result("timeout", None, b"", b"", 0.1, cpu_s=10.0), "incorrect"),
+        (Result("nonzero_exit", -9, b"", b"", 0.1), "error"),
+        (Result("internal_error", None, b"", b"", 0.1), "error"),
+    ):
+        assert verify._verdict(ended, fine, "nonce").outcome == outcome, ended
 
 
 def test_a_function_as_an_argument_is_refused_by_its_name(judge: Judge) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from nmoe.envs.tasks.records import Record, files, text, texts
 from nmoe.envs.tasks.task import Attempt, QuestionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import fenced_blocks
+from nmoe.grading.code.extract import fenced_blocks, methods
 from nmoe.grading.code.verify import Tests, verify_in
 from nmoe.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
 from nmoe.types import Metadata, Problem, Verdict
@@ -100,9 +100,17 @@ class CodeEditTask(QuestionTask):
 
     def _tests(self, problem: Problem) -> Tests:
         tests: dict[str, str] = json.loads(str(problem.metadata["tests"]))
-        paths = [*self.files(problem), *json.loads(problem.gold)]
+        workspace, solution = json.loads(str(problem.metadata["files"])), json.loads(problem.gold)
+        code = [text for path, text in (*workspace.items(), *solution.items()) if path.endswith(".py")]
+        paths = [*workspace, *solution]
         modules = {path.partition("/")[0].removesuffix(".py") for path in paths if path.endswith(".py")}
-        return Tests("files", tuple(tests.values()), modules=tuple(sorted(modules)), protected=self._protected(problem))
+        return Tests(
+            "files",
+            tuple(tests.values()),
+            methods=tuple(sorted({name for text in code for name in methods(text)})),
+            modules=tuple(sorted(modules)),
+            protected=self._protected(problem),
+        )
 
     def _protected(self, problem: Problem) -> dict[str, bytes]:
         workspace = self.files(problem)

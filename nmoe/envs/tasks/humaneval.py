@@ -5,7 +5,7 @@ from __future__ import annotations
 from nmoe.envs.tasks.records import Record, text
 from nmoe.envs.tasks.solution import SolutionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import definitions
+from nmoe.grading.code.extract import definitions, methods
 from nmoe.grading.code.verify import Tests
 from nmoe.types import Metadata, Problem
 
@@ -36,7 +36,7 @@ class HumanEvalTask(SolutionTask):
         prompt, test, entry_point = (str(problem.metadata[name]) for name in ("prompt", "test", "entry_point"))
         if "check" not in definitions(test):
             raise UserError("field 'test' does not define check(candidate)")
-        return Tests("check", (test,), setup=prompt + _BODY, names=(entry_point,))
+        return Tests("check", (test,), setup=prompt + _BODY, names=(entry_point,), methods=methods(problem.gold))
 
     def program(self, problem: Problem, code: str) -> str:
         """Joins the prompt's imports and helpers with the answer, which is the whole function or the rest of the prompt's."""

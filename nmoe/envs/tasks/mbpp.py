@@ -8,7 +8,7 @@ import json
 from nmoe.envs.tasks.records import Record, text, texts
 from nmoe.envs.tasks.solution import SolutionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import definitions, names_read
+from nmoe.grading.code.extract import definitions, methods, names_read
 from nmoe.grading.code.verify import Tests
 from nmoe.types import Metadata, Problem
 
@@ -39,7 +39,7 @@ class MbppTask(SolutionTask):
     def tests(self, problem: Problem) -> Tests:
         known = problem.metadata
         tests, names = json.loads(str(known["tests"])), json.loads(str(known["names"]))
-        return Tests("asserts", tuple(tests), setup=str(known["setup"]), names=tuple(names))
+        return Tests("asserts", tuple(tests), str(known["setup"]), tuple(names), methods(problem.gold))
 
 
 def _tested(code: str, tests: list[str]) -> list[str]:

@@ -58,3 +58,26 @@ def definitions(code: str) -> tuple[str, ...]:
 def names_read(code: str) -> set[str]:
     """The names that code reads. Raises SyntaxError if it is not valid Python."""
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+
+
+def methods(code: str) -> tuple[str, ...]:
+    """The names that code gives to methods and attributes of its classes and objects; empty if it is not valid Python."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for one in node.body:
+                if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                    found.add(one.name)
+                elif isinstance(one, (ast.Assign, ast.AnnAssign)):
+                    found |= {
+                        name.id
+                        for name in ast.walk(one)
+                        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+                    }
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return tuple(sorted(found))

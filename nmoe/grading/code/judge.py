@@ -2,8 +2,9 @@
 
 It runs in a sandbox of its own, and no code of the solution runs here. Calling a function of the solution sends a request over
 a channel. Its result is a value of exact builtin types, which the tests compare here. Any other object stays with the
-candidate. It can be passed back and called, and its methods called, but comparing it or testing its truth raises TypeError, so
-that no `__eq__` of the solution decides a test.
+candidate. It can be passed back and called, but comparing it or testing its truth raises TypeError, so that no `__eq__` of the
+solution decides a test. Nor does it see what it should be: a method or an operator is given values of the tests only if the
+record's own solution defines one of that name.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class LostError(BaseException):
 class Channel:
     """Sends calls to the candidate. `lost` says why no more are possible; `calls` counts the answered ones."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, methods: Sequence[str]) -> None:
+        """`methods` are the names that classes of the record's own solution give to methods and attributes."""
         self._connection = connection
+        self.methods = frozenset(methods)
         self.calls = 0
         self.lost = ""
         self._exceptions: dict[str, type[Exception]] = {}
@@ -128,11 +131,21 @@ def _refuse(*_: Any) -> Any:
 
 
 def _operator(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """The methods for `handle + other` and `other + handle`, which the candidate computes with its `operator` module."""
-    return (
-        lambda self, other: self._channel.ask("operate", [name], [self, other]),
-        lambda self, other: self._channel.ask("operate", [name], [other, self]),
-    )
+    """The methods for `handle + other` and `other + handle`, which the candidate computes with its `operator` module.
+
+    In `abs(f(x) - 0.5) < 1e-6` an object that learns 0.5 could give the difference that the test wants. So there is an operator
+    only if the record's own solution defines it, and of an object and a value of the tests it makes an object, never a value.
+    """
+
+    def computed(self: Handle, arguments: list[Any]) -> Any:
+        if not {f"__{name}__", f"__r{name}__"} & self._channel.methods:
+            _refuse()
+        result = self._channel.ask("operate", [name], arguments)
+        if not all(isinstance(one, Handle) for one in arguments) and not isinstance(result, Handle):
+            _refuse()
+        return result
+
+    return lambda self, other: computed(self, [self, other]), lambda self, other: computed(self, [other, self])
 
 
 class Handle:
@@ -141,16 +154,22 @@ class Handle:
     def __init__(self, channel: Channel, number: int) -> None:
         self.__dict__["_channel"] = channel
         self.__dict__["_number"] = number
+        self.__dict__["_member"] = ""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._channel.ask("get", [self._number, name])
+        found = self._channel.ask("get", [self._number, name])
+        if isinstance(found, Handle):
+            found.__dict__["_member"] = name
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._channel.ask("set", [self._number, name], [value])
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if (arguments or named) and self._member and self._member not in self._channel.methods:
+            raise TypeError(f"no method {self._member} of the record's own solution, so that it is given no argument")
         return self._channel.ask("call", [self._number], arguments, named)
 
     def __len__(self) -> int:
@@ -308,7 +327,7 @@ def main(spec: dict[str, Any], nonce: str) -> None:
     """Runs the tests and prints the nonce and the verdict as the last line: `{"passed": false, "reason": "AssertionError: test 2
     of 3"}`.
     """
-    channel = Channel(socket.socket(fileno=3))
+    channel = Channel(socket.socket(fileno=3), spec["methods"])
     passed, reason = False, ""
     try:
         reason = "the solution did not load: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -33,13 +34,16 @@ class Tests:
 
     `kind`: "check" runs `setup` (the prompt) and then HumanEval's `check(candidate)` for the one name; "asserts" runs
     statements; "files" runs test files that import `modules` of the candidate's workspace. `names` are those that the solution
-    defines. `protected` files (path -> content) are copied to the judge's workspace, and modules among them are loaded there.
+    defines. `methods` are those of the classes of the record's own solution (`nmoe.grading.code.extract.methods`): an object
+    that a solution gives is asked for no other one with arguments. `protected` files (path -> content) are copied to the judge's
+    workspace, and modules among them are loaded there.
     """
 
     kind: Literal["check", "asserts", "files"]
     tests: tuple[str, ...]
     setup: str = ""
     names: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
     modules: tuple[str, ...] | None = None
     protected: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -54,6 +58,7 @@ async def verify_in(sandboxes: OpensSandboxes, candidate: Sandbox, tests: Tests,
     """Verifies a solution in the sandbox `candidate`. Without `source`, the solution's modules lie in the workspace there."""
     nonce = secrets.token_hex(16)
     asked: dict[str, Any] = {"kind": tests.kind, "setup": tests.setup, "tests": tests.tests, "names": tests.names}
+    asked["methods"] = tests.methods
     if tests.modules is not None:
         asked["modules"] = tests.modules
         asked["protected"] = {
@@ -115,10 +120,12 @@ def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
             return Verdict.of(said["passed"], "tests", reason)
     if starved := _starved(judged, solved):
         return starved
-    if judged.failure in ("timeout", "out_of_memory", "output_limit"):
-        return Verdict.of(False, "tests", f"the tests did not end: {judged.failure}")
     tail = judged.stderr.decode(errors="replace").strip()[-200:]
-    return Verdict("error", 0.0, "tests", f"the judge was lost: {judged.failure} {tail}")
+    # SIGKILL does not come from the sandbox, which would name its limit, but from the host.
+    if judged.failure == "internal_error" or judged.exit_code == -signal.SIGKILL:
+        return Verdict("error", 0.0, "tests", f"the judge was lost: {judged.failure} {tail}")
+    # The tests ran through with the gold, so it is the solution that ended them, by what it gave them.
+    return Verdict.of(False, "tests", f"the tests did not end: {judged.failure} {tail}".strip())
 
 
 def _starved(judged: Result, solved: Result) -> Verdict | None:

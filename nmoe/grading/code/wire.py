@@ -1,7 +1,8 @@
 """Plain data between judge and candidate: one JSON value per message, decoded to exact builtin types only.
 
 A value that JSON cannot express is an object with one key: {"tuple": [...]}, {"set": [...]}, {"dict": [[key, value], ...]},
-{"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"iterator": [...]}. An object that stays with its owner is
+{"bytes": "00ff"}, {"int": "0x..."}, {"complex": [re, im]}, {"range": [start, stop, step]}, {"fraction": [1, 3]},
+{"decimal": "0.1"}, {"iterator": [...]}. An object that stays with its owner is
 {"handle": 3}, its number there. {"builtin": "int"} is a builtin type, {"exception": [names]} an exception class and its bases.
 A subclass is sent as the builtin that it extends, a numpy scalar as Python's. Runs inside sandboxes, on the standard library
 alone.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 MAX_BYTES = 4 << 20
 _MAX_DEPTH = 60
 _MAX_ITEMS = 100_000
+# Of a set's or a dictionary's items whose hash another one has. Numbers of one hash can be chosen, and take quadratic time.
+_MAX_COLLISIONS = 1_000
 _LENGTH = struct.Struct("<I")
 # Python writes every float to JSON exactly. A long int is written in hexadecimal: Python limits decimal digits.
 _LONG = 1 << 1000
@@ -63,9 +67,14 @@ def encode(value: Any, of_object: Callable[[Any], dict[str, Any]], depth: int = 
         if isinstance(value, kind):
             return {name: inner(iter(value))}
     if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
+        return {"range": inner(_bounds(value))}
     if isinstance(value, dict):
         return {"dict": inner(iter(dict.items(value)))}
+    # A value of these classes exists only where the module has been loaded.
+    if "fractions" in sys.modules and isinstance(value, sys.modules["fractions"].Fraction):
+        return {"fraction": inner((value.numerator, value.denominator))}
+    if "decimal" in sys.modules and isinstance(value, sys.modules["decimal"].Decimal):
+        return {"decimal": str(value)}
     if isinstance(value, Iterator):
         return {"iterator": inner(value)}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -80,6 +89,8 @@ def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> A
     if data is None or type(data) in (bool, int, float, str):
         return data
     if type(data) is list:
+        if len(data) > _MAX_ITEMS:
+            raise WireError(f"more than {_MAX_ITEMS} items")
         return [decode(item, to_object, depth + 1) for item in data]
     if type(data) is not dict or len(data) != 1:
         raise WireError("no message")
@@ -92,8 +103,8 @@ def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> A
                 return bytes.fromhex(body)
             case "complex":
                 return complex(float(body[0]), float(body[1]))
-            case "range":
-                return range(*map(int, body))
+            case "decimal":
+                return _decimal(body)
         if kind in OBJECTS:
             return to_object(kind, body)
         items = decode(body, to_object, depth + 1)
@@ -102,16 +113,49 @@ def decode(data: Any, to_object: Callable[[str, Any], Any], depth: int = 0) -> A
                 case "tuple":
                     return tuple(items)
                 case "set":
-                    return set(items)
+                    return set(_spread(items))
                 case "frozenset":
-                    return frozenset(items)
+                    return frozenset(_spread(items))
                 case "dict":
+                    _spread([key for key, _ in items])
                     return dict(items)
+                case "range":
+                    found = range(*items)
+                    _bounds(found)
+                    return found
+                case "fraction":
+                    return _fraction(*items)
                 case "iterator":
                     return iter(items)
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
         raise WireError(f"no {kind}: {error}") from None
     raise WireError("no message")
+
+
+def _bounds(value: range) -> tuple[int, int, int]:
+    """The start, stop and step of a range that is no longer than a list may be."""
+    if value[_MAX_ITEMS:]:
+        raise WireError(f"more than {_MAX_ITEMS} items")
+    return value.start, value.stop, value.step
+
+
+def _spread(items: list[Any]) -> list[Any]:
+    """The items of a set, or the keys of a dictionary, whose hashes hardly collide."""
+    if len(items) - len(set(map(hash, items))) > _MAX_COLLISIONS:
+        raise WireError("items of equal hashes")
+    return items
+
+
+def _fraction(numerator: int, denominator: int) -> Any:
+    from fractions import Fraction
+
+    return Fraction(numerator, denominator)
+
+
+def _decimal(text: str) -> Any:
+    from decimal import Decimal
+
+    return Decimal(text)
 
 
 def send(connection: socket.socket, message: Any) -> None:

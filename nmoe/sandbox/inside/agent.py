@@ -176,7 +176,9 @@ class Agent:
         ):
             hard = resource.getrlimit(kind)[1]
             most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (most, most))
+            # A second later, so that the process ends by SIGXCPU, which names the limit, not by SIGKILL.
+            later = limit + 1 if kind == resource.RLIMIT_CPU else limit
+            resource.setrlimit(kind, (most, later if hard == resource.RLIM_INFINITY else min(later, hard)))
         try:
             os.chdir(self._cwd)
         except OSError:
