@@ -31,7 +31,7 @@ from nmoe.model.checkpoint import export_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
-from nmoe.statistics import wilson
+from nmoe.statistics import binomial_interval
 from nmoe.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -62,7 +62,7 @@ def decided(directory: Path, one: CoreSet, items: Sequence[Mapping[str, Any]]) -
     found = decisions(model, tokenizer, one, items)
     seconds = time.process_time() - began
     differing = sum(reference(theirs, hub, one, items, place) != right for place, right in enumerate(found))
-    interval = wilson(sum(found), len(items))
+    interval = binomial_interval(sum(found), len(items))
     return {
         "set": one.name,
         "shots": one.shots,

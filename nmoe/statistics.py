@@ -1,4 +1,20 @@
-"""Confidence intervals: for rates, means over problems, and differences, paired or not."""
+"""Confidence intervals of shares, of means, and of differences, paired or not.
+
+| of | function | method |
+|---|---|---|
+| independent outcomes | `binomial_interval` | exact (Clopper and Pearson 1934) |
+| shares per problem | `share_interval` | exact at the effective number of problems (Korn and Graubard 1998) |
+| outcomes in clusters | `outcomes_interval` | one of the two above |
+| shares of several sets | `stratified_share` | exact at the effective number of items |
+| losses, rewards, seeds | `mean_interval`, `stratified_mean` | Student's t; of shares `within_share` |
+| shares, paired | `paired_difference`, `paired_p_value` | Bonett and Price 2012; signs exchanged (Fisher 1935) |
+| losses, paired | `paired_mean_difference` | Student's t of the differences |
+| two unpaired results | `newcombe`, `welch` | Newcombe 1998, method 10; Welch 1947 |
+
+All are 95%. Intervals of shares lie within [0, 1], and those of their differences within [-1, 1]. Values without bounds have no
+interval (None) where fewer than `FEWEST` values, or equal ones, leave their spread unknown. `benchmarks/interval_coverage.py`
+simulates how often each holds the truth.
+"""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -9,8 +25,17 @@ from scipy import special
 
 # Nothing of scipy.stats here: its import takes 0.8 s, and every command that reports an interval would wait for it.
 
+FEWEST = 3
+"""How many values, or effective values where they have weights, show a spread."""
+
 # The part of a problem that `share_interval` adds at 0 and at 1.
 _AT_THE_ENDS = 0.25
+# The items that `stratified_share` adds to each set, right at the mean share.
+_SHRUNK = 2.0
+# Up to so many differences all their signs are tried; beyond, Student's t is as good.
+_FLIPPED = 16
+# Differences of this relative size are rounding errors.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -20,80 +45,146 @@ class Interval:
     low: float
     high: float
 
+    def clipped(self, low: float, high: float) -> "Interval":
+        """The part of the interval in this range."""
+        return Interval(max(low, self.low), min(high, self.high))
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its standard error and 95% interval: `Estimate(0.5, 0.1, Interval(0.28, 0.72))`."""
+    """A mean with its standard error and 95% interval: `Estimate(0.5, 0.1, Interval(0.28, 0.72), freedom=10.0)`.
+
+    interval: None where the spread is unknown. freedom: Student's degrees of freedom, infinite for a normal interval.
+    """
 
     value: float
     standard_error: float
+    interval: Interval | None
+    freedom: float
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of b - a over problems, with its 95% interval: `PairedDifference(0.2, Interval(-0.08, 0.41))`."""
+
+    value: float
     interval: Interval
 
 
-def wilson(successes: int, total: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval for a rate (Wilson 1927). It stays inside [0, 1] and has a width even at 0 and 1.
+def binomial_interval(successes: int, total: int) -> Interval:
+    """The exact 95% interval of a share of independent outcomes (Clopper and Pearson 1934).
 
-    Use it for one answer per problem, and `clustered_mean` for several. Raises ValueError unless 0 <= successes <= total and
-    total > 0.
+    It holds the truth at least as often as it says for every number and share. Wilson's, which is narrower, falls to 92.2% at 50
+    outcomes and a share of 2%. Use it for one answer per problem, and `share_interval` for several. Raises ValueError unless
+    0 <= successes <= total and total > 0.
     """
     if not 0 <= successes <= total or total == 0:
         raise ValueError(f"{successes} successes of {total} is not a rate")
-    rate, z = successes / total, float(special.ndtri(0.5 + 0.5 * confidence))
-    over = 2 * (total + z**2)
-    centre, half = (2 * total * rate + z**2) / over, z / over * math.sqrt(4 * total * rate * (1 - rate) + z**2)
-    return Interval(0.0 if successes == 0 else centre - half, 1.0 if successes == total else centre + half)
+    return _exact(successes / total, total)
 
 
-def clustered_mean(values: Sequence[float], cluster_ids: Sequence[Hashable]) -> Estimate:
-    """The mean of `values`, with a standard error that is clustered by problem.
-
-    Samples of one problem (one cluster) tend to succeed and fail together, so they count for fewer independent observations.
-    For G clusters and n values, SE^2 = G/(G-1) * sum over clusters of (sum of their deviations from the mean)^2 / n^2 (Miller
-    2024, "Adding Error Bars to Evals", section 2.2, with the usual correction for few clusters). The 95% interval is Student's
-    with G-1 degrees of freedom. With one value per cluster it is the ordinary t interval.
-
-    Raises ValueError for fewer than two clusters, whose spread is unknown, or for lengths that differ. When all values are
-    equal the interval has no width; for rates near 0 or 1 with one sample per problem prefer `wilson`.
-    """
-    if len(values) != len(cluster_ids):
-        raise ValueError(f"{len(values)} values but {len(cluster_ids)} cluster ids")
-    ids = list(dict.fromkeys(cluster_ids))
-    if len(ids) < 2:
-        raise ValueError(f"an interval needs two clusters or more, got {len(ids)}")
-    index = {cluster: position for position, cluster in enumerate(ids)}
-    samples = np.asarray(values, dtype=np.float64)
-    mean = float(samples.mean())
-    sums = np.zeros(len(ids))
-    np.add.at(sums, [index[cluster] for cluster in cluster_ids], samples - mean)
-    variance = len(ids) / (len(ids) - 1) * float(np.square(sums).sum()) / len(samples) ** 2
-    standard_error = math.sqrt(variance)
-    half_width = float(special.stdtrit(len(ids) - 1, 0.975)) * standard_error
-    return Estimate(mean, standard_error, Interval(mean - half_width, mean + half_width))
-
-
-def share_interval(values: Sequence[float]) -> Interval:
+def share_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Interval:
     """The 95% interval of the mean of a share per problem, such as the part of its samples that are right, or its pass@k.
 
-    Wilson's interval for the number of independent 0 or 1 outcomes that would have the mean's standard error (the effective
-    sample size of Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys"),
-    with Student's quantile. Near 0 and 1 few problems show the spread, and the ordinary t interval is far too narrow: 88% of
-    those of pass@4 at 97.5% on 200 problems held the truth. So a quarter of a problem at each end is added to the variance
-    (`benchmarks/interval_coverage.py`). A single problem shows no spread: 0 to 1. Raises ValueError for a value outside [0, 1]
-    or none.
+    With `weights`, such as the number of steps of each solution, it is that of the weighted mean: the share of all steps.
+
+    It is the exact interval of the number of independent outcomes that would have the mean's standard error (Korn and Graubard
+    1998, "Confidence intervals for proportions with small expected number of positive counts estimated from survey data"). Near 0
+    and 1 few problems show the spread, so a quarter of a problem at each end is added to the variance. Wilson's interval at that
+    number holds pass@4 of ten problems at 99% in 92.7% (`benchmarks/interval_coverage.py`). A single problem shows no spread: 0
+    to 1. Raises ValueError for a value outside [0, 1] or none.
     """
-    shares = np.asarray(values, dtype=np.float64)
-    if not len(shares) or shares.min() < 0 or shares.max() > 1:
+    shares, weights_ = np.asarray(values, dtype=np.float64), _relative(values, weights)
+    if shares.min() < 0 or shares.max() > 1:
         raise ValueError("an interval of shares needs values between 0 and 1")
-    count, mean = len(shares), float(shares.mean())
-    if count == 1:
+    count, mean, effective_count = len(shares), float((weights_ * shares).mean()), _effective(weights_)
+    if effective_count < 1 + _ROUNDING:
         return Interval(0.0, 1.0)
-    squares = float(np.square(shares - mean).sum()) + _AT_THE_ENDS * (mean**2 + (1 - mean) ** 2)
+    squares = float(np.square(weights_ * (shares - mean)).sum())
+    squares += _AT_THE_ENDS * count / effective_count * (mean**2 + (1 - mean) ** 2)
     variance = squares / (count - 1) / count
-    effective = mean * (1 - mean) / variance if 0 < mean < 1 else count
-    z = float(special.stdtrit(count - 1, 0.975))
-    centre = (mean + z * z / (2 * effective)) / (1 + z * z / effective)
-    half = z / (1 + z * z / effective) * math.sqrt(mean * (1 - mean) / effective + z * z / (4 * effective**2))
-    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+    return _exact(mean, mean * (1 - mean) / variance if 0 < mean < 1 else effective_count)
+
+
+def outcomes_interval(outcomes: Sequence[bool], clusters: Sequence[Hashable]) -> Interval:
+    """The 95% interval of the share of true outcomes that are independent only between clusters: pairs of one prompt, steps of one
+    solution. The exact one where each cluster has a single outcome, else that of `share_interval` over clusters."""
+    shares, counts = by_cluster(list(map(float, outcomes)), clusters)
+    return binomial_interval(sum(outcomes), len(outcomes)) if max(counts) == 1 else share_interval(shares, counts)
+
+
+def stratified_share(rights: Sequence[int], totals: Sequence[int], weights: Sequence[float]) -> Interval:
+    """The 95% interval of the weighted mean of the shares of several sets, `rights[i]` of `totals[i]` items.
+
+    The exact interval of the number of items that would have the mean's variance (Korn and Graubard 1998, as `share_interval`). The
+    variance of a set is that at its share with two more items at the mean share, because a set of few items that are all right or
+    all wrong shows none.
+    """
+    right, total, weight = (np.asarray(one, dtype=np.float64) for one in (rights, totals, weights))
+    weight = weight / weight.sum()
+    mean = float((weight * right / total).sum())
+    shrunk = (right + _SHRUNK * mean) / (total + _SHRUNK)
+    by_set = weight**2 / total
+    variance = float((by_set * shrunk * (1 - shrunk)).sum())
+    effective = mean * (1 - mean) / variance if 0 < mean < 1 else 1 / float(by_set.sum())
+    return _exact(mean, effective)
+
+
+def by_cluster(
+    values: Sequence[float], clusters: Sequence[Hashable], weights: Sequence[float] | None = None
+) -> tuple[list[float], list[float]]:
+    """The weighted mean of each cluster's values, and the sum of their weights: the `values` and `weights` of `mean_interval` and
+    `share_interval` for values that are independent only between clusters, such as steps of one solution.
+
+    Miller 2024, "Adding Error Bars to Evals", section 2.2. Raises ValueError for lengths that differ.
+    """
+    if len(values) != len(clusters):
+        raise ValueError(f"{len(values)} values but {len(clusters)} cluster ids")
+    sums: dict[Hashable, list[float]] = {}
+    for value, cluster, weight in zip(values, clusters, weights or [1.0] * len(values), strict=True):
+        of_cluster = sums.setdefault(cluster, [0.0, 0.0])
+        of_cluster[0] += weight * value
+        of_cluster[1] += weight
+    return [total / weight for total, weight in sums.values()], [weight for _, weight in sums.values()]
+
+
+def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
+    """The mean of independent values, with Student's t interval.
+
+    With `weights`, such as the tokens of each sequence, it is the weighted mean, a ratio of two means. Its standard error is the
+    jackknife's (Cochran, Sampling Techniques, 1977, section 6.17), and its degrees of freedom are those of the effective number of
+    values (Kish 1965), because few long sequences show less of the spread than their number says. With equal weights both are
+    those of the ordinary t interval. Raises ValueError for no value.
+    """
+    sample, weights_ = np.asarray(values, dtype=np.float64), _relative(values, weights)
+    count, mean = len(sample), float((weights_ * sample).mean())
+    if count == 1:
+        return Estimate(mean, math.nan, None, 0.0)
+    without = (mean * count - weights_ * sample) / (count - weights_)
+    error = math.sqrt((count - 1) / count * float(np.square(without - mean).sum()))
+    return _estimate(mean, error, _effective(weights_) - 1, float(np.abs(sample).max()))
+
+
+def stratified_mean(parts: Sequence[tuple[float, Estimate]]) -> Estimate:
+    """The sum of independent estimates by their factors, such as the losses of sources by their shares, with Student's t interval
+    at Satterthwaite's degrees of freedom (1946). It has no interval where a part has none."""
+    value = sum(factor * one.value for factor, one in parts)
+    if any(one.interval is None for _, one in parts):
+        return Estimate(value, math.nan, None, 0.0)
+    variances = [(factor * one.standard_error) ** 2 for factor, one in parts]
+    spread = sum(variance**2 / one.freedom for variance, (_, one) in zip(variances, parts, strict=True))
+    return _estimate(value, math.sqrt(sum(variances)), sum(variances) ** 2 / spread, abs(value))
+
+
+def within_share(estimate: Estimate) -> Estimate:
+    """The estimate of a mean of shares, such as the results of several seeds, with its interval taken over log odds, which keep it
+    between 0 and 1 and longer towards the middle, where such results have their long tail."""
+    mean, interval = estimate.value, estimate.interval
+    if interval is None or not 0 < mean < 1:
+        return Estimate(mean, estimate.standard_error, None, estimate.freedom)
+    odds, half = special.logit(mean), (interval.high - mean) / (mean * (1 - mean))
+    bounds = Interval(float(special.expit(odds - half)), float(special.expit(odds + half)))
+    return Estimate(mean, estimate.standard_error, bounds, estimate.freedom)
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -104,40 +195,59 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
-    """The mean of b - a over problems, with the paired t interval (95%).
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None
+) -> PairedDifference:
+    """The mean of b - a over problems, with its 95% interval; `a[i]` and `b[i]` are shares between 0 and 1 on problem i.
 
-    With `weights`, such as the tokens of each sequence, the weighted mean: a ratio of means, whose error is that of the weighted
-    differences in excess of it (Cochran, Sampling Techniques, 1977, section 6.4).
+    The difficulty that they share cancels, so the interval is narrower than that of two separate means. It is Bonett and Price's
+    adjusted Wald interval (2012, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired
+    Data"), with two more problems, one that only a solves and one that only b solves, and Student's quantile: with the normal
+    one few problems without a change say too much. Outcomes need not be 0 or 1: shares of several samples have the variance of
+    their differences. Ten problems without a change bound it to 27 points. One problem says nothing: -1 to 1.
 
-    `a[i]` and `b[i]` are two results on problem i. The difficulty that they share cancels, so the interval is narrower than
-    that of two separate means. Raises ValueError for lengths that differ or fewer than two problems.
+    With `weights`, such as the steps of each solution, it is the weighted mean's, at the effective number of problems (Kish 1965).
+    Raises ValueError for lengths that differ or no problem.
     """
-    if len(a) != len(b):
-        raise ValueError(f"results on {len(a)} and {len(b)} problems cannot be paired")
-    differences = [after - before for before, after in zip(a, b, strict=True)]
-    if weights is None:
-        return clustered_mean(differences, range(len(a)))
-    mean_weight = sum(weights) / len(weights)
-    mean = sum(w * one for w, one in zip(weights, differences, strict=True)) / sum(weights)
-    beyond = [mean + w / mean_weight * (one - mean) for w, one in zip(weights, differences, strict=True)]
-    error = clustered_mean(beyond, range(len(a)))
-    return Estimate(mean, error.standard_error, error.interval)
+    differences = _differences(a, b)
+    weights_ = _relative(differences, weights)
+    mean, count = float((weights_ * differences).mean()), _effective(weights_)
+    variance = float(np.square(weights_ * (differences - mean)).sum()) / len(differences) ** 2 * count
+    if count < 1 + _ROUNDING:
+        return PairedDifference(mean, Interval(-1.0, 1.0))
+    centre, t = count * mean / (count + 2), _student(count - 1)
+    squares = (count * (variance + mean**2) + 2) / (count + 2)
+    half = t * math.sqrt((squares - centre**2) / (count + 2))
+    return PairedDifference(mean, Interval(centre - half, centre + half).clipped(-1.0, 1.0))
+
+
+def paired_mean_difference(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:
+    """The mean of b - a over pairs of values without bounds, such as the losses of a sequence, with the paired t interval
+    (`mean_interval`). Raises ValueError for lengths that differ."""
+    return mean_interval([*_differences(a, b)], weights)
 
 
 def paired_p_value(a: Sequence[float], b: Sequence[float]) -> float:
-    """The probability that two equal models differ at least so much on the same problems: the two-sided paired t test, which says
-    less than 5% where the interval of `paired_difference` leaves out 0.
+    """The two-sided probability that two equal models differ at least so much on the same problems.
 
-    1 where no problem differs. Where all differ by the same, their spread is unknown, and it is the sign test's.
+    Under equality the sign of each difference is as likely to be the other one. Up to 16 problems that differ, all their signs are
+    tried (Fisher 1935, the permutation test; for outcomes of 0 or 1 it is McNemar's exact test). Beyond, it is the paired t test,
+    but never less than the smallest value that signs can give, 2 / 2^n. 1 where no problem differs. Raises ValueError for lengths
+    that differ.
     """
-    differences = [after - before for before, after in zip(a, b, strict=True)]
-    if not any(differences):
+    differences = _differences(a, b)
+    rounding = _ROUNDING * max(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
+    differing = differences[np.abs(differences) > rounding]
+    if not len(differing):
         return 1.0
-    if len(set(differences)) == 1:
-        return float(2 * 0.5 ** len(differences))
-    estimate = paired_difference(a, b)
-    return float(2 * special.stdtr(len(differences) - 1, -abs(estimate.value / estimate.standard_error)))
+    if len(differing) <= _FLIPPED:
+        sums = np.zeros(1)
+        for one in differing:
+            sums = np.concatenate([sums + one, sums - one])
+        return float((np.abs(sums) >= abs(differing.sum()) - rounding * len(differing)).mean())
+    estimate = mean_interval([*differences])
+    p = 2 * special.stdtr(estimate.freedom, -abs(estimate.value) / max(estimate.standard_error, 1e-300))
+    return max(float(p), 2 * 0.5 ** len(differing))
 
 
 def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> Interval:
@@ -149,12 +259,60 @@ def newcombe(a: tuple[float, float, float], b: tuple[float, float, float]) -> In
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Interval | None:
-    """The 95% interval of the difference of means, `b - a`, by Welch's t; None unless both have two values that vary."""
-    if min(len(a), len(b)) < 2 or (len(set(a)) == 1 and len(set(b)) == 1):
+    """The 95% interval of the difference of means, `b - a`, by Welch's t; None unless both have two values, and one of them two
+    that differ."""
+    if min(len(a), len(b)) < 2:
         return None
     # Each mean's squared error; Welch and Satterthwaite's degrees of freedom.
-    of_a, of_b = float(np.var(a, ddof=1)) / len(a), float(np.var(b, ddof=1)) / len(b)
-    freedom = (of_a + of_b) ** 2 / (of_a**2 / (len(a) - 1) + of_b**2 / (len(b) - 1))
-    difference = float(np.mean(b)) - float(np.mean(a))
-    half_width = float(special.stdtrit(freedom, 0.975)) * math.sqrt(of_a + of_b)
-    return Interval(difference - half_width, difference + half_width)
+    of_a, of_b = mean_interval(a), mean_interval(b)
+    variances = of_a.standard_error**2, of_b.standard_error**2
+    spread = variances[0] ** 2 / of_a.freedom + variances[1] ** 2 / of_b.freedom
+    scale = float(np.abs([*a, *b]).max())
+    if math.sqrt(sum(variances)) <= _ROUNDING * scale:
+        return None
+    difference = of_b.value - of_a.value
+    half = _student(sum(variances) ** 2 / spread) * math.sqrt(sum(variances))
+    return Interval(difference - half, difference + half)
+
+
+def _exact(share: float, total: float) -> Interval:
+    """Clopper and Pearson's interval of a share of `total` outcomes, a number that need not be whole."""
+    right, wrong = share * total, (1 - share) * total
+    low = special.betaincinv(right, wrong + 1, 0.025) if share > 0 else 0.0
+    high = special.betaincinv(right + 1, wrong, 0.975) if share < 1 else 1.0
+    return Interval(float(low), float(high))
+
+
+def _differences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
+    if len(a) != len(b):
+        raise ValueError(f"results on {len(a)} and {len(b)} problems cannot be paired")
+    return np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
+
+
+def _relative(values: Sequence[float] | np.ndarray, weights: Sequence[float] | None) -> np.ndarray:
+    """The weights of values, with mean 1."""
+    if not len(values):
+        raise ValueError("no value, so no mean")
+    if weights is None:
+        return np.ones(len(values))
+    given = np.asarray(weights, dtype=np.float64)
+    if len(given) != len(values):
+        raise ValueError(f"{len(values)} values but {len(given)} weights")
+    return given / given.mean()
+
+
+def _effective(weights: np.ndarray) -> float:
+    """How many values of equal weight have as much to say (Kish 1965)."""
+    return float(weights.sum() ** 2 / np.square(weights).sum())
+
+
+def _student(freedom: float) -> float:
+    return float(special.stdtrit(freedom, 0.975))
+
+
+def _estimate(value: float, error: float, freedom: float, scale: float) -> Estimate:
+    """The estimate with its t interval, if the spread is known; `scale` is the size of the values."""
+    if freedom < FEWEST - 1 - _ROUNDING or error <= _ROUNDING * scale:
+        return Estimate(value, error, None, freedom)
+    half = _student(freedom) * error
+    return Estimate(value, error, Interval(value - half, value + half), freedom)

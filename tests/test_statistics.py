@@ -1,5 +1,6 @@
-"""Statistics against numbers worked out by hand, brute force, and scipy's own t interval."""
+"""Statistics against numbers worked out by hand, brute force, and scipy's own tests and intervals."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,128 +10,230 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nmoe.statistics import (
-    clustered_mean,
+    Estimate,
+    Interval,
+    binomial_interval,
+    by_cluster,
+    mean_interval,
     newcombe,
+    outcomes_interval,
     paired_difference,
+    paired_mean_difference,
     paired_p_value,
     share_interval,
+    stratified_mean,
+    stratified_share,
     welch,
-    wilson,
+    within_share,
 )
 
 
-def wilson_by_hand(successes: int, total: int, z: float) -> tuple[float, float]:
-    rate = successes / total
-    centre = (rate + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = z / (1 + z**2 / total) * math.sqrt(rate * (1 - rate) / total + z**2 / (4 * total**2))
-    return centre - half, centre + half
+def ends(interval: Interval | None) -> tuple[float, float]:
+    assert interval is not None
+    return interval.low, interval.high
 
 
-@pytest.mark.parametrize(("successes", "total"), [(0, 10), (10, 10), (3, 10), (83, 200), (1, 1)])
-def test_wilson_is_its_formula(successes: int, total: int) -> None:
-    low, high = wilson_by_hand(successes, total, 1.959963984540054)
-    interval = wilson(successes, total)
-    assert interval.low == pytest.approx(max(low, 0), abs=1e-12)
-    assert interval.high == pytest.approx(min(high, 1), abs=1e-12)
+@pytest.mark.parametrize(("successes", "total"), [(0, 10), (10, 10), (3, 10), (83, 200), (1, 1), (0, 400), (399, 400)])
+def test_the_binomial_interval_is_scipys_exact_one(successes: int, total: int) -> None:
+    exact = stats.binomtest(successes, total).proportion_ci(0.95, method="exact")
+    assert ends(binomial_interval(successes, total)) == pytest.approx((exact.low, exact.high), abs=1e-12)
 
 
-def test_wilson_in_figures() -> None:
-    # 5 of 10 at z = 1.96: centre 0.5, half width sqrt(0.25/10 + 0.9604/100) * 1.96 / 1.38416
-    assert wilson(5, 10).low == pytest.approx(0.2366, abs=5e-5)
-    assert wilson(5, 10).high == pytest.approx(0.7634, abs=5e-5)
-    assert wilson(0, 10).high == pytest.approx(0.2775, abs=5e-5)
-    assert wilson(5, 10, confidence=0.9).low == pytest.approx(wilson_by_hand(5, 10, 1.6448536269514722)[0])
+def test_the_binomial_interval_in_figures() -> None:
+    # None of 10: the upper end p has (1 - p)^10 = 0.025.
+    assert ends(binomial_interval(0, 10)) == (0.0, pytest.approx(1 - 0.025**0.1))
+    assert ends(binomial_interval(5, 10)) == pytest.approx((0.1871, 0.8129), abs=5e-5)
 
 
 @pytest.mark.parametrize(("successes", "total"), [(-1, 3), (4, 3), (0, 0)])
-def test_wilson_refuses_what_is_no_rate(successes: int, total: int) -> None:
+def test_the_binomial_interval_refuses_what_is_no_rate(successes: int, total: int) -> None:
     with pytest.raises(ValueError, match="is not a rate"):
-        wilson(successes, total)
+        binomial_interval(successes, total)
 
 
-def test_clustered_mean_by_hand() -> None:
-    # Mean 1/2; cluster sums of deviations: 1, -1/2, -1/2; 3/2 * (1 + 1/4 + 1/4) / 6^2 = 1/16.
-    estimate = clustered_mean([1, 1, 0, 1, 0, 0], ["a", "a", "b", "c", "c", "c"])
-    assert estimate.value == 0.5
-    sums = [1.0, -0.5, 0.5 - 0.5 - 0.5]
-    expected = math.sqrt(1.5 * sum(value**2 for value in sums) / 36)
-    assert expected == 0.25
-    assert estimate.standard_error == pytest.approx(0.25)
-    # Student's t with 2 degrees of freedom: 4.302653 at 97.5%
-    assert estimate.interval.low == pytest.approx(0.5 - 4.302653 * 0.25, abs=1e-6)
-    assert estimate.interval.high == pytest.approx(0.5 + 4.302653 * 0.25, abs=1e-6)
-
-
-@given(st.lists(st.floats(-100, 100), min_size=2, max_size=30))
-def test_one_value_per_cluster_is_the_t_interval(values: list[float]) -> None:
-    estimate = clustered_mean(values, range(len(values)))
+@given(st.lists(st.floats(-100, 100), min_size=3, max_size=30))
+def test_the_mean_of_equal_weights_is_scipys_t_interval(values: list[float]) -> None:
+    estimate = mean_interval(values)
     error = float(np.std(values, ddof=1) / math.sqrt(len(values)))
-    assert estimate.standard_error == pytest.approx(error, abs=1e-9)
-    half = stats.t.ppf(0.975, len(values) - 1) * error
-    assert estimate.interval.high - estimate.interval.low == pytest.approx(2 * half, abs=1e-8)
+    assert (estimate.value, estimate.standard_error) == pytest.approx((np.mean(values), error), abs=1e-8)
+    assert mean_interval(values, [7.0] * len(values)).standard_error == pytest.approx(error, abs=1e-8)
+    if error > 1e-6:
+        wanted = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=error)
+        assert ends(estimate.interval) == pytest.approx(wanted, abs=1e-7)
 
 
-@given(st.lists(st.floats(-10, 10), min_size=2, max_size=10), st.integers(2, 5))
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0.5, 9)), min_size=3, max_size=12))
+def test_a_weighted_mean_has_scipys_jackknife(pairs: list[tuple[float, float]]) -> None:
+    values, weights = (np.array(one) for one in zip(*pairs, strict=True))
+    count, estimate = len(values), mean_interval(list(values), list(weights))
+    without = [np.average(np.delete(values, place), weights=np.delete(weights, place)) for place in range(count)]
+    mean = np.average(values, weights=weights)
+    error = math.sqrt((count - 1) / count * sum((one - mean) ** 2 for one in without))
+    assert (estimate.value, estimate.standard_error) == pytest.approx((mean, error), abs=1e-9)
+    assert estimate.freedom == pytest.approx(weights.sum() ** 2 / (weights**2).sum() - 1)
+
+
+def test_too_few_or_equal_values_show_no_spread() -> None:
+    assert mean_interval([2.0]).interval is None
+    assert mean_interval([2.0, 3.0]).interval is None, "its t interval is 25 times the difference"
+    assert mean_interval([0.1 + 0.2, 0.3, 0.3, 0.3]).interval is None, "they differ by rounding alone"
+    assert mean_interval([1.0, 2.0, 3.0], [1000, 1, 1]).interval is None, "one value has nearly all the weight"
+    # 1, 2, 3: error 1/sqrt(3), Student's quantile with 2 degrees of freedom 4.302653.
+    assert ends(mean_interval([1.0, 2.0, 3.0]).interval) == pytest.approx(
+        (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5)
+    )
+    with pytest.raises(ValueError, match="no value"):
+        mean_interval([])
+    with pytest.raises(ValueError, match="2 values but 1 weights"):
+        mean_interval([1.0, 2.0], [1.0])
+
+
+@given(st.lists(st.floats(-10, 10), min_size=3, max_size=10), st.integers(2, 5))
 def test_repeating_every_sample_adds_no_certainty(values: list[float], times: int) -> None:
-    once = clustered_mean(values, range(len(values)))
-    repeated = clustered_mean(values * times, list(range(len(values))) * times)
-    assert repeated.standard_error == pytest.approx(once.standard_error, abs=1e-9)
+    means, weights = by_cluster(values * times, list(range(len(values))) * times)
+    assert weights == [times] * len(values)
+    assert mean_interval(means, weights).standard_error == pytest.approx(mean_interval(values).standard_error, abs=1e-9)
 
 
-def test_clustered_mean_refuses_what_has_no_spread() -> None:
-    with pytest.raises(ValueError, match="two clusters or more, got 1"):
-        clustered_mean([0, 1], ["a", "a"])
+def test_values_by_cluster() -> None:
+    assert by_cluster([1, 1, 0, 1, 0, 0], ["a", "a", "b", "c", "c", "c"]) == (
+        [1, 0, pytest.approx(1 / 3)],
+        [2, 1, 3],
+    )
+    assert by_cluster([1, 4], "aa", [3, 1]) == ([7 / 4], [4])
     with pytest.raises(ValueError, match="2 values but 1 cluster ids"):
-        clustered_mean([0, 1], ["a"])
+        by_cluster([0, 1], ["a"])
+
+
+def test_means_of_sources_add_their_variances() -> None:
+    # Shares 1/2 and 1/2, errors 3 and 4: error sqrt(2.25 + 4), freedom 6.25^2 / (2.25^2/4 + 4^2/9).
+    parts = [(0.5, Estimate(10, 3, Interval(0, 20), 4.0)), (0.5, Estimate(20, 4, Interval(0, 40), 9.0))]
+    found = stratified_mean(parts)
+    assert (found.value, found.standard_error) == (15, 2.5)
+    assert found.freedom == pytest.approx(6.25**2 / (2.25**2 / 4 + 16 / 9))
+    assert ends(found.interval)[1] == pytest.approx(15 + 2.5 * stats.t.ppf(0.975, found.freedom))
+    assert stratified_mean([*parts, (0.1, mean_interval([1.0]))]).interval is None
+    one = mean_interval([1.0, 2.0, 4.0])
+    assert stratified_mean([(1.0, one)]) == one
+
+
+def test_the_interval_of_seeds_whose_results_are_shares_stays_below_1() -> None:
+    estimate = mean_interval([0.9, 0.99, 0.99])
+    assert ends(estimate.interval)[1] > 1
+    found = within_share(estimate)
+    half = (ends(estimate.interval)[1] - 0.96) / (0.96 * 0.04)
+    assert found.value == pytest.approx(0.96)
+    assert ends(found.interval)[0] == pytest.approx(1 / (1 + math.exp(half) / 24))
+    assert ends(found.interval)[1] == pytest.approx(1 / (1 + math.exp(-half) / 24))
+    assert within_share(mean_interval([1.0, 1.0, 1.0])).interval is None
 
 
 def test_paired_difference_by_hand() -> None:
-    # Differences 1, 0, 1, 0: mean 1/2, standard deviation 1/sqrt(3), error 1/sqrt(12); t(3) is 3.182446 at 97.5%.
+    # Differences 1, 0, 1, 0 and two more problems, 1 and -1: mean 2/6, mean square 4/6; t(3) is 3.182446 at 97.5%.
     estimate = paired_difference([0, 1, 0, 0], [1, 1, 1, 0])
+    half = 3.182446 * math.sqrt((4 / 6 - 1 / 9) / 6)
     assert estimate.value == 0.5
-    assert estimate.standard_error == pytest.approx(1 / math.sqrt(12))
-    assert estimate.interval.low == pytest.approx(0.5 - 3.182446 / math.sqrt(12), abs=1e-6)
-    assert estimate.interval.high == pytest.approx(0.5 + 3.182446 / math.sqrt(12), abs=1e-6)
+    assert ends(estimate.interval) == (pytest.approx(1 / 3 - half, abs=1e-6), 1.0)
+    # Shares of samples: differences 0.5, 0, 0.25, 0.25.
+    shares = paired_difference([0, 1, 0.5, 0.25], [0.5, 1, 0.75, 0.5])
+    assert shares.value == 0.25
+    half = 3.182446 * math.sqrt((2.375 / 6 - 1 / 36) / 6)
+    assert ends(shares.interval) == pytest.approx((1 / 6 - half, 1 / 6 + half), abs=1e-6)
+
+
+def test_ten_problems_without_a_change_bound_it() -> None:
+    # 2.262157 * sqrt(2/12/12); a change of 0.31 in one direction would show in ten problems with a probability of 97.5%.
+    assert ends(paired_difference([1] * 10, [1] * 10).interval) == pytest.approx((-0.266598, 0.266598), abs=1e-6)
+    assert ends(paired_difference([1], [0]).interval) == (-1.0, 1.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(1, 9)), min_size=2, max_size=12))
+def test_a_paired_difference_lies_in_its_interval_and_turns_with_its_sides(
+    rows: list[tuple[float, float, int]],
+) -> None:
+    before, after, weights = map(list, zip(*rows, strict=True))
+    forth, back = paired_difference(before, after, weights), paired_difference(after, before, weights)
+    assert -1 <= forth.interval.low <= forth.value <= forth.interval.high <= 1
+    assert (forth.value, *ends(forth.interval)) == pytest.approx(
+        (-back.value, -back.interval.high, -back.interval.low), abs=1e-12
+    )
+    equal = paired_difference(before, after, [3] * len(before))
+    assert ends(equal.interval) == pytest.approx(ends(paired_difference(before, after).interval), abs=1e-12)
 
 
 def test_weighted_paired_difference_by_hand() -> None:
-    # Weights 1, 2, 3 of differences 1, 0, 1: mean 4/6; w (d - mean) is 1/3, -4/3, 1. Error^2: 3/2 of their squares, 26/9, over 6^2.
-    estimate = paired_difference([0, 1, 0], [1, 1, 1], [1, 2, 3])
-    assert estimate.value == pytest.approx(2 / 3)
-    assert estimate.standard_error == pytest.approx(math.sqrt(1.5 * 26 / 9 / 36))
-    equal = paired_difference([0, 1, 0, 0], [1, 1, 1, 0], [2, 2, 2, 2])
-    assert equal.interval.high == pytest.approx(paired_difference([0, 1, 0, 0], [1, 1, 1, 0]).interval.high)
+    # Ten times weights 1, 2, 3 of differences 1, 0, 1: mean 4/6, 60^2/140 problems of equal weight. The variance of one of them is
+    # the sum of (w (d - mean))^2, which are 1/9, 16/9 and 1, over 60^2, times their number.
+    problems = 3600 / 140
+    variance = 10 * 26 / 9 / 3600 * problems
+    centre = problems * (2 / 3) / (problems + 2)
+    squares = (problems * (variance + 4 / 9) + 2) / (problems + 2)
+    half = stats.t.ppf(0.975, problems - 1) * math.sqrt((squares - centre**2) / (problems + 2))
+    found = paired_difference([0, 1, 0] * 10, [1, 1, 1] * 10, [1, 2, 3] * 10)
+    assert found.value == pytest.approx(2 / 3)
+    assert ends(found.interval) == pytest.approx((centre - half, centre + half))
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=20))
-def test_paired_difference_is_scipys(pairs: list[tuple[float, float]]) -> None:
+@given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=3, max_size=20))
+def test_a_paired_difference_of_losses_is_scipys(pairs: list[tuple[float, float]]) -> None:
     before, after = map(list, zip(*pairs, strict=True))
-    differences = np.subtract(after, before)
-    estimate = paired_difference(before, after)
-    if np.std(differences) > 1e-6:  # scipy gives NaN for none
+    estimate = paired_mean_difference(before, after)
+    if np.std(np.subtract(after, before)) > 1e-6:  # scipy gives NaN for none
         interval = stats.ttest_rel(after, before).confidence_interval(0.95)
-        assert estimate.interval.low == pytest.approx(interval.low, abs=1e-9)
-        assert estimate.interval.high == pytest.approx(interval.high, abs=1e-9)
+        assert ends(estimate.interval) == pytest.approx((interval.low, interval.high), abs=1e-8)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=16))
+def test_the_p_value_of_outcomes_is_mcnemars_exact_one(pairs: list[tuple[bool, bool]]) -> None:
+    before, after = (list(map(float, side)) for side in zip(*pairs, strict=True))
+    changed = [(a, b) for a, b in pairs if a != b]
+    wanted = stats.binomtest(sum(b for _, b in changed), len(changed)).pvalue if changed else 1.0
+    assert paired_p_value(before, after) == pytest.approx(wanted, abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=2, max_size=9))
+def test_the_p_value_of_shares_counts_signs(pairs: list[tuple[int, int]]) -> None:
+    differences = [after - before for before, after in pairs]
+    signs = list(itertools.product((1, -1), repeat=len(pairs)))
+    sums = [abs(sum(s * d for s, d in zip(sign, differences, strict=True))) for sign in signs]
+    wanted = sum(one >= abs(sum(differences)) for one in sums) / len(sums)
+    # Tenths are not exact in binary: a difference by rounding is none.
+    before, after = ([value / 10 for value in side] for side in zip(*pairs, strict=True))
+    assert paired_p_value(before, after) == wanted
+    assert paired_p_value([one + 0.1 for one in before], [one + 0.1 for one in after]) == wanted
+
+
+def test_the_paired_p_value() -> None:
+    # Two of eight signs of three equal differences give as much, in either direction.
+    assert paired_p_value([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]) == 0.25
+    # Differences 1, 1, 0, -1, 1: of 16 signs, 10 give 2 or more, or -2 or less.
+    assert paired_p_value([0, 0, 1, 1, 0], [1, 1, 1, 0, 1]) == 10 / 16
+    assert paired_p_value([0, 1], [0, 1]) == 1.0
+    # Six of six better by the same: as six heads in a row, either way.
+    assert paired_p_value([0] * 6, [1] * 6) == 2 / 64
+    # More than 16 that differ: Student's, and of equal differences what the signs can say.
+    before, after = (
+        [0.1 * place for place in range(20)],
+        [0.1 * place + 0.01 * (-1) ** (place // 3) for place in range(20)],
+    )
+    assert paired_p_value(before, after) == pytest.approx(stats.ttest_rel(after, before).pvalue, abs=1e-9)
+    assert paired_p_value([0.1 * one for one in range(20)], [0.1 * one + 0.3 for one in range(20)]) == 2 / 2**20
+    with pytest.raises(ValueError, match="results on 2 and 1 problems"):
+        paired_p_value([0, 1], [1])
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=20))
-def test_what_is_said_of_two_models_is_scipys(pairs: list[tuple[float, float]]) -> None:
-    """Wilson's interval, the paired test's p value and Welch's interval."""
+def test_welchs_interval_is_scipys(pairs: list[tuple[float, float]]) -> None:
     before, after = map(list, zip(*pairs, strict=True))
-    right = sum(value > 0.5 for value in after)
-    exact = stats.binomtest(right, len(after)).proportion_ci(0.9, method="wilson")
-    assert (wilson(right, len(after), 0.9).low, wilson(right, len(after), 0.9).high) == (exact.low, exact.high)
-    if np.std(np.subtract(after, before)) > 1e-6:
-        assert paired_p_value(before, after) == pytest.approx(stats.ttest_rel(after, before).pvalue, abs=1e-9)
-    if np.std(before) > 1e-6 and np.std(after) > 1e-6:
-        interval, wanted = welch(before, after[1:]), stats.ttest_ind(after[1:], before, equal_var=False)
-        assert interval is not None
-        assert (interval.low, interval.high) == pytest.approx(tuple(wanted.confidence_interval(0.95)), abs=1e-9)
+    if np.std(before) > 1e-6 and np.std(after[1:]) > 1e-6:
+        wanted = stats.ttest_ind(after[1:], before, equal_var=False).confidence_interval(0.95)
+        assert ends(welch(before, after[1:])) == pytest.approx((wanted.low, wanted.high), abs=1e-8)
 
 
-def test_paired_difference_refuses_unpaired_results() -> None:
-    with pytest.raises(ValueError, match="results on 2 and 1 problems"):
-        paired_difference([0, 1], [1])
+def test_paired_differences_refuse_unpaired_results() -> None:
+    for function in (paired_difference, paired_mean_difference):
+        with pytest.raises(ValueError, match="results on 2 and 1 problems"):
+            function([0, 1], [1])
 
 
 def test_intervals_of_differences() -> None:
@@ -139,32 +242,42 @@ def test_intervals_of_differences() -> None:
     assert (interval.low, interval.high) == (pytest.approx(0.0524, abs=2e-4), pytest.approx(0.3339, abs=2e-4))
     assert welch([1.0], [2.0, 3.0]) is None
     assert welch([1.0, 1.0], [2.0, 2.0]) is None
-    unpaired = welch([1.0, 2.0], [3.0, 4.0])
-    assert unpaired is not None
-    assert unpaired.low == pytest.approx(2 - 4.302653 * math.sqrt(0.5), abs=1e-5)
+    assert ends(welch([1.0, 2.0], [3.0, 4.0]))[0] == pytest.approx(2 - 4.302653 * math.sqrt(0.5), abs=1e-5)
 
 
-def test_the_interval_of_shares_is_near_wilsons_where_they_are_0_or_1() -> None:
-    # 83 of 200: the extra quarters make the variance (48.555 + 0.1287)/(199 * 200), and Student's quantile is 1.972.
-    interval, exact = share_interval([1.0] * 83 + [0.0] * 117), wilson(83, 200)
-    assert interval.low == pytest.approx(exact.low, abs=2e-3)
-    assert interval.high == pytest.approx(exact.high, abs=2e-3)
+def beta_ends(share: float, total: float) -> tuple[float, float]:
+    """Clopper and Pearson's interval at a number of outcomes that is not whole."""
+    low = stats.beta.ppf(0.025, share * total, (1 - share) * total + 1)
+    return low, stats.beta.ppf(0.975, share * total + 1, (1 - share) * total)
+
+
+def test_the_interval_of_shares_is_near_the_binomial_one_where_they_are_0_or_1() -> None:
+    # 83 of 200: the extra quarters make the variance (48.555 + 0.1287)/(199 * 200), that of 198.45 problems.
+    interval, exact = share_interval([1.0] * 83 + [0.0] * 117), binomial_interval(83, 200)
+    problems = 0.415 * 0.585 / ((48.555 + 0.25 * (0.415**2 + 0.585**2)) / 199 / 200)
+    assert problems == pytest.approx(198.48, abs=0.01)
+    assert ends(interval) == pytest.approx(beta_ends(0.415, problems))
     assert interval.low < exact.low < exact.high < interval.high
 
 
 def test_the_interval_of_shares_has_a_width_where_all_are_right_and_is_everything_of_one_problem() -> None:
-    # (n + t^2/2 -+ t^2/2)/(n + t^2) with t = 2.262157: 10/15.117
-    interval = share_interval([1.0] * 10)
-    assert (interval.low, interval.high) == (pytest.approx(10 / (10 + 2.262157163**2)), 1.0)
-    assert share_interval([0.5]) == share_interval([1.0])
-    assert (share_interval([0.5]).low, share_interval([0.5]).high) == (0.0, 1.0)
+    assert ends(share_interval([1.0] * 10)) == (pytest.approx(0.025**0.1), 1.0)
+    assert share_interval([0.5]) == share_interval([1.0]) == Interval(0.0, 1.0)
     with pytest.raises(ValueError, match="between 0 and 1"):
         share_interval([0.5, 1.5])
 
 
-def test_the_paired_p_value() -> None:
-    # Differences 1, 1, 0, -1, 1: mean 0.4, s = 0.894427, t = 1 with 4 degrees of freedom: p = 0.373901.
-    assert paired_p_value([0, 0, 1, 1, 0], [1, 1, 1, 0, 1]) == pytest.approx(0.373901, abs=1e-6)
-    assert paired_p_value([0, 1], [0, 1]) == 1.0
-    # Six of six better by the same: as six heads in a row, either way.
-    assert paired_p_value([0] * 6, [1] * 6) == pytest.approx(2 / 64)
+def test_the_interval_of_steps_goes_by_their_solutions() -> None:
+    # Solutions of 1, 1 and 2 steps with 1, 0 and 1 right: mean 1/2, deviations by weight 3/8, -3/8 and 0, 16/6 solutions of equal
+    # weight, and 3/(16/6) quarters at both ends, whose squares are 1/4 each.
+    variance = (2 * 0.375**2 + 0.25 * 3 / (16 / 6) * 0.5) / 2 / 3
+    found = outcomes_interval([True, False, True, False], ["a", "b", "c", "c"])
+    assert ends(found) == pytest.approx(beta_ends(0.5, 0.25 / variance))
+    assert outcomes_interval([True, False, True], "abc") == binomial_interval(2, 3)
+    assert share_interval([0.2, 0.9, 1.0], [2, 2, 2]) == share_interval([0.2, 0.9, 1.0])
+
+
+def test_the_interval_of_sets_of_one_share_is_that_of_all_their_items() -> None:
+    # Sets of equal shares and weights by their items: the effective number is that of all items.
+    assert ends(stratified_share([30, 60], [100, 200], [100, 200])) == pytest.approx(ends(binomial_interval(90, 300)))
+    assert ends(stratified_share([0, 0], [10, 30], [1, 3])) == pytest.approx(ends(binomial_interval(0, 40)))

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.config.modes import why_not_comparable
+from nmoe.runs.comparison import difference_of_results
 from nmoe.runs.storage import step_name
-from nmoe.statistics import paired_difference
 
 
 def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> list[dict[str, Any]]:
-    """The results, each with `since_start` where the run's step 0 asked the same problems in the same mode: the difference and its
-    95% interval, paired by problem. `evaluations` is the run's directory `eval`."""
+    """The results, each with `since_start` where the run's step 0 asked the same problems in the same mode: the difference and,
+    where there are problems enough, its 95% interval, paired by problem. `evaluations` is the run's directory `eval`."""
     file = evaluations / f"{step_name(0)}.json"
     before = json.loads(file.read_text())["results"] if file.exists() else []
     known = {(one["mode"], one["dataset"], one.get("role")): one for one in before}
@@ -26,19 +26,14 @@ def since_start(result: Mapping[str, Any]) -> str:
     if (since := result.get("since_start")) is None:
         return ""
     shown = "+.4f" if result.get("lower_is_better") else "+.1%"
-    difference, low, high = (format(since[key], shown) for key in ("difference", "low", "high"))
-    return f", {difference} [{low}, {high}] since the start"
+    interval = f" [{since['low']:{shown}}, {since['high']:{shown}}]" if "low" in since else ""
+    return f", {since['difference']:{shown}}{interval} since the start"
 
 
 def _since(result: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     left, right = (before or {}).get("outcomes") or {}, result.get("outcomes") or {}
     if before is None or len(right) < 2 or left.keys() != right.keys() or why_not_comparable(before, result):
         return dict(result)
-    weights = result.get("weights")
-    estimate = paired_difference(
-        [left[key] for key in right], list(right.values()), weights and [weights[key] for key in right]
-    )
-    low, high = estimate.interval.low, estimate.interval.high
-    if not result.get("lower_is_better"):  # a share's difference has bounds, a loss's has none
-        low, high = max(-1.0, low), min(1.0, high)
-    return {**result, "since_start": {"difference": estimate.value, "low": low, "high": high}}
+    found = difference_of_results(before, result)
+    bounds = {} if found.interval is None else {"low": found.interval.low, "high": found.interval.high}
+    return {**result, "since_start": {"difference": found.value} | bounds}

@@ -55,14 +55,17 @@ def best_of_n(
     samples = len(outcomes[0].correct)
     voted = [one.correct[one.voted] for one in outcomes]
     chosen = [one.correct[one.scores.index(max(one.scores))] for one in outcomes]
-    low, high = -1.0, 1.0  # a single problem does not show the spread between problems
-    if len(outcomes) > 1:
-        difference = paired_difference(list(map(float, voted)), list(map(float, chosen)))
-        low, high = max(low, difference.interval.low), min(high, difference.interval.high)
-    gain = (sum(chosen) - sum(voted)) / len(outcomes)
+    gain = paired_difference(list(map(float, voted)), list(map(float, chosen)))
     return [
         summarise_outcomes(greedy, env_id, 0.0)[0],
         *(one for one in summarise_outcomes(outcomes, env_id, temperature) if one.dataset == env_id),
         share_of(f"best_of@{samples}", env_id, chosen),
-        Evaluation(f"best_of@{samples} - sampling_pass@{samples}", env_id, len(outcomes), gain, low, high),
+        Evaluation(
+            f"best_of@{samples} - sampling_pass@{samples}",
+            env_id,
+            len(outcomes),
+            gain.value,
+            gain.interval.low,
+            gain.interval.high,
+        ),
     ]

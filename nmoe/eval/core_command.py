@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from nmoe.model.policy import load_policy
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
-from nmoe.statistics import wilson
+from nmoe.statistics import Interval, binomial_interval, stratified_share
 from nmoe.text.tokenizer import Tokenizer
 
 ITEMS = 500
@@ -62,15 +61,19 @@ class CoreResult:
         return sum(one.centred for one in self.sets) / len(self.sets)
 
     @property
-    def margin(self) -> float:
-        """Half the width of the 95% interval, of the sets' binomial errors."""
-        variances = (one.accuracy * (1 - one.accuracy) / one.items / (1 - one.baseline) ** 2 for one in self.sets)
-        return 1.96 * math.sqrt(sum(variances)) / len(self.sets)
+    def interval(self) -> Interval:
+        """The 95% interval of the score. Centring is linear in a set's accuracy, so the score is so in their mean, weighted by what
+        centring multiplies each with."""
+        weights = [1 / (1 - one.baseline) for one in self.sets]
+        shares = stratified_share([one.right for one in self.sets], [one.items for one in self.sets], weights)
+        mean = sum(weights) / len(weights)
+        guessed = sum(weight * one.baseline for weight, one in zip(weights, self.sets, strict=True)) / len(weights)
+        return Interval(mean * shares.low - guessed, mean * shares.high - guessed)
 
     def record(self) -> dict[str, Any]:
         return {
             "checkpoint": self.checkpoint,
-            "score": {"name": self.name, "value": self.score, "margin": self.margin},
+            "score": {"name": self.name, "value": self.score} | asdict(self.interval),
             "missing": list(self.missing),
             "sets": [asdict(one) | {"accuracy": one.accuracy} for one in self.sets],
         }
@@ -78,14 +81,14 @@ class CoreResult:
     def lines(self) -> Iterator[str]:
         rows = [("set", "items", "accuracy", "95% interval", "baseline", "centred")]
         for one in self.sets:
-            interval = wilson(one.right, one.items)
+            interval = binomial_interval(one.right, one.items)
             between = f"[{interval.low:.1%}, {interval.high:.1%}]"
             rows.append(
                 (one.name, f"{one.items}", f"{one.accuracy:.1%}", between, f"{one.baseline:.1%}", f"{one.centred:.4f}")
             )
         yield from columns(rows)
         without = f", without {', '.join(self.missing)}" if self.missing else ""
-        yield f"{self.name} of {self.checkpoint}: {self.score:.4f} +- {self.margin:.4f}{without}"
+        yield f"{self.name} of {self.checkpoint}: {self.score:.4f} [{self.interval.low:.4f}, {self.interval.high:.4f}]{without}"
 
 
 def core_command(checkpoints: Sequence[Path], items: int | None, device: str, out: Path | None) -> None:

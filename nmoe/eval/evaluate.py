@@ -15,7 +15,7 @@ from nmoe.envs.tools.runtime import ToolRuntime
 from nmoe.errors import UserError
 from nmoe.eval.outcomes import Outcome, identity_of, key_of, outcomes_of
 from nmoe.rollout.collector import Collector
-from nmoe.statistics import pass_at_k, share_interval, wilson
+from nmoe.statistics import binomial_interval, pass_at_k, share_interval
 from nmoe.trajectory import Group
 from nmoe.types import Problem, Sampling
 
@@ -59,7 +59,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluates the environment's next `problems` distinct problems: over all of them first, then by source.
 
-    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with Wilson's interval. Several samples give
+    One sample per problem gives `greedy_pass@1` or `sampling_pass@1`, with the exact binomial interval. Several samples give
     - `sampling_pass@1`, the mean over samples, with an interval over problems;
     - `pass@k` for every k from 2 to the number of samples, the probability that at least one of k samples is right;
     - `sampling_pass@n`, the share of problems where the most frequent answer is right; of equally frequent ones the first given.
@@ -183,7 +183,7 @@ def _evaluations(dataset: str, outcomes: Sequence[Outcome], temperature: float) 
 
 
 def _shown(mode: str, dataset: str, values: list[float], binary: bool = True) -> tuple[Evaluation, list[float]]:
-    """The mean of a value per problem: with Wilson's interval where each is 0 or 1, else with `share_interval`."""
+    """The mean of a value per problem: with the exact interval where each is 0 or 1, else with `share_interval`."""
     if binary:
         return share_of(mode, dataset, [value == 1 for value in values]), values
     interval = share_interval(values)
@@ -191,6 +191,6 @@ def _shown(mode: str, dataset: str, values: list[float], binary: bool = True) ->
 
 
 def share_of(mode: str, dataset: str, outcomes: Sequence[bool]) -> Evaluation:
-    """The share of true outcomes, one per problem, with Wilson's interval."""
-    interval = wilson(sum(outcomes), len(outcomes))
+    """The share of true outcomes, one per problem, with the exact binomial interval."""
+    interval = binomial_interval(sum(outcomes), len(outcomes))
     return Evaluation(mode, dataset, len(outcomes), sum(outcomes) / len(outcomes), interval.low, interval.high)

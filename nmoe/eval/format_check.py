@@ -24,7 +24,7 @@ from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response
 from nmoe.runs.resolve import trained_on
-from nmoe.statistics import wilson
+from nmoe.statistics import binomial_interval
 from nmoe.trajectory import Group, Trajectory
 from nmoe.types import FAILURES, ExpertWeightsForm, Problem
 
@@ -134,7 +134,7 @@ def _learnable(sampled: Sequence[Group]) -> Iterator[str]:
 def _advice(formed: int, count: int, sampled: Sequence[Group]) -> str:
     right = [is_correct(trajectory) for group in sampled for trajectory in group.trajectories]
     solved = sum(right) / len(right) if right else None
-    interval = wilson(formed, count)
+    interval = binomial_interval(formed, count)
     open_ = interval.low < ENOUGH <= interval.high
     if formed / count >= ENOUGH:
         doubt = f"; {count} problems leave a rate below {ENOUGH:.0%} possible, more --problems tell" if open_ else ""
@@ -159,7 +159,7 @@ def _advice(formed: int, count: int, sampled: Sequence[Group]) -> str:
 
 
 def _rate(hits: Sequence[bool]) -> str:
-    interval = wilson(sum(hits), len(hits))
+    interval = binomial_interval(sum(hits), len(hits))
     return f"{sum(hits)}/{len(hits)} = {sum(hits) / len(hits):.1%} [{interval.low:.1%}, {interval.high:.1%}]"
 
 

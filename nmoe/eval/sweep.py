@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model's result minus the first model's on the same problems, with the paired 95% interval and t test."""
+    """A model's result minus the first model's on the same problems, with the paired 95% interval and p-value."""
 
     checkpoint: Path
     benchmark: str
@@ -110,8 +110,8 @@ def compare(cells: Sequence[Cell]) -> list[Comparison]:
             continue
         a, b = [left[key] for key in both], [right[key] for key in both]
         estimate, p_value = paired_difference(a, b), paired_p_value(a, b)
-        low, high = max(-1.0, estimate.interval.low), min(1.0, estimate.interval.high)
-        found.append(Comparison(cell.checkpoint, cell.benchmark, len(both), estimate.value, low, high, p_value))
+        bounds = estimate.interval.low, estimate.interval.high
+        found.append(Comparison(cell.checkpoint, cell.benchmark, len(both), estimate.value, *bounds, p_value))
     return found
 
 

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nmoe.learner.batch import Batch
+from nmoe.statistics import Estimate, mean_interval, stratified_mean
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,16 @@ class SequenceLosses:
         return sum(self.sums) / sum(self.counts)
 
     @property
-    def error(self) -> float:
-        """The standard error of the mean over tokens. It is a ratio of means, whose error is that of each sequence's loss in excess
-        of the mean (Cochran, Sampling Techniques, 1977, section 6.4)."""
-        beyond = [total - self.mean * count for total, count in zip(self.sums, self.counts, strict=True)]
-        return math.sqrt(sum(one**2 for one in beyond)) / sum(self.counts)
+    def estimate(self) -> Estimate:
+        """The mean over tokens, with its interval over sequences."""
+        scored = [(total / count, count) for total, count in zip(self.sums, self.counts, strict=True) if count]
+        return mean_interval([loss for loss, _ in scored], [count for _, count in scored])
 
 
 def loss_result(dataset: str, value: float, parts: Sequence[tuple[float, SequenceLosses]]) -> dict[str, Any]:
     """The result of an evaluation, for eval/: the loss `value`, the mean of several sources by their shares, with its 95% interval
-    over sequences, and the loss and weight of every sequence."""
-    half = 1.96 * math.sqrt(sum((share * losses.error) ** 2 for share, losses in parts))
+    over sequences where there are enough of them, and the loss and weight of every sequence."""
+    interval = stratified_mean([(share, losses.estimate) for share, losses in parts]).interval
     each = [
         (key, total / count, share * count / sum(losses.counts))
         for share, losses in parts
@@ -60,12 +59,17 @@ def loss_result(dataset: str, value: float, parts: Sequence[tuple[float, Sequenc
         "dataset": dataset,
         "problems": sum(len(losses.keys) for _, losses in parts),
         "value": value,
-        "low": value - half,
-        "high": value + half,
+        **({} if interval is None else {"low": interval.low, "high": interval.high}),
         "lower_is_better": True,
         "outcomes": {key: loss for key, loss, _ in each},
         "weights": {key: weight for key, _, weight in each},
     }
+
+
+def loss_note(result: Mapping[str, Any]) -> str:
+    """`held-out loss 2.1034 [2.0811, 2.1257]`, without the interval where there is none."""
+    interval = f" [{result['low']:.4f}, {result['high']:.4f}]" if "low" in result else ""
+    return f"held-out loss {result['value']:.4f}{interval}"
 
 
 def content_keys(contents: Iterable[bytes]) -> list[str]:

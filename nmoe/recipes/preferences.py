@@ -17,7 +17,7 @@ from nmoe.eval.evaluate import Evaluation
 from nmoe.recipes.held_out import content_keys
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.supervised import held_out_source
-from nmoe.statistics import wilson
+from nmoe.statistics import outcomes_interval
 from nmoe.text.renderers import make_renderer
 from nmoe.text.tokenizer import Tokenizer
 
@@ -73,19 +73,19 @@ def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
 
 
 def held_out_pairs(rewards_B: Tensor, pairs: Sequence[Pair], config: PreferenceConfig) -> HeldOut:
-    """The share of pairs whose preferred side has the higher reward, with the Wilson interval. Equal rewards count as wrong, as all
-    are at the start of DPO."""
+    """The share of pairs whose preferred side has the higher reward, with its 95% interval over prompts. Equal rewards count as
+    wrong, as all are at the start of DPO."""
     margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
-    right = sum(margin > 0 for margin in margins)
-    interval = wilson(right, len(margins))
+    hits = [margin > 0 for margin in margins]
+    interval = outcomes_interval(hits, [pair.prompt for pair in pairs])
     accuracy = Evaluation(
         "pair_accuracy",
         held_out_source(config.records),
         len(margins),
-        right / len(margins),
+        sum(hits) / len(hits),
         interval.low,
         interval.high,
-        outcomes=dict(zip(_keys(pairs), (float(margin > 0) for margin in margins), strict=True)),
+        outcomes=dict(zip(_keys(pairs), map(float, hits), strict=True)),
     )
     figures = {"held_out_accuracy": accuracy.value, "held_out_margin": sum(margins) / len(margins)}
     return HeldOut(figures, f"held-out {accuracy}", [accuracy.record()])

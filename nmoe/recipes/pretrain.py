@@ -19,7 +19,7 @@ from nmoe.errors import UserError
 from nmoe.learner.batch import Batch, token_weights
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_result
+from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
@@ -77,10 +77,11 @@ def pretrain(config: PretrainConfig) -> Path:
         loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         by_source = {f"held_out_loss/{source.name}": loss for source, loss in zip(sources, losses, strict=True)}
         note = ", ".join(f"{source.name} {loss:.4f}" for source, loss in zip(sources, losses, strict=True))
+        result = loss_result(held_out_name, loss, parts)
         return HeldOut(
             {"held_out_loss": loss} | (by_source if several else {}),
-            f"held-out loss {loss:.4f}" + (f" ({note})" if several else ""),
-            [loss_result(held_out_name, loss, parts)],
+            loss_note(result) + (f" ({note})" if several else ""),
+            [result],
         )
 
     recipe = Supervised(

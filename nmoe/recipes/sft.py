@@ -23,7 +23,7 @@ from nmoe.learner.batch import Batch, common_prefixes, token_weights
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.parallel.gang import everywhere
-from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_result
+from nmoe.recipes.held_out import SequenceLosses, content_keys, loss_note, loss_result
 from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle, with_steps
 from nmoe.recipes.supervised import Supervised, held_out_source, records_source, supervise
@@ -50,14 +50,14 @@ def example_batch(examples: Sequence[Example], *, share_prefixes: bool = False) 
 
 
 def held_out_loss(learner: Learner, examples: Sequence[Example], source: str) -> HeldOut:
-    """The mean loss over all learned tokens, with its 95% interval over sequences."""
+    """The mean loss over all learned tokens, with its 95% interval over sequences where there are enough of them."""
     batch = example_batch(examples)
     logprobs_N = learner.logprobs(batch).result().double().cpu()
     loss = float(-logprobs_N.mean())
     keys = content_keys(example.ids.tobytes() + example.labels.tobytes() for example in examples)
     losses = SequenceLosses.of(batch, logprobs_N, keys)
     result = loss_result(source, loss, [(1.0, losses)])
-    return HeldOut({"held_out_loss": loss}, f"held-out loss {loss:.4f} +- {1.96 * losses.error:.4f}", [result])
+    return HeldOut({"held_out_loss": loss}, loss_note(result), [result])
 
 
 def sft(config: SFTConfig) -> Path:

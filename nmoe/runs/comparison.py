@@ -9,9 +9,17 @@ from typing import Any
 from nmoe.config.listing import columns
 from nmoe.config.modes import why_not_comparable
 from nmoe.errors import UserError
-from nmoe.runs.record import RunRecord, read_run
+from nmoe.runs.record import RunRecord, interval_of, read_run
 from nmoe.runs.report import SUMMARY
-from nmoe.statistics import Interval, newcombe, paired_difference, welch
+from nmoe.statistics import (
+    Estimate,
+    Interval,
+    PairedDifference,
+    newcombe,
+    paired_difference,
+    paired_mean_difference,
+    welch,
+)
 
 # Keys that name a run, are its seed or its machine's, or say where its metrics go: two that differ in nothing else are repetitions
 # of one experiment.
@@ -23,6 +31,11 @@ NOT_COMPARED = (
 # How a configuration names what a program passed: `__main__:vowels`, `passed:Records`.
 _PASSED = re.compile(r"\b(?:__main__|passed):[\w.]+")
 _METRICS = (*SUMMARY, "held_out_loss", "held_out_accuracy")
+# Those that lie between 0 and 1.
+_SHARES = (
+    *("correctness", "format_ok", "truncated", "held_out_accuracy"),
+    *("verifier_f1", "verifier_accuracy", "verifier_ece"),
+)
 
 
 def read_group(names: str) -> list[RunRecord]:
@@ -53,9 +66,10 @@ def diff_runs(a: str, b: str) -> Iterator[str]:
 def compare_runs(a: str, b: str) -> Iterator[str]:
     """The difference of configurations beside that of metrics at the last step and of the last evaluations, B minus A.
 
-    Differences have 95% intervals. Of single runs, an evaluation is paired by problem where both were asked the same problems,
-    and has Newcombe's interval for unpaired values elsewhere. Of groups, metrics and evaluations are means over the runs: paired
-    by seed where both groups have the same seeds, with Welch's t interval elsewhere. Raises UserError (`read_run`).
+    Differences have 95% intervals, and those of shares lie between -1 and 1. Of single runs, an evaluation is paired by problem
+    where both were asked the same problems, and has Newcombe's interval for unpaired values elsewhere. Of groups, metrics and
+    evaluations are means over the runs: paired by seed where both groups have the same seeds, with Welch's t interval elsewhere.
+    Raises UserError (`read_run`).
     """
     group_a, group_b = read_group(a), read_group(b)
     for name, group in (("A", group_a), ("B", group_b)):
@@ -118,7 +132,7 @@ def _metric_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[tup
         left, right = _present(run.last(name) for run in a), _present(run.last(name) for run in b)
         if left and right:
             means = sum(left) / len(left), sum(right) / len(right)
-            interval = _over_runs(a, b, left, right)
+            interval = _over_runs(a, b, left, right, name in _SHARES)
             yield name, f"{means[0]:.4g}", f"{means[1]:.4g}", _difference(means[1] - means[0], *interval)
 
 
@@ -137,7 +151,8 @@ def _evaluation_rows(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator
         if len(of_a) == len(of_b) == 1:
             interval: tuple[Interval | None, str] = _of_two(of_a[0], of_b[0])
         else:
-            interval = _over_runs(a, b, [result["value"] for result in of_a], [result["value"] for result in of_b])
+            values, other = ([result["value"] for result in group] for group in (of_a, of_b))
+            interval = _over_runs(a, b, values, other, is_share(of_a[0]))
         difference = _difference(means[1] - means[0], *interval)
         yield f"{kind[0]} on {kind[1]}", f"{means[0]:.4g}", f"{means[1]:.4g}", difference
 
@@ -153,31 +168,43 @@ def _modes_apart(
             yield dataset, "", "", f"not compared: {why_not_comparable({'mode': a[0]}, {'mode': b[0]})}"
 
 
-def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval, str]:
+def _of_two(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Interval | None, str]:
     """The interval of the difference of two results, and how they are paired."""
     left, right = a.get("outcomes") or {}, b.get("outcomes") or {}
     if len(left) > 1 and left.keys() == right.keys():
-        weights = a.get("weights")
-        paired = paired_difference(
-            list(left.values()), [right[key] for key in left], weights and [weights[key] for key in left]
-        )
-        return paired.interval, "paired by problem"
+        return difference_of_results(a, b).interval, "paired by problem"
+    if interval_of(a) is None or interval_of(b) is None:
+        return None, ""
     return newcombe(*((result["value"], result["low"], result["high"]) for result in (a, b))), "unpaired"
 
 
+def difference_of_results(a: Mapping[str, Any], b: Mapping[str, Any]) -> Estimate | PairedDifference:
+    """The difference of two results on the same problems, b minus a, paired by problem and weighted as b's `weights` say."""
+    left, right, weights = a["outcomes"], b["outcomes"], b.get("weights")
+    values = [left[key] for key in right], list(right.values()), weights and [weights[key] for key in right]
+    return paired_difference(*values) if is_share(b) else paired_mean_difference(*values)
+
+
+def is_share(result: Mapping[str, Any]) -> bool:
+    """Whether the result lies between 0 and 1: all but losses do."""
+    return not result.get("lower_is_better")
+
+
 def _over_runs(
-    a: Sequence[RunRecord], b: Sequence[RunRecord], left: Sequence[float], right: Sequence[float]
+    a: Sequence[RunRecord], b: Sequence[RunRecord], left: Sequence[float], right: Sequence[float], shares: bool
 ) -> tuple[Interval | None, str]:
-    """The interval of the difference of the means of two groups, and how they are paired; `left` and `right` are their values."""
+    """The interval of the difference of the means of two groups, and how they are paired; `left` and `right` are their values, and
+    `shares` says that these lie between 0 and 1."""
     seeds = [[run.config.get("run.seed", 0) for run in group] for group in (a, b)]
     if any(len(set(drawn)) < len(drawn) for drawn in seeds):
         return None, ""  # runs of one seed are no independent draws
     same = sorted(seeds[0]) == sorted(seeds[1]) and len(set(seeds[0])) == len(seeds[0]) > 1
     if not same or len(left) != len(a) or len(right) != len(b):
-        return welch(left, right), "unpaired"
-    other = dict(zip(seeds[1], right, strict=True))
-    paired = paired_difference(left, [other[seed] for seed in seeds[0]])
-    return (paired.interval if paired.standard_error else None), "paired by seed"
+        interval, how = welch(left, right), "unpaired"
+    else:
+        other = dict(zip(seeds[1], right, strict=True))
+        interval, how = paired_mean_difference(left, [other[seed] for seed in seeds[0]]).interval, "paired by seed"
+    return interval and interval.clipped(-1.0, 1.0) if shares else interval, how
 
 
 def last_results(run: RunRecord) -> dict[tuple[str, str], Any]:

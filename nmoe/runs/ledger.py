@@ -14,7 +14,7 @@ STEP_DIRECTORIES = ("samples", "eval")
 OUTSIDE = "out_of_distribution"
 """The role of a probe whose problems are others than training's."""
 
-_RESULT_KEYS = {"mode", "dataset", "value", "low", "high", "problems"}
+_RESULT_KEYS = {"mode", "dataset", "value", "problems"}
 
 
 class Ledger:
@@ -45,8 +45,8 @@ class Ledger:
             {"step": 10, "results": [{"mode": "greedy_pass@1", "dataset": "arithmetic", "problems": 200,
                                       "value": 0.415, "low": 0.349, "high": 0.484}]}
 
-        `low` and `high` bound the 95% interval. Other keys are kept; a loss has `"lower_is_better": true`. Raises ValueError when
-        one of these is missing.
+        `low` and `high` bound the 95% interval; a loss on few sequences has none. Other keys are kept; a loss has
+        `"lower_is_better": true`. Raises ValueError when a mode, dataset, number of problems or value is missing.
         """
         for result in record["results"]:
             if missing := _RESULT_KEYS - result.keys():

@@ -11,7 +11,7 @@ from nmoe.config.listing import columns
 from nmoe.errors import UserError
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.ledger import probe_values
-from nmoe.runs.record import RunRecord, find_runs, read_run
+from nmoe.runs.record import RunRecord, find_runs, interval_of, read_run
 
 # The first of these that a run has is shown in the list.
 _HEADLINES = ("reward_mean", "held_out_loss", "loss")
@@ -85,5 +85,6 @@ def _evaluations(run: RunRecord) -> Iterator[str]:
 
 def result_line(result: Mapping[str, Any]) -> str:
     """`greedy_pass@1 on sort: 0.950 [0.910, 0.973] of 200`."""
-    interval = f"{result['value']:.3f} [{result['low']:.3f}, {result['high']:.3f}]"
-    return f"{result['mode']} on {result['dataset']}: {interval} of {result['problems']}"
+    interval = interval_of(result)
+    shown = f"{result['value']:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")
+    return f"{result['mode']} on {result['dataset']}: {shown} of {result['problems']}"

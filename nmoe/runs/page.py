@@ -11,12 +11,13 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.runs.comparison import NOT_COMPARED
 from nmoe.runs.looks import changed_keys
-from nmoe.runs.record import RunRecord, read_run
+from nmoe.runs.record import RunRecord, interval_of, read_run
 from nmoe.runs.report import PLOTS
 from nmoe.runs.samples import heading_of, latest_samples, prompt_of, reasons, shortened
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import headline
 from nmoe.runs.svg import COLOURS, Point, chart, text
+from nmoe.statistics import Interval
 
 _SAMPLE_CHARACTERS = 6000
 _ALERTS = 50
@@ -93,20 +94,19 @@ def _what(runs: Sequence[RunRecord]) -> str:
 
 
 def _evaluations(runs: Sequence[RunRecord]) -> str:
-    kinds: dict[tuple[str, str], dict[int, list[tuple[float, float, float, float]]]] = {}
+    kinds: dict[tuple[str, str], dict[int, list[tuple[int, float, Interval | None]]]] = {}
     rows = []
     for number, run in enumerate(runs):
         for record in run.evaluations:
             for result in record["results"]:
-                value, low, high = (float(result[name]) for name in ("value", "low", "high"))
                 of_run = kinds.setdefault((result["mode"], result["dataset"]), {}).setdefault(number, [])
-                of_run.append((record["step"], value, low, high))
+                of_run.append((record["step"], float(result["value"]), interval_of(result)))
     for (mode, dataset), by_run in kinds.items():
         for number, values in by_run.items():
             best, last = max(values, key=lambda row: row[1]), values[-1]
             cells = [
-                f"{value:.4g} [{low:.4g}, {high:.4g}] at step {step}"
-                for step, value, low, high in (values[0], best, last)
+                f"{value:.4g}" + (f" [{bounds.low:.4g}, {bounds.high:.4g}]" if bounds else "") + f" at step {step}"
+                for step, value, bounds in (values[0], best, last)
             ]
             rows.append([_key(number) + _name(runs[number]), text(f"{mode} on {dataset}"), *map(text, cells)])
     if not rows:
@@ -114,8 +114,11 @@ def _evaluations(runs: Sequence[RunRecord]) -> str:
     charts = [
         chart(
             f"{mode} on {dataset}, 95% intervals",
-            {number: [(step, value) for step, value, *_ in values] for number, values in by_run.items()},
-            bars={number: [(step, low, high) for step, _, low, high in values] for number, values in by_run.items()},
+            {number: [(step, value) for step, value, _ in values] for number, values in by_run.items()},
+            bars={
+                number: [(step, bounds.low, bounds.high) for step, _, bounds in values if bounds]
+                for number, values in by_run.items()
+            },
         )
         for (mode, dataset), by_run in list(kinds.items())[:1]
     ]

@@ -15,6 +15,7 @@ from nmoe.errors import UserError
 from nmoe.runs.directory import flat_keys, read_provenance
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
+from nmoe.statistics import Interval
 
 Status = Literal["running", "finished", "interrupted"]
 
@@ -102,13 +103,18 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
             record = json.loads(path.read_text())
             for result in record["results"]:
                 result["mode"], result["dataset"], result["problems"]
-                for name in ("value", "low", "high"):
-                    float(result[name])
+                float(result["value"])
+                interval_of(result)
             int(record["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not an evaluation ({error!r}); remove the file or evaluate again") from error
         found.append(record)
     return found
+
+
+def interval_of(result: Mapping[str, Any]) -> Interval | None:
+    """The 95% interval of an evaluation's result; a loss on fewer than three sequences has none."""
+    return Interval(float(result["low"]), float(result["high"])) if "low" in result else None
 
 
 def _alerts(file: Path) -> list[dict[str, Any]]:

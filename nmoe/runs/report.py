@@ -12,7 +12,7 @@ from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
-from nmoe.runs.record import read_evaluations
+from nmoe.runs.record import interval_of, read_evaluations
 from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import headline
@@ -158,7 +158,7 @@ def _evaluations_table(directory: Path) -> str:
             result["dataset"],
             result["problems"],
             f"{result['value']:.3f}",
-            f"{result['low']:.3f} to {result['high']:.3f}",
+            f"{interval.low:.3f} to {interval.high:.3f}" if (interval := interval_of(result)) else "",
         ]
         for record in read_evaluations(directory)
         for result in record["results"]

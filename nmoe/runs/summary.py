@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.runs.ledger import decisive_results, probe_values, read_lines
+from nmoe.runs.record import interval_of
 
 # Metrics of progress, for the summary of a run without evaluations.
 _PROGRESS = ("reward_mean", "correctness", "held_out_loss", "held_out_accuracy", "loss")
@@ -55,7 +56,9 @@ def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping
     best = max(values, key=lambda step: (values[step], step))
     since = "" if first == last else f"{_value(before)} at step {first} -> "
     form = ".4g" if after.get("lower_is_better") else ".1%"
-    now = f"{_value(after)} [{after['low']:{form}}, {after['high']:{form}}] of {after['problems']:,} at step {last}"
+    interval = interval_of(after)
+    between = f" [{interval.low:{form}}, {interval.high:{form}}]" if interval else ""
+    now = f"{_value(after)}{between} of {after['problems']:,} at step {last}"
     highest = "" if best in (first, last) else f"; best {_value(results[best])} at step {best}"
     return f"{after['mode']} on {after['dataset']}: {since}{now}{highest}"
 

@@ -6,10 +6,10 @@ from statistics import fmean, median
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.runs.comparison import NOT_COMPARED, last_results, once, read_group
-from nmoe.runs.record import RunRecord
+from nmoe.runs.comparison import NOT_COMPARED, is_share, last_results, once, read_group
+from nmoe.runs.record import RunRecord, interval_of
 from nmoe.runs.report import markdown_table
-from nmoe.statistics import clustered_mean
+from nmoe.statistics import by_cluster, mean_interval, within_share
 
 # The first that a run has stands for it where it was kept in metrics alone, as pretraining once did; of losses less is better.
 _METRICS = ("held_out_accuracy", "held_out_loss")
@@ -17,8 +17,8 @@ _HEADER = ("experiment", "seeds", "steps", "result", "median", "worst", "mean [9
 
 
 def results_table(names: Sequence[str]) -> str:
-    """Markdown of the runs' last evaluations: median and worst over the seeds, and the mean with its t interval over the seeds, or
-    of a single run with the evaluation's own. A commit with `+` had changes that no commit holds.
+    """Markdown of the runs' last evaluations: median and worst over the seeds, and the mean with its t interval over three
+    seeds or more, or of a single run with the evaluation's own. A commit with `+` had changes that no commit holds.
 
     Raises UserError for what is no run (`read_group`), or has not been evaluated.
     """
@@ -62,11 +62,11 @@ def _measured(run: RunRecord) -> dict[tuple[str, str], Any]:
 
 def _mean(values: Sequence[float], seeds: Sequence[Any], result: dict[str, Any]) -> str:
     """Runs of one seed are no independent draws, so that their spread says nothing of other seeds."""
+    interval = interval_of(result) if len(values) == 1 else None
     if len(set(seeds)) > 1:
-        estimate = clustered_mean(values, seeds)
-        return f"{estimate.value:.4g} [{estimate.interval.low:.4g}, {estimate.interval.high:.4g}]"
-    own = f" [{result['low']:.4g}, {result['high']:.4g}]" if "low" in result and len(values) == 1 else ""
-    return f"{fmean(values):.4g}{own}"
+        estimate = mean_interval(*by_cluster(values, seeds))
+        interval = (within_share(estimate) if is_share(result) else estimate).interval
+    return f"{fmean(values):.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if interval else "")
 
 
 def _machine(group: Sequence[RunRecord]) -> str:

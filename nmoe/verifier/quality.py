@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from nmoe.statistics import Interval, clustered_mean, wilson
+from nmoe.statistics import Interval, binomial_interval, outcomes_interval
 
 # A step is judged wrong if the probability that it is right is below this.
 THRESHOLD = 0.5
@@ -33,19 +34,21 @@ class ProcessBench:
 
     @property
     def rate_of_located(self) -> tuple[float, Interval]:
-        return self.located, wilson(round(self.located * self.wrong), self.wrong)
+        return self.located, binomial_interval(round(self.located * self.wrong), self.wrong)
 
     @property
     def rate_of_all_correct(self) -> tuple[float, Interval]:
-        return self.all_correct, wilson(round(self.all_correct * self.right), self.right)
+        return self.all_correct, binomial_interval(round(self.all_correct * self.right), self.right)
 
 
 def processbench(step_probabilities: Sequence[Sequence[float]], first_wrong: Sequence[int | None]) -> ProcessBench:
     """Computes F1 as in ProcessBench (Zheng et al. 2024, arXiv:2412.06559, section 3).
 
     F1 is the harmonic mean of two accuracies: finding the first wrong step of solutions that have one, and finding none in the
-    others. `step_probabilities` are the probabilities that each step is right. For the 95% interval, both rates are drawn from
-    their Jeffreys posteriors given the counts. Raises ValueError if one of the two kinds of solution is missing.
+    others. `step_probabilities` are the probabilities that each step is right. The 95% interval melds the exact ones of both rates:
+    its lower end is a quantile of F1 under their lower confidence distributions, its upper end one under the upper ones (Fay,
+    Proschan and Brittain 2015, "Combining one-sample confidence procedures"). Raises ValueError if one of the two kinds of solution
+    is missing.
     """
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for probabilities, wrong in zip(step_probabilities, first_wrong, strict=True):
@@ -56,15 +59,29 @@ def processbench(step_probabilities: Sequence[Sequence[float]], first_wrong: Seq
         raise ValueError(f"no solution {missing} a wrong step: F1 needs both kinds")
     located, clean = hits[False], hits[True]
     rates = sum(located) / len(located), sum(clean) / len(clean)
+    counts = [(sum(one), len(one)) for one in (located, clean)]
+    return ProcessBench(*rates, _harmonic(*rates), f1_interval(*counts), len(located), len(clean))
+
+
+def f1_interval(located: tuple[int, int], clean: tuple[int, int]) -> Interval:
+    """The 95% interval of the harmonic mean of two shares, each given as (right, total), by melding (`processbench`)."""
     rng = np.random.default_rng(0)
-    drawn = [rng.beta(sum(one) + 0.5, len(one) - sum(one) + 0.5, _DRAWS) for one in (located, clean)]
-    low, high = np.quantile(2 * drawn[0] * drawn[1] / (drawn[0] + drawn[1]), [0.025, 0.975])
-    f1 = _harmonic(*rates)
-    return ProcessBench(*rates, f1, Interval(min(f1, float(low)), max(f1, float(high))), len(located), len(clean))
+
+    def drawn(right: int, total: int, more: int) -> np.ndarray:
+        # A Beta distribution with a parameter of 0 is all at one end.
+        a, b = right + more, total - right + 1 - more
+        return np.full(_DRAWS, float(b == 0)) if 0 in (a, b) else rng.beta(a, b, _DRAWS)
+
+    low, high = (
+        float(np.quantile(_harmonic(drawn(*located, more), drawn(*clean, more)), level))
+        for more, level in ((0, 0.025), (1, 0.975))
+    )
+    return Interval(low, high)
 
 
-def _harmonic(a: float, b: float) -> float:
-    return 2 * a * b / (a + b) if a + b else 0.0
+def _harmonic(a: Any, b: Any) -> Any:
+    """The harmonic mean, of 0 and 0 as of a little more than 0."""
+    return 2 * a * b / (a + b + np.finfo(float).tiny)
 
 
 @dataclass(frozen=True)
@@ -99,10 +116,6 @@ def calibration(probabilities: Sequence[float], outcomes: Sequence[bool], bins: 
     return Calibration(ece, float(np.square(p_N - y_N).mean()), tuple(curve))
 
 
-def rate(hits: Sequence[bool], clusters: Sequence[int] | None = None) -> tuple[float, Interval]:
-    """Returns a share with its 95% interval: Wilson's, or clustered if several hits belong to one solution."""
-    value = sum(hits) / len(hits)
-    if clusters is None or len(set(clusters)) < 2:
-        return value, wilson(sum(hits), len(hits))
-    interval = clustered_mean(list(map(float, hits)), clusters).interval
-    return value, Interval(max(0.0, interval.low), min(1.0, interval.high))
+def rate(hits: Sequence[bool], clusters: Sequence[int]) -> tuple[float, Interval]:
+    """Returns a share with its 95% interval over clusters, such as the solutions that the judged steps belong to."""
+    return sum(hits) / len(hits), outcomes_interval(hits, clusters)

@@ -63,10 +63,11 @@ def test_each_way_of_choosing() -> None:
         "best_of@3 - sampling_pass@3": pytest.approx(0.4),
     }
     assert all(result.problems == 5 and result.low <= result.value <= result.high for result in results)
-    # Differences 1, 0, 1, 0, 0: their deviations squared come to 1.2, and Student's quantile with 4 degrees of freedom is 2.776.
-    half = 2.776445105 * math.sqrt(5 / 4 * 1.2) / 5
-    assert (results[-1].low, results[-1].high) == (pytest.approx(0.4 - half), 1.0)
-    assert 0.4 + half > 1
+    # Differences 1, 0, 1, 0, 0, and two more problems, 1 and -1: mean 2/7, mean square 4/7. Student's quantile with 4 degrees of
+    # freedom is 2.776.
+    half = 2.776445105 * math.sqrt((4 / 7 - 4 / 49) / 7)
+    assert (results[-1].low, results[-1].high) == (pytest.approx(2 / 7 - half), 1.0)
+    assert 2 / 7 + half > 1
 
 
 def test_one_problem_says_nothing_of_the_spread_between_problems() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from core_reference import reference
+from scipy import stats
 from tiny_models import DENSE
 
 from nmoe.errors import UserError
@@ -96,10 +97,15 @@ def test_the_score_is_the_mean_of_centred_accuracies() -> None:
     sets = [SetResult("a", 100, 75, 0.5, 0.5), SetResult("b", 50, 5, 0.0, 0.1)]
     result = CoreResult("model", sets, ["squad"])
     assert (result.name, result.score) == ("CORE-2", pytest.approx(0.3))
-    # sqrt(0.75 * 0.25 / 100 / 0.25 + 0.1 * 0.9 / 50) / 2 * 1.96
-    assert result.margin == pytest.approx(1.96 * 0.0964365 / 2, abs=1e-5)
+    # Weights 2/3 and 1/3: mean (1.5 + 0.1)/3. With two items more at it, 76.0667 of 102 and 6.0667 of 52 are right, so the variance
+    # is 4/9 * 0.189614/100 + 1/9 * 0.103058/50 = 0.00107174. The score is 3/2 of the share, minus 1/2.
+    mean, variance = 1.6 / 3, 0.00107174
+    items = mean * (1 - mean) / variance
+    low, high = stats.beta(mean * items, items - mean * items + 1), stats.beta(mean * items + 1, items - mean * items)
+    assert result.interval.low == pytest.approx(1.5 * low.ppf(0.025) - 0.5, abs=1e-5)
+    assert result.interval.high == pytest.approx(1.5 * high.ppf(0.975) - 0.5, abs=1e-5)
     assert [round(one.centred(0.62), 3) for one in CORE if one.name in ("boolq", "piqa")] == [0.24, 0.0]
-    assert next(reversed(list(result.lines()))) == "CORE-2 of model: 0.3000 +- 0.0945, without squad"
+    assert next(reversed(list(result.lines()))) == "CORE-2 of model: 0.3000 [0.2004, 0.3983], without squad"
 
 
 def test_the_command_writes_what_it_prints_and_says_what_is_missing(
@@ -116,7 +122,9 @@ def test_the_command_writes_what_it_prints_and_says_what_is_missing(
     (written,) = json.loads((tmp_path / "out.json").read_text())
     (one,) = written["sets"]
     assert (one["name"], one["items"], len(written["missing"])) == ("copa", 6, 21)
-    assert written["score"] == {"name": "CORE-1", "value": one["centred"], "margin": written["score"]["margin"]}
+    bounds = {name: written["score"][name] for name in ("low", "high")}
+    assert bounds["low"] < one["centred"] < bounds["high"]
+    assert written["score"] == {"name": "CORE-1", "value": one["centred"]} | bounds
     assert f"CORE-1 of {checkpoint}: {one['centred']:.4f}" in capsys.readouterr().out
     file.write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 2}) + "\n")
     with pytest.raises(UserError, match=r"copa.jsonl:1: an item of copa needs 'gold', .* of its 2 options, not 2"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from scipy import stats
 
 from nmoe.engine.api import Request
 from nmoe.envs.environment import Environment
@@ -77,18 +77,17 @@ def evaluated(
     )
 
 
-def wilson(successes: int, total: int) -> tuple[float, float]:
-    """Wilson 1927: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
-    z, p = 1.959963984540054, successes / total
-    centre, half = p + z * z / (2 * total), z * math.sqrt(p * (1 - p) / total + z * z / (4 * total**2))
-    return pytest.approx((centre - half) / (1 + z * z / total)), pytest.approx((centre + half) / (1 + z * z / total))
+def exact(successes: int, total: int) -> tuple[float, float]:
+    """scipy's interval of Clopper and Pearson."""
+    interval = stats.binomtest(successes, total).proportion_ci(0.95, method="exact")
+    return pytest.approx(interval.low), pytest.approx(interval.high)
 
 
 @pytest.mark.parametrize(("temperature", "mode"), [(0.0, "greedy_pass@1"), (0.7, "sampling_pass@1")])
 def test_one_sample_of_each_problem(temperature: float, mode: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, "+-++")
     results = evaluated(engine, ONE, tmp_path / "e.toml", problems=4, samples=1, temperature=temperature)
-    assert results == [Evaluation(mode, "skills", 4, 0.75, *wilson(3, 4))]
+    assert results == [Evaluation(mode, "skills", 4, 0.75, *exact(3, 4))]
     assert {(request.n, request.sampling.temperature) for request in engine.requests} == {(1, temperature)}
     assert {request.sampling.max_new_tokens for request in engine.requests} == {40}
     assert len({request.sampling.seed for request in engine.requests}) == 4
@@ -100,13 +99,13 @@ def test_several_samples_give_the_mean_and_pass_at_k(tmp_path: Path, tokenizer: 
     assert (mean.mode, mean.dataset, mean.problems, mean.value) == ("sampling_pass@1", "skills", 10, 0.35)
     # Shares 1 1/2 0 0 1 1/2 0 0 1/2 0: squares 2 * 0.65^2 + 3 * 0.15^2 + 5 * 0.35^2, and a quarter of a problem at each end.
     variance = (2 * 0.65**2 + 3 * 0.15**2 + 5 * 0.35**2 + 0.25 * (0.35**2 + 0.65**2)) / 9 / 10
-    effective, t = 0.35 * 0.65 / variance, 2.262157163  # Student's 0.975 quantile with 9 degrees of freedom
-    centre = (0.35 + t**2 / (2 * effective)) / (1 + t**2 / effective)
-    half = t / (1 + t**2 / effective) * math.sqrt(variance + t**2 / (4 * effective**2))
-    assert (mean.low, mean.high) == (pytest.approx(centre - half), pytest.approx(centre + half))
-    assert any_of == Evaluation("pass@2", "skills", 10, 0.5, *wilson(5, 10))
+    problems = 0.35 * 0.65 / variance  # as many outcomes of 0 or 1 have this variance
+    low = stats.beta.ppf(0.025, 0.35 * problems, 0.65 * problems + 1)
+    high = stats.beta.ppf(0.975, 0.35 * problems + 1, 0.65 * problems)
+    assert (mean.low, mean.high) == (pytest.approx(low), pytest.approx(high))
+    assert any_of == Evaluation("pass@2", "skills", 10, 0.5, *exact(5, 10))
     # Of two answers that differ the first is taken.
-    assert majority == Evaluation("sampling_pass@2", "skills", 10, 0.5, *wilson(5, 10))
+    assert majority == Evaluation("sampling_pass@2", "skills", 10, 0.5, *exact(5, 10))
 
 
 def test_every_k_from_one_sampling(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -129,7 +128,7 @@ def test_an_interval_stays_between_0_and_1(tmp_path: Path, tokenizer: Tokenizer)
     assert (mean.mode, mean.value) == ("sampling_pass@1", 0.5)
     assert 0 < mean.low < 0.05
     assert 0.95 < mean.high < 1
-    assert any_of == Evaluation("pass@2", "skills", 3, pytest.approx(2 / 3), *wilson(2, 3))
+    assert any_of == Evaluation("pass@2", "skills", 3, pytest.approx(2 / 3), *exact(2, 3))
 
 
 def test_one_problem_says_nothing_of_the_spread_between_problems(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -137,7 +136,7 @@ def test_one_problem_says_nothing_of_the_spread_between_problems(tmp_path: Path,
     mean, of_two, _, any_of, _ = evaluated(engine, ONE, tmp_path / "e.toml", problems=1, samples=4, temperature=1.0)
     assert mean == Evaluation("sampling_pass@1", "skills", 1, 0.5, 0.0, 1.0)
     assert of_two == Evaluation("pass@2", "skills", 1, pytest.approx(5 / 6), 0.0, 1.0)
-    assert any_of == Evaluation("pass@4", "skills", 1, 1.0, *wilson(1, 1))
+    assert any_of == Evaluation("pass@4", "skills", 1, 1.0, *exact(1, 1))
 
 
 def test_each_source_of_a_mixture_has_its_own_value(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -151,7 +150,7 @@ def test_each_source_of_a_mixture_has_its_own_value(tmp_path: Path, tokenizer: T
     assert min(map(len, of.values())) > 1
     assert results == [
         Evaluation(
-            "greedy_pass@1", f"skills{name}", len(rights), sum(rights) / len(rights), *wilson(sum(rights), len(rights))
+            "greedy_pass@1", f"skills{name}", len(rights), sum(rights) / len(rights), *exact(sum(rights), len(rights))
         )
         for name, rights in of.items()
     ]

@@ -57,7 +57,7 @@ def test_form_and_reasoning_are_counted_apart(tmp_path: Path, tokenizer: Tokeniz
     trajectories.append(answered(demo, tokenizer.encode("It is 42"), "length"))
     lines = list(report(demo, trajectories))
     assert lines[0] == "7 problems of m (level=Level 5), greedy"
-    assert lines[1].startswith("format     3/7 = 42.9% [15.8%, 75.0%] have the form 'harmony'")
+    assert lines[1].startswith("format     3/7 = 42.9% [9.9%, 81.6%] have the form 'harmony'")
     assert lines[2].split("in ")[1] == "3 ok, 3 parse_error, 1 truncated"
     assert [re.search(r"(\d+/7) .*\] (.*)", line).groups() for line in lines[4:7]] == [  # type: ignore[union-attr]
         ("2/7", "reason before they answer, in form"),

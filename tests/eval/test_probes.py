@@ -59,11 +59,12 @@ def test_without_one_the_first_probe_decides_also_where_others_are_asked_oftener
 def test_differences_from_the_start_are_paired_by_problem(tmp_path: Path) -> None:
     (tmp_path / "step_000000.json").write_text(json.dumps({"step": 0, "results": [result(0.25, right=(0, 0, 1, 0))]}))
     (found,) = since_baseline([result(0.75, right=(1, 0, 1, 1))], tmp_path)
-    # Differences 1, 0, 0, 1: error 0.57735/2, Student's quantile with 3 degrees of freedom 3.182446.
+    # Differences 1, 0, 0, 1 and two more problems, 1 and -1: mean 1/3, mean square 2/3; Student's quantile with 3 degrees of
+    # freedom is 3.182446.
     assert found["since_start"]["difference"] == 0.5
-    assert found["since_start"]["low"] == pytest.approx(0.5 - 3.182446 * 0.57735 / 2, abs=1e-5)
+    assert found["since_start"]["low"] == pytest.approx(1 / 3 - 3.182446 * ((2 / 3 - 1 / 9) / 6) ** 0.5, abs=1e-5)
     assert found["since_start"]["high"] == 1.0
-    assert since_start(found) == ", +50.0% [-41.9%, +100.0%] since the start"
+    assert since_start(found) == ", +50.0% [-63.5%, +100.0%] since the start"
     assert since_start(result(0.75)) == ""
     other = result(0.75, OUTSIDE, right=(1, 0, 1, 1))
     assert since_baseline([other], tmp_path) == [other], "the probe of another role is another set of problems"

@@ -164,11 +164,12 @@ def cell(name: str, *right: int, mode: str = "greedy_pass@1") -> Cell:
 def test_the_table_and_its_paired_tests_by_hand() -> None:
     cells = [cell("a", 0, 0, 1, 1, 0), cell("b", 1, 1, 1, 0, 1)]
     (comparison,) = compare(cells)
-    # Differences 1, 1, 0, -1, 1: mean 0.4, error 0.4, Student's quantile with 4 degrees of freedom 2.776445, p = 0.373901.
+    # Differences 1, 1, 0, -1, 1 and two more problems, 1 and -1: mean 2/7, mean square 6/7; Student's quantile with 4 degrees of
+    # freedom is 2.776445. Of the 16 signs of four differences, 10 give a sum of 2 or more, or of -2 or less.
     assert (comparison.problems, comparison.difference) == (5, pytest.approx(0.4))
-    assert comparison.low == pytest.approx(0.4 - 2.776445 * 0.4, abs=1e-6)
+    assert comparison.low == pytest.approx(2 / 7 - 2.776445 * ((6 / 7 - 4 / 49) / 7) ** 0.5, abs=1e-6)
     assert comparison.high == 1.0
-    assert comparison.p_value == pytest.approx(0.373901, abs=1e-6)
+    assert comparison.p_value == 10 / 16
     title, head, *rows, minus, _, last = table(cells, [comparison])
     assert title == "greedy_pass@1 with 95% intervals, of how many problems"
     assert [row.split() for row in (head, *rows)] == [
@@ -177,7 +178,7 @@ def test_the_table_and_its_paired_tests_by_hand() -> None:
         ["b", "80.0%", "[10.0%,", "90.0%]", "of", "5"],
     ]
     assert minus == "minus a, paired by problem"
-    assert last.split() == ["b", "+40.0%", "[-71.1%,", "+100.0%]", "p", "=", "0.374"]
+    assert last.split() == ["b", "+40.0%", "[-63.8%,", "+100.0%]", "p", "=", "0.625"]
     read = json.loads(json.dumps(table_json(cells, [comparison])))
     assert read["comparisons"][0]["checkpoint"] == "b"
     assert read["results"][1]["evaluations"][0]["value"] == 0.8

@@ -175,11 +175,12 @@ def test_a_row_of_the_table_is_an_experiment_over_its_seeds(repository: Path) ->
     for seed, value in enumerate((0.5, 0.9, 0.7)):
         make_run(Path("runs") / f"base-{seed}", seed, value)
     make_run(Path("runs/wide"), 0, 0.8, rate=0.02)
-    # Mean 0.7, deviation 0.2, error 0.2 / sqrt(3), t of 2 degrees of freedom 4.302653: 0.4968 to either side.
+    # Mean 0.7, deviation 0.2, error 0.2 / sqrt(3), t of 2 degrees of freedom 4.302653: 0.4968, or 2.3659 in log odds, to either
+    # side of log(0.7 / 0.3) = 0.8473.
     assert results_table(["runs/*"]) == (
         "| experiment | seeds | steps | result | median | worst | mean [95%] | machine | commit |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| base-0 and 2 more | 3 | 3 | greedy on sort | 0.7 | 0.5 | 0.7 [0.2032, 1.197] "
+        "| base-0 and 2 more | 3 | 3 | greedy on sort | 0.7 | 0.5 | 0.7 [0.1797, 0.9613] "
         "| EPYC, 2 threads | abcdef0123, abcdef0123+ |\n"
         "| wide | 1 | 3 | greedy on sort | 0.8 | 0.8 | 0.8 [0.7, 0.9] | EPYC, 2 threads | abcdef0123 |\n"
     )

@@ -64,8 +64,8 @@ def test_samples_and_evaluations_are_files_of_their_step(run: Path) -> None:
 def test_records_without_what_readers_need_are_refused(run: Path) -> None:
     ledger = Ledger(run)
     incomplete = result()
-    del incomplete["mode"], incomplete["low"]
-    with pytest.raises(ValueError, match="evaluation of step 1: a result lacks low, mode"):
+    del incomplete["mode"], incomplete["value"]
+    with pytest.raises(ValueError, match="evaluation of step 1: a result lacks mode, value"):
         ledger.evaluation(1, {"results": [incomplete]})
     with pytest.raises(ValueError, match=r"failures\.jsonl lacks 'failure'"):
         ledger.failure({"step": 1})

@@ -13,8 +13,11 @@ from nmoe.cli import main
 from nmoe.errors import UserError
 from nmoe.runs.comparison import compare_runs, diff_runs, read_group
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.looks import list_runs, show_run
+from nmoe.runs.looks import list_runs, result_line, show_run
+from nmoe.runs.page import write_page
 from nmoe.runs.record import read_run
+from nmoe.runs.table import results_table
+from nmoe.statistics import welch
 
 CONFIG = """[run]
 name = "{name}"
@@ -182,11 +185,38 @@ def test_evaluations_on_the_same_problems_are_paired_by_problem(tmp_path: Path, 
     (line,) = [line for line in words(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b")) if line[0] == "greedy"]
     assert line[3:6] == ["0.25", "0.75", "+0.5"]
     assert line[8:] == how
-    if how != [
-        "unpaired"
-    ]:  # differences 1, 0, 0, 1: deviation 0.57735, error its half, t of 3 degrees of freedom 3.182446
-        assert float(line[6].strip("[,")) == pytest.approx(0.5 - 3.182446 * 0.57735 / 2, abs=1e-3)
-        assert float(line[7].strip("]")) == pytest.approx(0.5 + 3.182446 * 0.57735 / 2, abs=1e-3)
+    if how != ["unpaired"]:
+        # Differences 1, 0, 0, 1 and two more problems, 1 and -1: mean 1/3, mean square 2/3; t of 3 degrees of freedom is 3.182446.
+        assert float(line[6].strip("[,")) == pytest.approx(1 / 3 - 3.182446 * ((2 / 3 - 1 / 9) / 6) ** 0.5, abs=1e-3)
+        assert float(line[7].strip("]")) == 1.0
+
+
+def test_seeds_whose_results_are_shares_differ_by_less_than_1(tmp_path: Path) -> None:
+    for name, values in (("a", (0.1, 0.9, 0.5)), ("b", (0.99, 0.2, 0.8))):
+        for seed, value in enumerate(values):
+            with make_run(tmp_path / f"{name}-{seed}", [1.0], seed=seed + 5 * (name == "b")) as run:
+                run.ledger.metrics(2, {"correctness": value, "reward_mean": value})
+                result = {"mode": "greedy", "dataset": "sort", "problems": 9, "value": value, "low": 0.0, "high": 1.0}
+                run.ledger.evaluation(2, {"results": [result]})
+    lines = {line[0]: line for line in words(compare_runs(f"{tmp_path}/a-*", f"{tmp_path}/b-*"))}
+    interval = welch([0.1, 0.9, 0.5], [0.99, 0.2, 0.8])
+    assert interval is not None
+    assert -1 < interval.low < 1 < interval.high
+    shown = [f"[{interval.low:+.4g},", "+1]", "unpaired"]
+    assert lines["correctness"][4:] == lines["greedy"][6:] == shown
+    assert lines["reward_mean"][5] == f"{interval.high:+.4g}]", "rewards have no bounds"
+
+
+def test_a_loss_on_few_sequences_is_shown_without_an_interval(tmp_path: Path) -> None:
+    loss = {"mode": "held_out_loss", "dataset": "d", "problems": 2, "lower_is_better": True}
+    for name, value in (("a", 2.0), ("b", 1.5)):
+        with make_run(tmp_path / name, [1.0]) as run:
+            run.ledger.evaluation(1, {"results": [loss | {"value": value}]})
+    assert result_line(loss | {"value": 2.0}) == "held_out_loss on d: 2.000 of 2"
+    (line,) = [line for line in words(compare_runs(f"{tmp_path}/a", f"{tmp_path}/b")) if line[0] == "held_out_loss"]
+    assert line == ["held_out_loss", "on", "d", "2", "1.5", "-0.5"]
+    assert "| held_out_loss on d | 2 | 2 | 2 |" in results_table([str(tmp_path / "a")])
+    assert "2 at step 1" in write_page([tmp_path / "a"], tmp_path / "page.html").read_text()
 
 
 def test_evaluations_in_different_modes_or_with_other_sampling_are_not_compared(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_the_interval_of_f1_covers_it_as_often_as_it_says() -> None:
         said += [[0.9 if rng.random() < clean else 0.1] for _ in range(60)]
         interval = processbench(said, [0] * 60 + [None] * 60).interval
         covered += interval.low <= truth <= interval.high
-    assert 0.9 <= covered / 200 <= 0.99
+    assert covered / 200 >= 0.93
 
 
 def test_calibration_by_hand() -> None:
@@ -91,7 +91,9 @@ def test_calibration_by_hand() -> None:
 
 def test_a_rate_counts_solutions_and_not_steps() -> None:
     hits = [True] * 10 + [False] * 10
-    assert rate(hits)[1].low > rate(hits, [0] * 10 + [1] * 10)[1].low
+    # Twenty solutions of one step: 10 of 20 is exactly [0.2720, 0.7280]. Two solutions show no spread.
+    assert rate(hits, range(20))[1].low == pytest.approx(0.27196, abs=1e-5)
+    assert rate(hits, [0] * 10 + [1] * 10)[1].low < 0.01
 
 
 def test_the_head_reads_the_last_token_of_each_step(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,80 @@
+"""Checks of found faults: intervals, data held out, labelled steps, and mutants that tests let live."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+from found import Result, check
+
+
+@check(19, "coverage of a held-out loss's interval on 2, 10 and 50 sequences", "none on 2, 93% or more on 10 and 50")
+def held_out_loss_covers() -> Result:
+    from nmoe.recipes.held_out import SequenceLosses, loss_result
+
+    shown, holds = [], True
+    for sequences in (2, 10, 50):
+        rng, printed, covered = random.Random(0), 0, 0
+        for _ in range(2000):
+            counts = [rng.randint(20, 60) for _ in range(sequences)]
+            losses = SequenceLosses(
+                [str(place) for place in range(sequences)],
+                [count * rng.gammavariate(8, 2 / 8) for count in counts],
+                counts,
+            )
+            result = loss_result("held out", losses.mean, [(1.0, losses)])
+            printed += "low" in result
+            covered += "low" in result and result["low"] <= 2 <= result["high"]
+        shown.append(f"{covered / printed:.1%} on {sequences}" if printed else f"none on {sequences}")
+        holds = holds and (covered / printed >= 0.93 if printed else sequences == 2)
+    return ", ".join(shown), holds
+
+
+@check(19, "ten problems without a change", "they bound it to 20 to 35 points")
+def unchanged_problems_bound_a_change() -> Result:
+    from nmoe.statistics import paired_difference
+
+    interval = paired_difference([1.0] * 10, [1.0] * 10).interval
+    return f"[{interval.low:+.1%}, {interval.high:+.1%}]", interval.low < -0.2 < 0.2 < interval.high < 0.35
+
+
+@check(19, "p-value of [.1, .2, .3] against [.4, .5, .6]", "0.25")
+def signs_do_not_need_equal_floats() -> Result:
+    from nmoe.statistics import paired_p_value
+
+    found = paired_p_value([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    return f"{found:.3g}", abs(found - 0.25) < 1e-9
+
+
+@check(19, "coverage of a verifier's accuracy of 98% on 10, 50 and 400 solutions of 4 steps", "93% or more")
+def verifier_rate_covers() -> Result:
+    from nmoe.verifier.quality import rate
+
+    shown = {}
+    for solutions in (10, 50, 400):
+        rng, covered = random.Random(0), 0
+        for _ in range(1000):
+            share = [rng.betavariate(0.49, 0.01) for _ in range(solutions)]
+            hits = [rng.random() < share[one] for one in range(solutions) for _ in range(4)]
+            interval = rate(hits, [one for one in range(solutions) for _ in range(4)])[1]
+            covered += interval.low <= 0.98 <= interval.high
+        shown[solutions] = covered / 1000
+    return ", ".join(f"{share:.1%} on {count}" for count, share in shown.items()), min(shown.values()) >= 0.93
+
+
+@check(19, "`nmoe runs compare` of two seeds each whose correctness is 0.1, 0.9 and 0.7, 0.8", "bounds from -1 to 1")
+def difference_of_shares_stays_in_range() -> Result:
+    from nmoe.runs.comparison import compare_runs
+    from nmoe.runs.directory import RunDirectory
+
+    place = Path(tempfile.mkdtemp())
+    for name, values in (("a", (0.1, 0.9)), ("b", (0.7, 0.8))):
+        for seed, value in enumerate(values):
+            config = f'[run]\nname = "{name}"\nsteps = 1\nseed = {seed + 10 * (name == "b")}\n'
+            provenance = {"started_utc": "2026-01-02T03:04:05Z", "argv": ["nmoe", "rl", "train", "my.toml"]}
+            with RunDirectory.create(place / f"{name}{seed}", config, provenance, resume=False) as run:
+                run.ledger.metrics(1, {"correctness": value})
+    (line,) = [one for one in compare_runs(f"{place}/a*", f"{place}/b*") if one.startswith("  correctness")]
+    low, high = (float(part.strip("[,]")) for part in line.split()[4:6])
+    return f"[{low:+.4g}, {high:+.4g}]", -1 <= low <= high <= 1
