@@ -15,8 +15,8 @@ without boxes, is in `nmoe.grading.prose`.
      `\text{}`: "She has 18 eggs." gives 18, but "\frac{1}{2}" and "x = 5 or 7" do not give 2 and 7;
   4. else the whole message.
 
-Boxes joined by a comma, "and" or "or", as in "$x=\boxed{3}$ and $y=\boxed{4}$", are one answer with several parts, written
-`\boxed{3}, \boxed{4}`. A gold with several parts is compared with all of it, a gold with one part with its last box.
+Boxes joined by a comma, "and" or "or", as in "$x=\boxed{3}$ and $y=\boxed{4}$", or by nothing, are one answer with several
+parts, written `\boxed{3}, \boxed{4}`. To a gold with one part it is no answer.
 
 Both policies read `\fbox` as `\boxed`, accept the unbraced `\boxed 5` of some MATH solutions, and read U+2212 as a minus
 sign. Digits are ASCII. Every scan is a single pass: a hundred kilobytes of braces cost milliseconds.
@@ -48,6 +48,7 @@ JOINED = re.compile(
     r"(?:[A-Za-z\\_0-9{}()']{1,20}\s*=\s*)?(?:[\s$]|\\[(\[])*"
 )
 _JOINS = re.compile(r"[,;]|\band\b|\bor\b")
+_TOUCHING = re.compile(r"(?:[\s$~]|\\[,;:()\[\] ]|\\q?quad)*")
 _MAX_GAP = 60
 _LATEX_WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
@@ -93,7 +94,10 @@ def joined_boxes(text: str) -> list[Box]:
     closed = sorted(_closed_boxes(text), key=lambda box: box[0].start())
     chain = closed[-1:]
     for box in closed[-2::-1]:
-        if box[2] > chain[-1][0].start() or not joins(text[box[2] : chain[-1][0].start()][: _MAX_GAP + 1]):
+        if box[2] > chain[-1][0].start():
+            break
+        gap = text[box[2] : chain[-1][0].start()][: _MAX_GAP + 1]
+        if not joins(gap) and not (len(gap) <= _MAX_GAP and _TOUCHING.fullmatch(gap)):
             break
         chain.append(box)
     return [_cut(text, box) for box in reversed(chain)]

@@ -10,11 +10,17 @@ A missing gold answer is an error in the data, unlike a missing answer of a poli
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from nmoe.errors import UserError
 from nmoe.grading.extraction import last_boxed, last_number
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
+
+# A gold with a box and more words than these is a solution: "The answer is $\\boxed{7}$." is none.
+_MAX_WORDS = 8
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_LATEX = re.compile(r"\\[A-Za-z]+")
 
 
 def _whole(field: str) -> str | None:
@@ -55,7 +61,7 @@ def unreadable(gold: str) -> str | None:
     """The reason why nothing can be compared with a gold answer; None if it is readable."""
     if len(gold.strip()) > MAX_ANSWER_CHARS:
         return f"the gold answer has {len(gold)} characters, more than {MAX_ANSWER_CHARS}: is it a whole solution?"
-    if "####" in gold or last_boxed(gold) is not None:
+    if "####" in gold or (last_boxed(gold) is not None and len(_WORD.findall(_LATEX.sub(" ", gold))) > _MAX_WORDS):
         return f"the gold answer {gold!r:.80} is a solution"
     if not normalize(gold):
         return f"nothing is left of the gold answer {gold!r} without its typesetting"

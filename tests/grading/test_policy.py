@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from nmoe.grading.math.answers import grade_answers
+from nmoe.grading.math.policy import Policy
 
 PAGE = Path(__file__).parents[2] / "docs/guides/grading.md"
-ROW = re.compile(r"^\| `(.+?)` \| `(.+?)` \| (correct|incorrect) \|", re.MULTILINE)
-ROWS = ROW.findall(PAGE.read_text())
+ROW = re.compile(r"^\| `((?:(?!` \|).)+)` \| `((?:(?!` \|).)+)` \| (correct|incorrect) \|", re.MULTILINE)
+ASKED = re.compile(r"^\| `(.+?)` \| `(.+?)` \| `(.+?)` \| (correct|incorrect) \|", re.MULTILINE)
+ROWS = [(None, *row) for row in ROW.findall(PAGE.read_text())] + ASKED.findall(PAGE.read_text())
 
 
 def test_the_page_has_the_rows() -> None:
@@ -23,11 +25,17 @@ def test_the_page_has_the_rows() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], str]:
-    pairs = [(gold, answer) for gold, answer, _ in ROWS]
-    return dict(zip(pairs, (verdict.outcome for verdict in grade_answers(pairs)), strict=True))
+def outcomes() -> dict[tuple[str | None, str, str], str]:
+    found = {}
+    for question in dict.fromkeys(row[0] for row in ROWS):
+        rows = [row[:3] for row in ROWS if row[0] == question]
+        verdicts = grade_answers([(gold, answer) for _, gold, answer in rows], Policy(question=question))
+        found |= {row: verdict.outcome for row, verdict in zip(rows, verdicts, strict=True)}
+    return found
 
 
-@pytest.mark.parametrize(("gold", "answer", "outcome"), ROWS)
-def test_row(gold: str, answer: str, outcome: str, outcomes: dict[tuple[str, str], str]) -> None:
-    assert outcomes[gold, answer] == outcome
+@pytest.mark.parametrize(("question", "gold", "answer", "outcome"), ROWS)
+def test_row(
+    question: str | None, gold: str, answer: str, outcome: str, outcomes: dict[tuple[str | None, str, str], str]
+) -> None:
+    assert outcomes[question, gold, answer] == outcome

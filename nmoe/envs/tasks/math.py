@@ -24,8 +24,8 @@ class MathTask(QuestionTask):
     r"""Compares answers for equivalence (docs/guides/grading.md), subject to the question.
 
     An expression from the question itself is not an answer: `\sqrt{180}` equals the gold `6\sqrt{5}`, but "Simplify
-    $\sqrt{180}$" asks for more. If the gold answer is a number, an expression with operations is not an answer either: a
-    policy that learns that `\binom{8}{4}+0` is rewarded would never compute it. Both rules hold for every part of an answer.
+    $\sqrt{180}$" asks for more. Nor is one whose constants are still to be worked out: a policy that learns that `96/4` or
+    `\binom{8}{4}+0` is rewarded would never compute it. Both rules hold for every part of an answer.
     The pool's `answer_order` and `units` apply; "smallest first", "respectively" and similar words in a question make the
     order count regardless.
     """

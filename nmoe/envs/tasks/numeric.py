@@ -7,11 +7,16 @@ from nmoe.errors import UserError
 from nmoe.grading.math.equivalence import settle
 from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.numbers import read_number
+from nmoe.grading.math.policy import Policy
 from nmoe.types import Problem, Verdict
 
 
 class NumericTask(QuestionTask):
-    """The base of gsm8k, add and arithmetic. An unevaluated expression, "47 + 85", is not a number."""
+    """The base of gsm8k, add, arithmetic and sum.
+
+    The answer is a number in simplest form: 47 + 85 and 264/2 are still to be worked out, and a percent sign or a unit may be
+    added only where the question asks for it.
+    """
 
     gold_types: tuple[type, ...] = (str, int, float)
 
@@ -32,4 +37,5 @@ class NumericTask(QuestionTask):
         return verdict is not None and verdict.outcome == "correct"
 
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
-        return settle(problem.gold, attempt.answer) or Verdict.of(False, "numeric", "an expression, not a number")
+        found = settle(problem.gold, attempt.answer, Policy(question=problem.question))
+        return found or Verdict.of(False, "numeric", "an expression, not a number")

@@ -13,9 +13,12 @@ from nmoe.errors import InfrastructureError, UserError
 from nmoe.grading.extraction import Extraction, from_final, from_response
 from nmoe.grading.math.answers import grade_answers
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
+from nmoe.grading.math.policy import Policy
 from nmoe.text.harmony_text import read_completion
 
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")
+# The question is unknown, but its answer has to be worked out.
+_POLICY = Policy(question="")
 _NO_ANSWER = Extraction(None, 0, False, False)
 
 
@@ -27,7 +30,7 @@ def exact_match(responses: Sequence[str], golds: Sequence[object]) -> tuple[list
     texts = [_gold(gold, place) for place, gold in enumerate(golds)]
     read = [read_response(response) for response in responses]
     answered = [(gold, one.answer) for gold, one in zip(texts, read, strict=True) if one.answer is not None]
-    verdicts = grade_answers(answered)
+    verdicts = grade_answers(answered, _POLICY)
     rewards = []
     for one in read:
         verdict = None if one.answer is None else next(verdicts)

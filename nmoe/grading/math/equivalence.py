@@ -20,18 +20,26 @@ from nmoe.grading.math.forms import Answer, Compound, Form, read_answer
 from nmoe.grading.math.intervals import REAL_LINE, as_intervals
 from nmoe.grading.math.names import names_a_term, rename, renamed_arguments
 from nmoe.grading.math.normalization import MAX_ANSWER_CHARS, normalize
-from nmoe.grading.math.numbers import decimal_commas, read_number, same
+from nmoe.grading.math.numbers import Number, decimal_commas, is_surely_decimal, read_number, same
 from nmoe.grading.math.policy import DEFAULT, Policy
-from nmoe.grading.math.question import is_unevaluated, repeats, repeats_equation, wants_equation
-from nmoe.grading.math.scalars import REALS, Scalar, dollars, percent_value
+from nmoe.grading.math.question import is_as_asked, repeats, repeats_equation, wants_equation
+from nmoe.grading.math.scalars import REALS, Scalar, dollars, letter_unit, percent_value
 from nmoe.grading.math.screen import differ, equations_differ
-from nmoe.grading.math.units import asked_unit, asks_percent, changes_number
+from nmoe.grading.math.units import asked_units, asks_cents, asks_percent, changes_number
+from nmoe.grading.math.worked import is_worked_out
 from nmoe.types import Verdict
 
 # Matching two sets takes time proportional to the product of their sizes.
 _MAX_SET = 30
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
+# A choice has a sign of its own around or after its letter, and something between it and its value.
+_CHOICE = re.compile(
+    r"\s*(?:\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*(?:\(([A-J])\)|([A-J])[.):])\s*\}(?:\s|\\[ ,;:]|\\q?quad|~)*"
+    r"|(?:\(([A-J])\)|([A-J])[.):])(?:\s|\\[ ,;:]|\\q?quad|~)+)(?![A-J]\s*$)(\S.*)",
+    re.DOTALL,
+)
+_YES_OR_NO = re.compile(r"(yes|no), \S.*", re.IGNORECASE | re.DOTALL)
 _NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
 _INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
 
@@ -74,7 +82,7 @@ def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
     if not answer or len(answer) > MAX_ANSWER_CHARS:
         return Verdict.of(False, "exact", "empty" if not answer else f"longer than {MAX_ANSWER_CHARS} characters")
     if "box" in answer or "box" in gold:
-        gold, answer = _unboxed(gold, answer)
+        return _structural(compare(gold, answer, UNDECIDED, policy))
     gold_text, answer_text = normalize(gold), normalize(answer)
     if not answer_text:
         return Verdict.of(False, "exact", "empty without its typesetting")
@@ -83,8 +91,17 @@ def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
             return _EXACT
         gold_number, answer_number = read_number(gold_text), read_number(answer_text)
         if gold_number is not None and answer_number is not None:
-            return _SAME_NUMBER if same(gold_number, answer_number) else _OTHER_NUMBER
-    found = compare(gold, answer, UNDECIDED, policy)
+            if not same(gold_number, answer_number):
+                return _OTHER_NUMBER
+            if policy.question is None or _is_final(
+                policy.question, gold_text, answer_text, gold_number, answer_number
+            ):
+                return _SAME_NUMBER
+            return _NOT_FINAL
+    return _structural(compare(gold, answer, UNDECIDED, policy))
+
+
+def _structural(found: bool | None) -> Verdict | None:
     if found is None:
         return None
     return Verdict.of(found, "structure", "the same part by part" if found else "not the same form or value")
@@ -93,29 +110,68 @@ def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
 _EXACT = Verdict.of(True, "exact", "the same text")
 _SAME_NUMBER = Verdict.of(True, "numeric", "the same number")
 _OTHER_NUMBER = Verdict.of(False, "numeric", "another number")
+_NOT_FINAL = Verdict.of(False, "numeric", "the same number, not in simplest form or not as asked")
 
 
 def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) -> bool | None:
     """Whether two raw answers are the same, part by part; None if that depends on an expression that `leaves` does not decide."""
-    gold, answer = _unboxed(gold, answer)
+    if "box" not in answer and "box" not in gold:
+        return _compare(gold, answer, leaves, policy)
+    gold, answers = "; ".join(_boxes(gold)), _boxes(answer)
+    form = read_answer(gold).form
+    if isinstance(form, Compound) and form.kind in ("list", "set", "record"):
+        answers = ["; ".join(answers)]
+    # To a gold with one part, several boxes are the answer only if each of them is.
+    return _all([_compare(gold, one, leaves, policy) for one in answers])
+
+
+def _compare(gold: str, answer: str, leaves: Leaves, policy: Policy) -> bool | None:
+    if (choice := _read_choice(gold)) is not None:
+        letter, value = choice
+        return _any([_is_choice(letter, value, answer), _compare(value, answer, leaves, policy)])
+    if (choice := _read_choice(answer)) is not None:
+        letter, value = choice
+        return True if _is_choice(letter, value, gold) else _compare(gold, value, leaves, policy)
     comparison = _Comparison(leaves, policy)
     found = comparison.answers(read_answer(gold), read_answer(answer))
     if found or (with_points := decimal_commas(gold)) is None:
         return found
-    # In much of the world "3,5" is three and a half. Both readings of such a gold are accepted.
-    other = comparison.answers(read_answer(with_points), read_answer(decimal_commas(answer) or answer))
-    return _any([found, other])
+    # In much of the world "3,5" is three and a half. A gold that may be a list of two has to be answered with a decimal.
+    written = read_answer(decimal_commas(answer) or answer)
+    if not is_surely_decimal(gold) and not _is_decimal(written.form):
+        return found
+    return _any([found, comparison.answers(read_answer(with_points), written)])
 
 
-def _unboxed(gold: str, answer: str) -> tuple[str, str]:
-    """Both texts without boxes. Of joined boxes, only the last one counts if the gold has a single part."""
-    if "box" not in gold and "box" not in answer:
-        return gold, answer
-    boxes = [[box.content for box in joined_boxes(text)] or [text] for text in (gold, answer)]
-    gold = "; ".join(boxes[0])
-    form = read_answer(gold).form
-    several = isinstance(form, Compound) and form.kind in ("list", "set", "record")
-    return gold, "; ".join(boxes[1]) if several else boxes[1][-1]
+def _is_decimal(form: Form) -> bool:
+    return isinstance(form, Scalar) and form.number is not None and form.number.decimal
+
+
+def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, answer: Number) -> bool:
+    """Whether a number of the gold's value answers a question: in simplest form, and no other spelling that the question has."""
+    return (answer.simplest or not gold.simplest) and not repeats(question, answer_text, gold_text)
+
+
+def _read_choice(text: str) -> tuple[str, str] | None:
+    r"""The letter and the value of "\text{(B)} 12" or "B. 12"; None for any other raw text."""
+    match = _CHOICE.fullmatch(text)
+    if match is None:
+        return None
+    *letters, value = match.groups()
+    return next(letter for letter in letters if letter), value
+
+
+def _is_choice(letter: str, value: str, text: str) -> bool:
+    """Whether a text is a choice's letter, or both its letter and value."""
+    other = _read_choice(text)
+    if other is not None:
+        return other[0] == letter and normalize(other[1]) == normalize(value)
+    return normalize(text).strip("().: ") == letter
+
+
+def _boxes(text: str) -> list[str]:
+    """The contents of the last box and of those joined to it, each text once; the text itself if it has no box."""
+    return list(dict.fromkeys(box.content for box in joined_boxes(text))) or [text]
 
 
 class _Comparison:
@@ -127,6 +183,8 @@ class _Comparison:
 
     def answers(self, gold: Answer, answer: Answer) -> bool | None:
         if gold.text == answer.text:
+            return True
+        if (said := _YES_OR_NO.fullmatch(gold.text)) and answer.text.lower() == said[1].lower():
             return True
         if not _may_have_condition(gold, answer) or self._is_unsolved(gold, answer):
             return False
@@ -165,6 +223,7 @@ class _Comparison:
 
     def forms(self, gold: Form, answer: Form) -> bool | None:
         gold, answer = _real_line(gold, answer), _real_line(answer, gold)
+        gold, answer = _as_several(gold, answer), _as_several(answer, gold)
         if isinstance(gold, Scalar) or isinstance(answer, Scalar):
             both = isinstance(gold, Scalar) and isinstance(answer, Scalar)
             return self.scalars(gold, answer) if both else False  # type: ignore[arg-type]
@@ -174,20 +233,20 @@ class _Comparison:
             return self.records(gold, answer)
         if gold.kind == "union":
             return answer.kind == "union" and self.unordered(gold.parts, answer.parts)
-        if gold.kind == "set" or (gold.kind == "list" and self._has_no_order(gold)):
+        if gold.kind == "set" or (gold.kind == "list" and _lists_solutions(gold)):
+            return answer.kind in ("set", "list") and self.same_set(gold.parts, answer.parts)
+        if gold.kind == "list" and self._policy.answer_order == "any":
             return answer.kind in ("set", "list") and self.unordered(gold.parts, answer.parts)
         if gold.kind != answer.kind and (gold.kind, answer.kind) != ("list", "set"):
             return False
         if gold.kind == "relation":
             return self.relations(gold, answer)
+        if gold.kind == "congruence" and gold.detail == answer.detail:
+            of = self.ordered(gold.parts[:-1], answer.parts[:-1]) if len(answer.parts) > 1 else True
+            return _all([of, self.forms(gold.parts[-1], answer.parts[-1])])
         if gold.detail != answer.detail and gold.kind != "list":
             return False
         return self.ordered(gold.parts, answer.parts)
-
-    def _has_no_order(self, gold: Compound) -> bool:
-        """Whether a list is unordered: by the policy, or because it lists solutions that have several values each."""
-        solutions = all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
-        return solutions or self._policy.answer_order == "any"
 
     def records(self, gold: Compound, answer: Compound) -> bool | None:
         """Compares values with names: by name if both answers have names, else in the gold's order."""
@@ -197,7 +256,7 @@ class _Comparison:
                 return False
             return self.ordered(gold.parts, [answer.parts[others.index(name)] for name in names])
         named, other = (gold, answer) if gold.kind == "record" else (answer, gold)
-        if named is answer and (other.kind == "set" or (other.kind == "list" and self._has_no_order(other))):
+        if named is answer and (other.kind == "set" or (other.kind == "list" and self._policy.answer_order == "any")):
             return self.unordered(other.parts, named.parts)
         if other.kind != "list" and (other.kind, other.detail) != ("brackets", "()"):
             return False
@@ -223,6 +282,13 @@ class _Comparison:
                 return False
         return None if open_ else True
 
+    def same_set(self, gold: Sequence[Form], answer: Sequence[Form]) -> bool | None:
+        """Whether each part of one side is on the other side, too, however often it is said."""
+        if max(len(gold), len(answer)) > _MAX_SET:
+            return False
+        found = [[self.forms(part, other) for other in answer] for part in gold]
+        return _all(map(_any, [*found, *zip(*found, strict=True)]))
+
     def relations(self, gold: Compound, answer: Compound) -> bool | None:
         if gold.detail != answer.detail:
             return False
@@ -235,21 +301,18 @@ class _Comparison:
         sides = [part.text for part in (*gold.parts, *answer.parts) if isinstance(part, Scalar) and not part.unit]
         if len(sides) != 4:
             return False
+        if self._policy.question is not None and not all(is_worked_out(side, *sides[:2]) for side in sides[2:]):
+            return False
         return self._leaves.equations((sides[0], sides[1]), (sides[2], sides[3]))
 
     def scalars(self, gold: Scalar, answer: Scalar) -> bool | None:
         if gold.base or answer.base:
             return answer.base in ("", gold.base) and gold.base != "" and gold.text == answer.text.lstrip("0").upper()
-        if gold.unit == "%" and answer.unit == "" and gold.number and answer.number:
-            return same(gold.number, answer.number) or same(percent_value(gold.number), answer.number)
-        if answer.unit == "%" and gold.unit == "" and gold.number and answer.number:
-            if (
-                self._policy.units != "as_gold"
-                and asks_percent(self._policy.question or "")
-                and same(gold.number, answer.number)
-            ):
-                return True
-            return same(gold.number, percent_value(answer.number))
+        question = self._policy.question
+        if gold.number and answer.number and "%" in (gold.unit, answer.unit) and "" in (gold.unit, answer.unit):
+            return self._percents(gold, answer)
+        if question is not None and not answer.unit and (split := letter_unit(answer)) and self._may_add(split.unit):
+            answer = split
         same_unit = answer.unit in ("", gold.unit) or {answer.unit, gold.unit} == {"$", "dollar"}
         if not same_unit and (gold.unit or not self._may_add(answer.unit)):
             return False
@@ -258,25 +321,55 @@ class _Comparison:
         if gold.text == answer.text:
             return True
         if gold.number is not None and answer.number is not None:
-            return same(gold.number, answer.number)
+            return self._numbers(gold, answer)
         if _sentence_case(gold.text) == _sentence_case(answer.text) or _same_set(gold.text, answer.text):
             return True
-        if (question := self._policy.question) is not None:
-            if gold.number is not None and is_unevaluated(answer.text):
-                return False
-            if repeats(question, answer.text, gold.text):
-                return False
+        if question is not None and not self._answers(question, gold, answer):
+            return False
         return self._leaves.expressions(gold.text, answer.text)
+
+    def _numbers(self, gold: Scalar, answer: Scalar) -> bool:
+        assert gold.number is not None
+        assert answer.number is not None
+        question = self._policy.question
+        if not same(gold.number, answer.number):
+            return False
+        return question is None or _is_final(question, gold.text, answer.text, gold.number, answer.number)
+
+    def _percents(self, gold: Scalar, answer: Scalar) -> bool:
+        """Whether numbers are the same of which one has a percent sign and the other no unit."""
+        assert gold.number is not None
+        assert answer.number is not None
+        question = self._policy.question
+        if gold.unit == "%":
+            hundredth = replace(gold, number=percent_value(gold.number))
+            return self._numbers(gold, answer) or self._numbers(hundredth, answer)
+        asked = question is not None and asks_percent(question)
+        if asked and self._policy.units != "as_gold" and self._numbers(gold, answer):
+            return True
+        if question is not None and (not asked or abs(gold.number.value) >= 1):
+            return False
+        return answer.number.simplest and same(gold.number, percent_value(answer.number))
+
+    @staticmethod
+    def _answers(question: str, gold: Scalar, answer: Scalar) -> bool:
+        """Whether an expression may be the answer to a question: worked out, no echo, of the form that is asked for."""
+        if gold.number is not None or (answer.number is not None and not answer.number.simplest):
+            return False
+        if not is_worked_out(answer.text, gold.text) or repeats(question, answer.text, gold.text):
+            return False
+        return is_as_asked(question, answer.text, gold.text)
 
     def _may_add(self, unit: str) -> bool:
         """Whether an answer may have this unit if the gold has none."""
-        asked = asked_unit(self._policy.question or "")
+        question = self._policy.question or ""
+        asked = asked_units(question)
         # TeX puts dollar signs around numbers, and questions need not name dollars: "How much does she make every day?"
         if unit in ("$", "dollar"):
-            return asked != "cent" and (unit == "$" or self._policy.units != "as_gold")
-        if self._policy.units == "as_gold" or changes_number(unit):
+            return not asks_cents(question) and (unit == "$" or self._policy.units != "as_gold")
+        if self._policy.units == "as_gold" or unit == "%":
             return False
-        return self._policy.units == "any" or unit.partition("^")[0] == asked
+        return unit in asked or (self._policy.units == "any" and not changes_number(unit))
 
 
 def _may_have_condition(gold: Answer, answer: Answer) -> bool:
@@ -323,6 +416,20 @@ def _renamed(form: Form, letters: dict[str, str]) -> Form | None:
 def _real_line(form: Form, other: Form) -> Form:
     """The set of real numbers as an interval, if it is compared with a compound form."""
     return REAL_LINE if isinstance(other, Compound) and form == Scalar(REALS, None) else form
+
+
+def _lists_solutions(gold: Compound) -> bool:
+    """Whether a list or set is of solutions with several values each, which have no order."""
+    return all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
+
+
+def _as_several(form: Form, other: Form) -> Form:
+    """A form as a set of one, if the other form is a list or set of solutions, or a gold's set of one value."""
+    if not isinstance(other, Compound) or other.kind not in ("list", "set"):
+        return form
+    if isinstance(form, Compound) and form.kind in ("record", "brackets") and _lists_solutions(other):
+        return Compound("set", (form,))
+    return form
 
 
 def _same_set(gold: str, answer: str) -> bool:

@@ -9,6 +9,8 @@ r"""The form of an answer: a scalar, or scalars in a list, brackets, a set, a un
     "(x, y) = (3, 4)"            the same record
     "(0, 1) \cup [3, \infty)"    a union of brackets
     "1 < x \le 2", "y = 2x + 1"  relations
+    "\{x \mid x > 2\}"           the relation "x > 2"
+    "n \equiv 1 \pmod{3}"        a congruence
     "\begin{pmatrix} ... "       a matrix, by rows
 
 `read_answer` never fails: a text that it cannot take apart is a scalar, which equals only the same text.
@@ -27,7 +29,7 @@ from nmoe.grading.math.scalars import MARKS, REALS, UNIT_CLOSE, UNIT_OPEN, Scala
 
 _MAX_DEPTH = 30
 
-Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matrix", "relation"]
+Kind = Literal["list", "record", "brackets", "set", "union", "difference", "matrix", "relation", "congruence"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Compound:
     r"""A form made of several forms.
 
     `detail` is the brackets ("(]"), the relations ("<,\le"), the shape of a matrix ("2x3"), a record's names (one per line),
-    or "pm" for the set of a value with both signs.
+    a congruence's modulus, or "pm" for the set of a value with both signs.
     """
 
     kind: Kind
@@ -198,6 +200,11 @@ def _split(tokens: Sequence[tuple[str, int]], separators: set[str]) -> list[tupl
     return [*parts, (text.strip(), before)]
 
 
+_DOMAIN = re.compile(r"([A-Za-z])(?:\\in ?(?:\\mathbb\{R\}|R))?")
+_SAME_DOMAIN = re.compile(r"[A-Za-z]\\in ?(?:\\mathbb\{R\}|R), ?|, ?[A-Za-z]\\in ?(?:\\mathbb\{R\}|R)$")
+_CONGRUENCE = re.compile(
+    r"(?:([^=]+?)\\equiv ?)?([^=]+?)[ (]*(?:\\[bp]?mod|(?<![A-Za-z])mod) ?(?:\{([0-9a-z]+)\}|([0-9a-z]+))\)?"
+)
 _WORD_SEPARATORS = re.compile(r"(?<![A-Za-z\\])(?:,\s*)?(or|and)(?![A-Za-z])")
 
 
@@ -217,6 +224,11 @@ def _read(text: str, level: int) -> Form:
             if not all(part for part, _ in parts):
                 return read_scalar(text)
             return build(parts, level + 1)
+    if (congruence := _CONGRUENCE.fullmatch(text)) is not None:
+        name, residue, *moduli = congruence.groups()
+        sides = [side for side in (name, residue) if side]
+        modulus = next(one for one in moduli if one)
+        return Compound("congruence", tuple(_read(normalize(side), level + 1) for side in sides), modulus)
     if (both := _plus_and_minus(tokens)) is not None:
         return Compound("set", tuple(_read(normalize(one), level + 1) for one in both), "pm")
     return _bracketed(text, tokens, level) or read_scalar(text)
@@ -259,10 +271,17 @@ def _difference(parts: list[tuple[str, str]], level: int) -> Form:
     without = less[0] if len(less) == 1 and isinstance(less[0], Compound) and less[0].kind == "set" else None
     if whole != Scalar(REALS, None) or without is None:
         return Compound("difference", forms)
-    points = [part for part in without.parts if isinstance(part, Scalar) and part.number and not part.unit]
-    if len(points) != len(without.parts):
-        return Compound("difference", forms)
-    ordered = sorted(points, key=lambda point: point.number.value if point.number else 0)
+    return without_points(without)
+
+
+def without_points(points: Compound) -> Form:
+    """The real numbers without the points of a set: a union of intervals if the points are numbers."""
+    numbers = {
+        part.number.value: part for part in points.parts if isinstance(part, Scalar) and part.number and not part.unit
+    }
+    if len(numbers) != len(points.parts):
+        return Compound("difference", (Scalar(REALS, None), points))
+    ordered = [numbers[value] for value in sorted(numbers)]
     ends = [Scalar(r"-\infty", None), *ordered, Scalar(r"\infty", None)]
     return Compound(
         "union", tuple(Compound("brackets", tuple(ends[place : place + 2]), "()") for place in range(len(ends) - 1))
@@ -312,13 +331,33 @@ def _bracketed(text: str, tokens: Sequence[tuple[str, int]], level: int) -> Form
     if not all(part for part, _ in parts):
         return None
     if (opening, closing) == (r"\{", r"\}"):
-        if any(token in ("|", ":", r"\mid", r"\vert") for token, _ in inner):
-            return None  # a set defined by a property
+        if any(token in ("|", ":") for token, _ in inner):
+            return _by_property(inner, level)
         return Compound("set", tuple(_read(normalize(part), level + 1) for part, _ in parts))
     if len(parts) == 1:
         return _read(normalize(parts[0][0]), level + 1) if (opening, closing) in (("(", ")"), ("{", "}")) else None
     forms = tuple(_read(normalize(part), level + 1) for part, _ in parts)
     return Compound("brackets", forms, opening + closing)
+
+
+def _by_property(inner: Sequence[tuple[str, int]], level: int) -> Form | None:
+    r"""The inequalities of a set of real numbers by a property, "x \mid x > 2"; None for any other set."""
+    (before, _), *after = _split(inner, {"|", ":"})
+    condition = "|".join(text for text, _ in after)
+    domain = _DOMAIN.fullmatch(before)
+    if domain is None:
+        return None
+    variable = domain[1]
+    form = _read(normalize(_SAME_DOMAIN.sub("", condition)), level + 1)
+    relations = form.parts if isinstance(form, Compound) and form.kind in ("list", "set") else (form,)
+    bounds = all(
+        isinstance(one, Compound)
+        and one.kind == "relation"
+        and "=" not in one.detail
+        and Scalar(variable, None) in one.parts
+        for one in relations
+    )
+    return form if bounds else None
 
 
 def _matrix(text: str, level: int) -> Form | None:

@@ -1,10 +1,10 @@
-r"""Intervals, written with brackets or as inequalities: "(5, \infty)", "x > 5", and the real line."""
+r"""Intervals, written with brackets or as inequalities: "(5, \infty)", "x > 5", "x \ne 5", and the real line."""
 
 from __future__ import annotations
 
 import re
 
-from nmoe.grading.math.forms import Compound, Form
+from nmoe.grading.math.forms import Compound, Form, without_points
 from nmoe.grading.math.scalars import Scalar
 
 _ENDS = (Scalar(r"-\infty", None), Scalar(r"\infty", None))
@@ -16,7 +16,7 @@ def as_intervals(gold: Compound, answer: Compound) -> tuple[Compound, Compound] 
 
     The gold must certainly be an interval: "(1, 2)" may be a point.
     """
-    if "relation" in (answer.kind, gold.kind) or "set" in (answer.kind, gold.kind):
+    if {"relation", "set", "list"} & {answer.kind, gold.kind}:
         gold_interval, answer_interval = _as_interval(gold), _as_interval(answer)
         if gold_interval is None or answer_interval is None or gold.kind == answer.kind:
             return None
@@ -27,6 +27,11 @@ def as_intervals(gold: Compound, answer: Compound) -> tuple[Compound, Compound] 
 
 
 def _as_interval(form: Compound) -> Compound | None:
+    if form.kind == "difference":
+        return form
+    if (points := _excluded(form)) is not None:
+        found = without_points(points)
+        return found if isinstance(found, Compound) else None
     if form.kind == "brackets":
         return form if len(form.parts) == 2 and form.detail in ("()", "(]", "[)", "[]") else None
     if form.kind in ("union", "set"):
@@ -48,6 +53,20 @@ def _as_interval(form: Compound) -> Compound | None:
     if len(sides) == 2 and _is_variable(sides[1]) and not _is_variable(sides[0]):
         return Compound("brackets", (sides[0], Scalar(r"\infty", None)), ("[" if closed[signs[0]] else "(") + ")")
     return None
+
+
+def _excluded(form: Compound) -> Compound | None:
+    r"""The points that "x \ne 1" or "x \ne 1, x \ne 3" leaves out of the real numbers; None for any other form."""
+    relations = form.parts if form.kind == "list" else (form,)
+    points: list[Form] = []
+    for one in relations:
+        if not isinstance(one, Compound) or (one.kind, one.detail) != ("relation", r"\ne") or len(one.parts) != 2:
+            return None
+        name, point = one.parts
+        if not _is_variable(name) or name != relations[0].parts[0]:  # type: ignore[union-attr]
+            return None
+        points += point.parts if isinstance(point, Compound) and point.kind == "set" else [point]
+    return Compound("set", tuple(points))
 
 
 def _variables(form: Form) -> set[str]:

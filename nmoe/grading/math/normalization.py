@@ -90,6 +90,12 @@ _SPELLING = re.compile(
     rf"(?:{_COMMAND_SPELLINGS})(?![A-Za-z])|" + "|".join(re.escape(one) for one in _SPELLINGS if not one[1:].isalpha())
 )
 _NUMBER_SET = re.compile(r"\\(?:mathbb|mathbf|Bbb)\s*(?:\{\s*([CNQRZ])\s*\}|([CNQRZ])(?![A-Za-z]))")
+_REALS_MINUS = re.compile(r"\\mathbb\{R\} ?(?:-|\\smallsetminus ?) ?(?=\\\{)")
+_REALS_EXCEPT = re.compile(
+    r"(?:all |any )?real(?:s| numbers?)(?: x)?,? (?:except|other than|but|excluding|not equal to)(?: for)? ",
+    re.IGNORECASE,
+)
+_POINT_NAME = re.compile(r"\b[a-z] ?= ?")
 _EMPTY_BRACES = re.compile(r"\\\{\s*\\\}")
 _REPEATING_DOTS = re.compile(r"(?<=[0-9]\.)([0-9]*)\\dot\{?([0-9])\}?(?:([0-9]*)\\dot\{?([0-9])\}?)?")
 # Three dots after a repetition: the same digits three times, or two or more digits twice if they are all of the decimals.
@@ -98,7 +104,7 @@ _ENDLESS = re.compile(
     r"(?<=[0-9]\.)(?:([0-9]{0,12}?)([0-9]{1,12}?)\2{2,}|([0-9]{2,12}?)\3)(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"
 )
 _ITEM_PLUS = re.compile(r"(^|[(\[{,;=<>]|\\(?:cup|le|ge|in)(?![A-Za-z])) ?\+")
-_DROPPED = re.compile(r"\\(?:left|right|thinspace|big|Big|bigg|Bigg)(?![A-Za-z]) ?|\\! ?|\\[,;:]")
+_DROPPED = re.compile(r"\\(?:left|right)\.|\\(?:left|right|thinspace|big|Big|bigg|Bigg)(?![A-Za-z]) ?|\\! ?|\\[,;:]")
 _SPACES = re.compile(r"\\(?:displaystyle|quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~")
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _RELATION_COMMAND = re.compile(r"\\(le|ge)q(?:slant)?(?![A-Za-z])|\\(ne)q(?![A-Za-z])")
@@ -131,6 +137,7 @@ def _normalize_once(text: str) -> str:
         text = _VULGAR_FRACTION.sub(_as_fraction, text)
         text = _ROOT_SIGN.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text).translate(_SIGNS)
     text = _NUMBER_SET.sub(lambda match: rf"\mathbb{{{match[1] or match[2]}}}", text)
+    text = _REALS_MINUS.sub(r"\\mathbb{R}\\setminus ", text)
     text = _EMPTY_BRACES.sub(r"\\emptyset ", text)
     text = _SPELLING.sub(lambda match: _SPELLINGS[match[0]], text)
     text = _FRACTION_COMMAND.sub(r"\\frac", _SPACES.sub(" ", _DROPPED.sub("", text)))
@@ -139,6 +146,9 @@ def _normalize_once(text: str) -> str:
         text = _ENDLESS.sub(lambda match: rf"{match[1] or ''}\overline{{{match[2] or match[3]}}}", text)
     text = _strip_enclosure(_unwrap(text).strip().rstrip(". "))
     text = _CURRENCY.sub(r"\1", text)
+    if "real" in text and (excluding := _REALS_EXCEPT.match(text)):
+        points = _POINT_NAME.sub("", text[excluding.end() :]).replace(" and ", ", ")
+        text = rf"\mathbb{{R}}\setminus\{{{points}\}}"
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "").replace(" ", "")
     if plain := _PLAIN.fullmatch(text):
@@ -174,6 +184,7 @@ def _strip_enclosure(text: str) -> str:
     for left, right in _ENCLOSURES:
         inner = text[len(left) : -len(right)]
         encloses = len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right)
-        if encloses and left not in inner and right not in inner:  # "$1$ and $2$" is not enclosed
+        plain = inner.replace(r"\$", "") if left == "$" else inner
+        if encloses and left not in plain and right not in plain:  # "$1$ and $2$" is not enclosed, "$\$5$" is
             return inner
     return text

@@ -27,8 +27,8 @@ class Policy:
     `units`: which unit an answer may add to a gold without one. "asked": the one that the question names, if it names only
     one. "as_gold": none. "any": all but those that change the number, like % and "dozen".
 
-    `question`: None if unknown. If known, an answer that repeats an expression of the question is wrong. So is an unevaluated
-    expression if the gold is a number.
+    `question`: None to compare two texts by value. Otherwise the answer is to a question, "" if its text is unknown: it has to be
+    worked out (`nmoe.grading.math.worked`), and an expression of the question is no answer.
     """
 
     answer_order: AnswerOrder = "any"

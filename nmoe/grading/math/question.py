@@ -1,7 +1,7 @@
-r"""What the question says about an answer: its own expressions do not answer it, nor do unevaluated ones.
+r"""What the question says about an answer: its own expressions do not answer it, and it may ask for a form.
 
-"Simplify $\sqrt{180}$" has the gold `6\sqrt{5}`, and `\sqrt{180}` has the same value. So have `\sqrt{180}+0` and
-`{\sqrt{180}}`. That is why shapes are compared (`nmoe.grading.math.shape`).
+"Simplify $\sqrt{180}$" has the gold `6\sqrt{5}`, and `\sqrt{180}` has the same value. So have `180^{0.5}` and `|\sqrt{180}|`.
+That is why shapes are compared (`nmoe.grading.math.shape`), with the arithmetic of constants done (`worked.folded`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from functools import lru_cache
 from nmoe.grading.math.expressions import FUNCTIONS
 from nmoe.grading.math.numbers import read_number
 from nmoe.grading.math.shape import Shape, add, is_atom, multiply, parts, shape
+from nmoe.grading.math.worked import folded, has_root_below, has_square_factor
 
-# Signs of an unevaluated expression. A fraction is a number, and so is a repeating decimal.
-_UNEVALUATED = re.compile(
-    r"[+*^!]|[\d})]\s*-|[\d})]\s*\(|\\(?!(?:[dt]?frac|overline|text|mathrm|left|right)(?![A-Za-z]))[A-Za-z]+"
-)
+_FACTOR = re.compile(r"\bfactor(?:[^a-z]|i[sz]|ed|ing|$)", re.IGNORECASE)
+_EXPAND = re.compile(r"\bexpand|multiply out|without (?:brackets|parentheses)", re.IGNORECASE)
+_SIMPLIFY = re.compile(r"\bsimplif|\bsimplest|\bradical form", re.IGNORECASE)
+_RATIONALIZE = re.compile(r"\brationali[sz]", re.IGNORECASE)
+_LITERAL = re.compile(r"(?<![0-9.,])[0-9]*\.[0-9]+(?![0-9])|(?<![0-9.,])[0-9]+(?:\.[0-9]+)?(?=\\?%)")
 _EQUATION_WORDS = re.compile(
     r"equation|\bline|asymptote|\baxis|directrix|tangent|locus|curve|circle|graph|plane", re.IGNORECASE
 )
@@ -30,11 +32,6 @@ _RELATION = re.compile(r"<=|>=|[=<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt
 _MAX_QUESTION_CHARS = 20_000
 
 
-def is_unevaluated(text: str) -> bool:
-    """Whether a normalised text other than a number is still to be evaluated."""
-    return _UNEVALUATED.search(text) is not None
-
-
 def wants_equation(question: str) -> bool:
     """Whether the answer may be an equation, or a number stand for one: the line x = 4."""
     return _EQUATION_WORDS.search(question) is not None
@@ -42,14 +39,47 @@ def wants_equation(question: str) -> bool:
 
 def repeats(question: str, answer: str, gold: str) -> bool:
     """Whether an answer, a scalar in normalised text, is an expression of the question that differs from the gold."""
-    if read_number(answer) is not None:
-        return False
     written = shape(answer)
     if written is None:
         return len(answer) > 2 and _squeezed(answer) in _squeezed(question)
-    if is_atom(written) or written == shape(gold):
+    wanted = shape(gold)
+    if is_atom(written):
+        return "." in answer and wanted != written and answer.lstrip("+-0") in _literals(question)
+    if written == wanted:
         return False
-    return written in _expressions(question) or _squeezed(answer) in _squeezed(question)
+    if written in _expressions(question) or (read_number(answer) is None and _squeezed(answer) in _squeezed(question)):
+        return True
+    return wanted is not None and folded(written) != folded(wanted) and folded(written) in _folded_expressions(question)
+
+
+def is_as_asked(question: str, answer: str, gold: str) -> bool:
+    """Whether an answer has the form that the question asks for, as far as the gold has it: factored, expanded, simplified."""
+    written, wanted = shape(answer), shape(gold)
+    if written is None or wanted is None or is_atom(written) or written == wanted:
+        return True
+    if _FACTOR.search(question) and _is_product(wanted) and _is(written, "+"):
+        return False
+    if _EXPAND.search(question) and not _has_brackets(wanted) and _has_brackets(written):
+        return False
+    if _SIMPLIFY.search(question) and has_square_factor(written) and not has_square_factor(wanted):
+        return False
+    return not (_RATIONALIZE.search(question) and has_root_below(written) and not has_root_below(wanted))
+
+
+def _is(one: Shape, sign: str) -> bool:
+    return isinstance(one, tuple) and one[0] == sign
+
+
+def _is_product(one: Shape) -> bool:
+    return _is(one, "*") or (_is(one, "^") and _is(one[1], "+"))
+
+
+def _has_brackets(one: Shape) -> bool:
+    """Whether a sum is multiplied or raised in a shape."""
+    return any(
+        part[0] in ("*", "^") and any(_is(inner, "+") for inner in (part[1:2] if part[0] == "^" else part[1:]))
+        for part in parts(one)
+    )
 
 
 def repeats_equation(question: str, sides: Sequence[str], gold: Sequence[str]) -> bool:
@@ -74,6 +104,17 @@ def _expressions(question: str) -> frozenset[Shape]:
     sides = (side for formula in _formulas(question) for side in _RELATION.split(formula))
     found = (shape(side) for side in sides)
     return frozenset(part for one in found if one is not None for part in parts(one))
+
+
+@lru_cache(256)
+def _folded_expressions(question: str) -> frozenset[Shape]:
+    return frozenset(map(folded, _expressions(question)))
+
+
+@lru_cache(256)
+def _literals(question: str) -> frozenset[str]:
+    """The decimals and percentages of a question, without leading zeros."""
+    return frozenset(number.lstrip("0") for number in _LITERAL.findall(question))
 
 
 @lru_cache(256)

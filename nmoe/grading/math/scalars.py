@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 
 from nmoe.grading.math.normalization import normalize
 from nmoe.grading.math.numbers import Number, read_number
@@ -28,7 +27,9 @@ MARKS = re.compile(f"[{UNIT_OPEN}{UNIT_CLOSE}]")
 _DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
 _PERCENT = re.compile(r"(.+?)\\?%")
 _BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
-_DOLLARS = re.compile(r"\s*[+-]?\\?\$\s?[0-9.,]+\s*")
+_LETTER_UNIT = re.compile(r"([0-9.,]+) ?([a-z])")
+_TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))? ?([ap])\.? ?m\.?", re.IGNORECASE)
+_DOLLARS = re.compile(r"\s*(\$?)[+-]?\\?\$\s?[0-9.,]+\1\s*")
 # Degrees are a unit of an angle, but in a function's argument they are not the unit of its value.
 _ANGLE = re.compile(r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))+")
 _FOREIGN_CURRENCY = re.compile(r"([€£¥₹₩₽])(.+)")
@@ -37,7 +38,17 @@ _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven
 _BASES |= {"ten": "10", "twelve": "12", "sixteen": "16"}
 
 _WORD_SIGNS = {
-    r"\emptyset": ["empty set", "the empty set", "null set"],
+    r"\emptyset": [
+        "empty set",
+        "the empty set",
+        "null set",
+        *(
+            f"{no}{real}solution{s}"
+            for no in ("no ", "there is no ", "there are no ")
+            for real in ("", "real ")
+            for s in ("", "s")
+        ),
+    ],
     r"\mathbb{R}": ["all real", "all reals", "all real numbers", "any real number", "real numbers", "the real numbers"],
 }
 _SIGN_OF = {words: sign for sign, spellings in _WORD_SIGNS.items() for words in spellings}
@@ -65,6 +76,8 @@ def dollars(text: str) -> Number | None:
 
 def read_scalar(text: str) -> Scalar:
     """Reads a scalar and takes off its unit or base."""
+    if text[-1:] in "mM." + UNIT_CLOSE and (time := _TIME.fullmatch(MARKS.sub(" ", text).strip().replace("  ", " "))):
+        return Scalar(f"{int(time[1])}:{time[2] or '00'} {time[3].lower()}m", None)
     if match := _MARKED_UNIT.fullmatch(text):
         return _with_unit(match[1], spell_unit(match[2], match[3] or ""))
     text = normalize(MARKS.sub(" ", text))
@@ -98,6 +111,13 @@ def _with_unit(text: str, unit: str) -> Scalar:
     return Scalar(value, read_number(value), unit)
 
 
+def letter_unit(scalar: Scalar) -> Scalar | None:
+    """A number with one letter, "7 m", as a number with a unit, which it is if the question asks for that; else None."""
+    match = _LETTER_UNIT.fullmatch(scalar.text)
+    return None if match is None else _with_unit(match[1], spell_unit(match[2], ""))
+
+
 def percent_value(number: Number) -> Number:
     """The value of a percentage: 50% is 0.5."""
-    return Number(number.value / Fraction(100), number.decimal)
+    places = None if number.places is None else number.places + 2
+    return Number(number.value / 100, places, number.simplest)

@@ -30,21 +30,14 @@ _SYMBOLS = {"pi", "infty", *GREEK}
 _WORDS = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|" + "|".join(FUNCTIONS) + r")(?![A-Za-z])")
 _CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
 _TIMES = ("cdot", "times")
+_ENDS = {"+", "-", ")", "]", "}", "|", "^", "_", "!", r"\rfloor", r"\rceil"}
+_ROUNDINGS = {"lfloor": r"\rfloor", "lceil": r"\rceil"}
 
 
 @lru_cache(4096)
 def shape(text: str) -> Shape | None:
     """The shape of a text; None if it is not an expression."""
-    source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
-    tokens = list(_TOKEN.finditer(source))
-    if not tokens or sum(len(token.group()) for token in tokens) != len(source):
-        return None
-    parser = _Parser([token for token in tokens if token.group() != " "])
-    try:
-        found = parser.sum(0)
-    except _NoExpressionError:
-        return None
-    return found if parser.token is None else None
+    return Parser(text).read()
 
 
 def is_atom(one: Shape) -> bool:
@@ -106,10 +99,41 @@ class _NoExpressionError(Exception):
     pass
 
 
-class _Parser:
-    def __init__(self, tokens: list[re.Match[str]]) -> None:
-        self._tokens = tokens
+class Parser:
+    """Parses a text. What is done with the operations that it finds are methods, so that a subclass can look at them."""
+
+    def __init__(self, text: str) -> None:
+        source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
+        tokens = list(_TOKEN.finditer(source))
+        self._is_readable = bool(tokens) and sum(len(token.group()) for token in tokens) == len(source)
+        self._tokens = [token for token in tokens if token.group() != " "]
         self._place = 0
+
+    def read(self) -> Shape | None:
+        """The shape of the text; None if it is not an expression."""
+        if not self._is_readable:
+            return None
+        try:
+            found = self.sum(0)
+        except _NoExpressionError:
+            return None
+        return found if self.token is None else None
+
+    def added(self, terms: list[Shape]) -> Shape:
+        """The shape of a sum as written."""
+        return add(terms)
+
+    def multiplied(self, factors: list[Shape]) -> Shape:
+        """The shape of a product as written, divisors being powers of -1."""
+        return multiply(factors)
+
+    def raised(self, base: Shape, exponent: Shape) -> Shape:
+        """The shape of a power or root as written."""
+        return power(base, exponent)
+
+    def applied(self, function: tuple[Shape, ...]) -> Shape:
+        """The shape of a function's value: its name and its arguments."""
+        return function
 
     @property
     def token(self) -> str | None:
@@ -131,7 +155,7 @@ class _Parser:
                 self._place += 1
             terms.append(multiply([sign, self._product(depth)]))
             if self.token not in ("+", "-"):
-                return add(terms)
+                return self.added(terms)
 
     def _product(self, depth: int) -> Shape:
         factors = [self._factor(depth)]
@@ -143,10 +167,10 @@ class _Parser:
             elif token in ("/", r"\div"):
                 self._place += 1
                 factors.append(power(self._signed(depth), Fraction(-1)))
-            elif token is not None and token not in ("+", "-", ")", "]", "}", "|", "^", "_", "!"):
+            elif token is not None and token not in _ENDS:
                 factors.append(self._factor(depth))
             else:
-                return multiply(factors)
+                return self.multiplied(factors)
 
     def _signed(self, depth: int) -> Shape:
         if self.token == "-":
@@ -159,20 +183,30 @@ class _Parser:
         while self.token in ("^", "!"):
             if self.token == "!":
                 self._place += 1
-                found = ("!", found)
+                found = self.applied(("!", found))
             else:
                 self._place += 1
-                found = power(found, self._argument(depth))
+                found = self.raised(found, self._argument(depth))
         return found
 
     def _argument(self, depth: int) -> Shape:
-        """The argument of a command, "^" or "_": a group in braces or one token; of several digits only the first, as in TeX."""
+        """The argument of "^" or "_": a group in braces or one token. "x^10" is written for x^{10}, against TeX."""
         if self.token in ("{", "("):
             return self._bracketed(depth)
         if self.token == "-":
             self._place += 1
             return multiply([Fraction(-1), self._argument(depth)])
         return self._atom(depth)
+
+    def _command_argument(self, depth: int) -> Shape:
+        r"""The argument of a command: of several digits only the first, as in TeX, so that \frac12x is a half x."""
+        token = self.token
+        if token is None or not token[0].isdecimal() or len(token) == 1:
+            return self._argument(depth)
+        rest = _TOKEN.match(token[1:])
+        assert rest is not None, "digits follow, or a point and digits"
+        self._tokens[self._place] = rest
+        return Fraction(token[0])
 
     def _bracketed(self, depth: int) -> Shape:
         opening = self.token
@@ -193,7 +227,7 @@ class _Parser:
         if token == "|":
             found = self.sum(depth + 1)
             self._take("|")
-            return ("abs", found)
+            return self.applied(("abs", found))
         if match["number"]:
             return Fraction(token)
         if match["letter"] or match["command"] in _SYMBOLS:
@@ -206,11 +240,15 @@ class _Parser:
     def _command(self, command: str | None, depth: int) -> Shape:
         if command == "sqrt":
             degree = self._bracketed(depth) if self.token == "[" else Fraction(2)
-            return power(self._argument(depth), power(degree, Fraction(-1)))
+            return self.raised(self._command_argument(depth), power(degree, Fraction(-1)))
         if command == "frac":
-            return multiply([self._argument(depth), power(self._argument(depth), Fraction(-1))])
+            return self.multiplied([self._command_argument(depth), power(self._command_argument(depth), Fraction(-1))])
         if command == "binom":
-            return ("binom", self._argument(depth), self._argument(depth))
+            return self.applied(("binom", self._command_argument(depth), self._command_argument(depth)))
+        if command in _ROUNDINGS:
+            found = self.sum(depth + 1)
+            self._take(_ROUNDINGS[command])
+            return self.applied((command, found))
         if command not in FUNCTIONS:
             raise _NoExpressionError
         base: Shape = Fraction(1)
@@ -229,5 +267,5 @@ class _Parser:
             factors = [self._factor(depth + 1)]
             while self.token is not None and re.match(r"[0-9A-Za-z]|\\(?:pi|theta|alpha|beta|frac)", self.token):
                 factors.append(self._factor(depth + 1))
-            argument = multiply(factors)
-        return power((command, base, argument), exponent)
+            argument = self.multiplied(factors)
+        return power(self.applied((command, base, argument)), exponent)

@@ -7,13 +7,15 @@ the whole process is killed instead (`nmoe.grading.workers.pool`).
 math-verify's comparison is generous, so both sides must also agree in value before it is asked for a proof. Expressions
 without variables are compared exactly if they are rational, else to 50 digits beyond the size of everything in them; others
 are compared so at points. This catches errors that math-verify accepts: numbers that differ after the fifteenth digit,
-2^{2017} for 2^{2017}-1, and decimals that only look like 0.
+2^{2017} for 2^{2017}-1, and decimals that only look like 0. Decimals are the fractions that they are written as. Only one that
+is an answer as a whole may be a rounded value (`nmoe.grading.math.numbers.same`): in a function every coefficient counts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +26,7 @@ from math_verify.grader import verify
 
 from nmoe.grading.math import expressions
 from nmoe.grading.math.equivalence import compare
-from nmoe.grading.math.numbers import TOLERANCE
+from nmoe.grading.math.numbers import Number, read_number, same
 from nmoe.grading.math.policy import AnswerOrder, Policy, Units
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -32,7 +34,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 _NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _DIGITS = 50
-_PRECISION, _ROUNDING = mpmath.mpf(10) ** -40, mpmath.mpf(float(TOLERANCE))
+_PRECISION = mpmath.mpf(10) ** -40
 # Larger numbers are compared exactly or not at all.
 _MAX_DIGITS = 10_000
 _DIGITS_PER_BIT = 0.302
@@ -93,7 +95,13 @@ class MathVerify:
             return False
         sources = expressions.both_latex(gold, answer)
         parsed = None if sources is None else _parse_all(*sources)
-        return parsed is not None and _holds(lambda: _equal(parsed[0], parsed[1], "." in gold + answer))
+        if parsed is None:
+            return False
+        numbers = [read_number(text) for text in (gold, answer)]
+        decimals = [number is not None and number.decimal for number in numbers]
+        if any(decimals) and not any(one.free_symbols for one in parsed):
+            return _holds(lambda: _is_rounded(parsed, numbers))
+        return _holds(lambda: _equal(parsed[0], parsed[1]))
 
     def equations(self, gold: tuple[str, str], answer: tuple[str, str]) -> bool:
         """Whether left minus right of one equation is a constant times that of the other, and neither is 0 everywhere."""
@@ -125,7 +133,7 @@ def _proportional(gold: Any, answer: Any) -> bool:
     scales = gold.subs(point), answer.subs(point)
     if not symbols or any(_is_zero(scale) for scale in scales):
         return False
-    return _equal(gold * scales[1], answer * scales[0], rounded=False)
+    return _equal(gold * scales[1], answer * scales[0])
 
 
 def _parse_all(*sources: str) -> list[Any] | None:
@@ -148,16 +156,29 @@ def _parse(source: str, is_real: bool) -> Any:
     return parsed.subs(dict.fromkeys(imaginary, sympy.I))
 
 
-def _equal(gold: Any, answer: Any, rounded: bool) -> bool:
+def _is_rounded(parsed: list[Any], numbers: list[Number | None]) -> bool:
+    """Whether two values are the same of which at least one is a decimal, which may be rounded."""
+    read = [_exact(value) if number is None else number for value, number in zip(parsed, numbers, strict=True)]
+    return read[0] is not None and read[1] is not None and same(read[0], read[1])
+
+
+def _exact(expression: Any) -> Number | None:
+    """The value of an expression to all digits that a comparison with a decimal needs; None if it has no real value."""
+    value = _value(expression)
+    if value is None or (isinstance(value, mpmath.mpc) and value.imag != 0):
+        return None
+    with mpmath.workdps(_DIGITS):
+        return Number(Fraction(mpmath.nstr(value.real, _DIGITS)))
+
+
+def _equal(gold: Any, answer: Any) -> bool:
     if gold == answer:
         return bool(gold.is_finite is not False)
     symbols = _symbols(gold, answer)
     if len(symbols) > len(_POINTS):
         return False
     if not symbols:
-        return _same_value(gold, answer, rounded)
-    # Rounded decimals allow no proof, so agreement at several points must suffice.
-    wanted, compared = (3 if rounded else 1), 0
+        return _same_value(gold, answer)
     for shift in range(len(_POINTS)):
         points = [_POINTS[(place + shift) % len(_POINTS)] for place in range(len(symbols))]
         point = dict(zip(symbols, points, strict=True))
@@ -166,11 +187,7 @@ def _equal(gold: Any, answer: Any, rounded: bool) -> bool:
         if has_value[0] != has_value[1]:
             return False
         if has_value[0]:
-            if not _same_value(*values, rounded):
-                return False
-            compared += 1
-            if compared == wanted:
-                return rounded or bool(verify(gold, answer, timeout_seconds=None))
+            return _same_value(*values) and bool(verify(gold, answer, timeout_seconds=None))
     return False
 
 
@@ -178,9 +195,9 @@ def _symbols(*parsed: Any) -> Sequence[Any]:
     return sorted(set().union(*(expression.free_symbols for expression in parsed)), key=str)
 
 
-def _same_value(gold: Any, answer: Any, rounded: bool) -> bool:
+def _same_value(gold: Any, answer: Any) -> bool:
     """Whether two expressions without variables agree: rational ones exactly, others beyond the size of all their parts."""
-    if gold.is_Rational and answer.is_Rational and not rounded:
+    if gold.is_Rational and answer.is_Rational:
         return bool(gold == answer)
     reach = max(_reach(gold), _reach(answer))
     digits = _DIGITS + 2 * reach
@@ -190,8 +207,7 @@ def _same_value(gold: Any, answer: Any, rounded: bool) -> bool:
     if values[0] is None or values[1] is None:
         return False
     with mpmath.workdps(digits):
-        size = max(abs(values[0]), abs(values[1]))
-        allowed = _ROUNDING * min(1, abs(values[0])) if rounded else _PRECISION / mpmath.mpf(10) ** reach * min(1, size)
+        allowed = _PRECISION / mpmath.mpf(10) ** reach * min(1, max(abs(values[0]), abs(values[1])))
         return bool(abs(values[0] - values[1]) <= allowed)
 
 

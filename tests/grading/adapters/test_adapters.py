@@ -72,7 +72,7 @@ def test_a_label_that_nothing_can_be_compared_with_is_an_error(gold: object) -> 
 
 def test_a_comparison_that_was_lost_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Verdict("error", 0.0, "symbolic", "the worker was killed")
-    monkeypatch.setattr(module, "grade_answers", lambda pairs: iter([lost for _ in pairs]))
+    monkeypatch.setattr(module, "grade_answers", lambda pairs, policy: iter([lost for _ in pairs]))
     with pytest.raises(InfrastructureError, match="the worker was killed"):
         exact_match(["1"], ["1"])
 
