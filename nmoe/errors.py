@@ -7,6 +7,15 @@ class UserError(Exception):
     exit_code = 2
 
 
+class MissingInputError(UserError):
+    """Nothing can be read where a path or a name of the input leads. `named` is that path or name as it was written, by which a
+    command finds the line of its configuration that says so."""
+
+    def __init__(self, message: str, named: str = "") -> None:
+        super().__init__(message)
+        self.named = named
+
+
 class StorageError(UserError):
     """The disk is full or cannot be written: nothing is wrong with the input, so the exit code is 1."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from found import Result, check
@@ -28,3 +30,66 @@ def a_sample_is_shown() -> Result:
     wanted = ("prompt:", "Sort: ", "completion:", "reward 0 ")
     shown = [one for one in wanted if one in said.getvalue()]
     return f"{len(shown)} of {len(wanted)} parts shown", len(shown) == len(wanted)
+
+
+RUN = """
+[run]
+steps = 1
+[model]
+tokenizer = "bytes"
+shape = {hidden_size = 32, layers = 1, heads = 2, kv_heads = 2, head_dim = 16, intermediate_size = 64, context_tokens = 1024}
+[environment]
+env_id = "qa"
+format = "boxed"
+task_pool = {type = "jsonl", path = "qa.jsonl", task_type = "math"}
+"""
+
+
+def said(*arguments: str) -> tuple[int | str | None, str]:
+    """The exit code of a command and the last line that it prints on stderr."""
+    from nmoe.cli import main
+
+    printed, argv = io.StringIO(), sys.argv
+    sys.argv = ["nmoe", *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(printed):
+            main()
+    except SystemExit as ended:
+        return ended.code, (printed.getvalue().splitlines() or [""])[-1]
+    finally:
+        sys.argv = argv
+    return 0, ""
+
+
+MESSAGES = (
+    ("rl train qa.jsonl", "is data"),
+    ("rl train rl.toml --algorithm.kl_beta=0.1", "did you mean --algorithm.kl_coef?"),
+    ("rl train rl.toml --lr=1e-5", "did you mean --optimizer.learning_rate?"),
+    ("rl train rl.toml --batch.num_generations=8", "did you mean --batch.group_size?"),
+    ("train rl.toml", "Did you mean `nmoe rl train rl.toml`?"),
+    ("grpo rl.toml", "Did you mean `nmoe rl train rl.toml`?"),
+    ("rl train rl.toml --algorithm.advantage=GRPO", "did you mean 'grpo'?"),
+    ("rl train rl.toml --sinks.to=tensorboard", """write --sinks.to='["tensorboard"]'"""),
+    ("rl train rl.toml --environment.task_pool.path=qa.jsonl[:10]", "write qa.jsonl@[:10]"),
+    ("rl train rl.toml --run.directory=~/runs", "write /"),
+    ("rl train lost.toml", "lost.toml:10: [environment.task_pool] path"),
+    ("rl train null.toml", "is null; fill it in or remove the record"),
+    ("rl train down.toml", "connection refused"),
+)
+
+
+@check(
+    28, "messages to what a newcomer writes", f"{len(MESSAGES)} of {len(MESSAGES)} name the thing meant, exit code 2"
+)
+def messages_name_the_thing_meant() -> Result:
+    Path("qa.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
+    Path("null.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n{"question": "3+3?", "answer": null}\n')
+    Path("rl.toml").write_text(RUN)
+    Path("lost.toml").write_text(RUN.replace("qa.jsonl", "lost.jsonl"))
+    Path("null.toml").write_text(RUN.replace("qa.jsonl", "null.jsonl"))
+    service = '[[environment.rewards]]\ntype = "http"\nname = "x"\nurl = "http://127.0.0.1:9/"\nretries = 0\n'
+    Path("down.toml").write_text(RUN + service)
+    found = {command: said(*command.split()) for command, _ in MESSAGES}
+    missing = [command for command, part in MESSAGES if found[command][0] != 2 or part not in found[command][1]]
+    right = len(MESSAGES) - len(missing)
+    return f"{right} of {len(MESSAGES)}" + (f", not {missing[0]!r}" if missing else ""), not missing

@@ -2,13 +2,14 @@
 
 import math
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from nmoe.errors import UserError
+from nmoe.errors import MissingInputError, UserError
 from nmoe.types import ExpertWeightsForm
 
 if TYPE_CHECKING:
@@ -76,19 +77,24 @@ ResearchLog = Annotated[Path, typer.Option(metavar="FILE", help="The research lo
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of all random draws.")]
 
 
-def configuration(arguments: list[str], schema: "type[C]") -> "C":
+@contextmanager
+def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
     """Loads the CONFIG among the arguments of a training verb, refuses what cannot go well (`nmoe preflight`), and prints what it
-    will take of memory."""
+    will take of memory. An error of the block that says that an input is missing gets the place that names the input."""
     config = read_configuration(arguments, schema)
+    from nmoe.config.commands import located
     from nmoe.preflight.memory import said_at_the_start, settled
     from nmoe.preflight.preflight import refuse_to_start
 
-    refuse_to_start(config)
-    with suppress(UserError):  # the run itself tells of a checkpoint that is missing
-        config = settled(config)
-        for line in said_at_the_start(config):
-            typer.echo(line)
-    return config
+    try:
+        refuse_to_start(config)
+        with suppress(UserError):  # the run itself tells of a checkpoint that is missing
+            config = settled(config)
+            for line in said_at_the_start(config):
+                typer.echo(line)
+        yield config
+    except MissingInputError as error:
+        raise located(error, *file_and_overrides(arguments), schema) from error
 
 
 def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[str, RunConfig]":

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -81,9 +82,32 @@ class ConfiguredVerb(Verb):
         return f"{super().get_help(ctx)}\n\nKeys, in the file's tables or as --table.key=VALUE:\n{keys}"
 
 
+class Group(typer.core.TyperGroup):
+    """A group of verbs. An unknown one is answered with the verb that is meant: what other frameworks call so, or what takes the
+    configuration that stands in its place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (meant := _verb_meant(*args[:2])) is not None:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean `nmoe {meant}`?")
+        return super().resolve_command(ctx, args)
+
+
+def _verb_meant(word: str, behind: str = "") -> str | None:
+    from nmoe.config.elsewhere import COMMANDS
+
+    meant = COMMANDS.get(word.lower())
+    file = word if word.endswith(".toml") else behind if meant == "rl train" and behind.endswith(".toml") else ""
+    if not os.path.isfile(file):
+        return meant
+    from nmoe.config.commands import command_for
+
+    return f"{command_for(Path(file))} {file}"
+
+
 def _group(name: str | None = None) -> typer.Typer:
     return typer.Typer(
         name=name,
+        cls=Group,
         no_args_is_help=True,
         add_completion=name is not None,
         rich_markup_mode=None,

@@ -1,6 +1,6 @@
 """`nmoe dpo`."""
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def dpo(arguments: ConfigAndOverrides) -> None:
@@ -12,7 +12,8 @@ def dpo(arguments: ConfigAndOverrides) -> None:
     """
     from nmoe.config.commands.supervised import DPOConfig
 
-    config = configuration(arguments, DPOConfig)
-    from nmoe.recipes.dpo import dpo
+    with configured(arguments, DPOConfig) as config:
+        from nmoe.recipes.dpo import dpo
 
-    sum_up(dpo(config), "dpo")
+        run = dpo(config)
+    sum_up(run, "dpo")

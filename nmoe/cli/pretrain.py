@@ -1,6 +1,6 @@
 """`nmoe pretrain`."""
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def pretrain(arguments: ConfigAndOverrides) -> None:
@@ -12,7 +12,8 @@ def pretrain(arguments: ConfigAndOverrides) -> None:
     """
     from nmoe.config.commands.supervised import PretrainConfig
 
-    config = configuration(arguments, PretrainConfig)
-    from nmoe.recipes.pretrain import pretrain
+    with configured(arguments, PretrainConfig) as config:
+        from nmoe.recipes.pretrain import pretrain
 
-    sum_up(pretrain(config), "pretrain")
+        run = pretrain(config)
+    sum_up(run, "pretrain")

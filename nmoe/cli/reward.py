@@ -1,6 +1,6 @@
 """`nmoe reward`."""
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def reward(arguments: ConfigAndOverrides) -> None:
@@ -12,7 +12,8 @@ def reward(arguments: ConfigAndOverrides) -> None:
     """
     from nmoe.config.commands.supervised import RewardConfig
 
-    config = configuration(arguments, RewardConfig)
-    from nmoe.recipes.reward_model import train_reward_model
+    with configured(arguments, RewardConfig) as config:
+        from nmoe.recipes.reward_model import train_reward_model
 
-    sum_up(train_reward_model(config), "reward")
+        run = train_reward_model(config)
+    sum_up(run, "reward")

@@ -1,6 +1,6 @@
 """`nmoe rl train`."""
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def train(arguments: ConfigAndOverrides) -> None:
@@ -16,7 +16,8 @@ def train(arguments: ConfigAndOverrides) -> None:
     """
     from nmoe.config.commands.rl import RLConfig
 
-    config = configuration(arguments, RLConfig)
-    from nmoe.rl.train import train
+    with configured(arguments, RLConfig) as config:
+        from nmoe.rl.train import train
 
-    sum_up(train(config), "rl")
+        run = train(config)
+    sum_up(run, "rl")

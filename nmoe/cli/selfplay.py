@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def selfplay(
@@ -60,7 +60,8 @@ def selfplay(
         "selfplay.train": train or None,
     }
     overrides = [f"--{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    config = configuration([*arguments, *overrides], SelfplayConfig)
-    from nmoe.selfplay.loop import selfplay
+    with configured([*arguments, *overrides], SelfplayConfig) as config:
+        from nmoe.selfplay.loop import selfplay
 
-    sum_up(selfplay(config), "selfplay")
+        run = selfplay(config)
+    sum_up(run, "selfplay")

@@ -1,6 +1,6 @@
 """`nmoe sft`."""
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def sft(arguments: ConfigAndOverrides) -> None:
@@ -14,7 +14,8 @@ def sft(arguments: ConfigAndOverrides) -> None:
     """
     from nmoe.config.commands.supervised import SFTConfig
 
-    config = configuration(arguments, SFTConfig)
-    from nmoe.recipes.sft import sft
+    with configured(arguments, SFTConfig) as config:
+        from nmoe.recipes.sft import sft
 
-    sum_up(sft(config), "sft")
+        run = sft(config)
+    sum_up(run, "sft")

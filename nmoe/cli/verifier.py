@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nmoe.cli.arguments import ConfigAndOverrides, configuration, sum_up
+from nmoe.cli.arguments import ConfigAndOverrides, configured, sum_up
 
 
 def verifier(
@@ -41,7 +41,8 @@ def verifier(
 
     named = {"prm_source": prm_source, "prm_split": prm_split, "mode": mode}
     overrides = [f"--verifier.{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
-    config = configuration([*arguments, *overrides], VerifierConfig)
-    from nmoe.verifier.train import verifier
+    with configured([*arguments, *overrides], VerifierConfig) as config:
+        from nmoe.verifier.train import verifier
 
-    sum_up(verifier(config), "verifier")
+        run = verifier(config)
+    sum_up(run, "verifier")

@@ -1,5 +1,6 @@
 """The base class of all tables: frozen, strict, with checks of combinations that name the key at fault."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from nmoe.config.registry import Registry
 T = TypeVar("T")
 
 MAX_SEED = 2**63 - 1
+
+# A file with a slice behind it, as the datasets library has it behind the name of a split.
+_SLICED_FILE = re.compile(r"(?P<file>.+\.\w+)(?P<slice>\[-?[\d%]*:-?[\d%]*\])", re.DOTALL)
 
 Array = Annotated[tuple[T, ...], Strict(False)]
 """A TOML array as an immutable tuple. TOML readers give lists, which a strict tuple would refuse; the items stay strict."""
@@ -106,11 +110,21 @@ class Section(BaseModel):
                     yield Conflict(name, refusal)
 
     def _paths_that_are_none(self) -> Iterator[Conflict]:
-        """No system opens a path with a null character; Python's complaint about one would name no key."""
+        """Paths that no system opens as they are meant: with a null character, of which Python's complaint would name no key; with
+        a home that only a shell knows; with a slice that lacks its @."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if isinstance(value, str) and "\0" in value and any(isinstance(mark, DataPath) for mark in field.metadata):
+            if not isinstance(value, str):
+                continue
+            if value == "~" or value.startswith("~/"):
+                whole = str(Path(value).expanduser())
+                yield Conflict(name, f"~ stands for a home in a shell alone; write {whole}")
+            if not any(isinstance(mark, DataPath) for mark in field.metadata):
+                continue
+            if "\0" in value:
                 yield Conflict(name, "is a path, and has a null character")
+            elif (sliced := _SLICED_FILE.fullmatch(value)) is not None and not Path(value).exists():
+                yield Conflict(name, f"a slice stands behind @; write {sliced['file']}@{sliced['slice']}")
 
 
 def duplicates(key: str, names: Iterable[str]) -> Iterator[Conflict]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import indexed, lay_over, malformed, override_document, read_override
-from nmoe.config.problems import ConfigError, Mistake, at, explain, renamed_key
+from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant, renamed_key
 from nmoe.config.schema import follow, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
 from nmoe.errors import UserError
@@ -35,12 +35,24 @@ def load(
     mistakes: a file that cannot be read, TOML syntax, malformed overrides, unknown keys, wrong types and values,
     missing keys, conflicts. `commands` has the schemas of all commands, to say which of them an unknown key belongs to.
     """
-    problems = [
-        Mistake(Place(text, is_override=True), "not an override; those are written --section.key=value")
-        for text in malformed(overrides)
-    ]
+    data, where, problems = _laid_over(path, schema, overrides)
+    return _check(data, schema, where, problems, commands)
+
+
+def places(path: Path, schema: type[Section], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Locator]:
+    """The data that `load` checks, and the place of every value of it. Raises ConfigError for a file that cannot be read."""
+    data, where, _ = _laid_over(path, schema, overrides)
+    _read_sections(data, schema, where, (), [])
+    return data, where
+
+
+def _laid_over(
+    path: Path, schema: type[Section], overrides: Sequence[str]
+) -> tuple[dict[str, Any], Locator, list[Mistake]]:
+    """The file's document with the overrides over it, and what is wrong with these."""
+    problems = [Mistake(Place(text, is_override=True), _no_override(text, schema)) for text in malformed(overrides)]
     try:
-        data, where = _read(path)
+        data, where = _read(path, schema)
     except ConfigError as error:
         raise ConfigError(error.problems + problems) from None
     _start_paths(data, schema, path.parent)
@@ -54,7 +66,7 @@ def load(
             problems.append(Mistake(Place(text, is_override=True), key))
         else:
             lay_over(data, where, *override_document(key, override[1], text))
-    return _check(data, schema, where, problems, commands)
+    return data, where, problems
 
 
 def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], source: str) -> S:
@@ -62,7 +74,7 @@ def load_with(path: Path | None, schema: type[S], tables: Mapping[str, Any], sou
 
     Raises ConfigError with all problems.
     """
-    data, where = ({}, Locator(Place(source))) if path is None else _read(path)
+    data, where = ({}, Locator(Place(source))) if path is None else _read(path, schema)
     if path is not None:
         _start_paths(data, schema, path.parent)
     lay_over(data, where, copy.deepcopy(dict(tables)), Locator(Place(source)))
@@ -143,7 +155,7 @@ def _read_section(
         found = mark.find(file, place.directory)
     except UserError as error:
         raise ConfigError([Mistake(place, str(error))]) from None
-    data, where_file = _read(found, named_at=str(place))
+    data, where_file = _read(found, section, named_at=str(place))
     _start_paths(data, section, found.parent)
     where_file = where_file.below(path)
     lay_over(data, where_file, beside, where, path)
@@ -182,16 +194,59 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _read(path: Path, named_at: str = "") -> tuple[dict[str, Any], Locator]:
-    """The document in the file `path`. `named_at` is the place that named the file, unless a user did."""
+def _no_override(text: str, schema: type[Section]) -> str:
+    """What is wrong with an argument that is no override, and the override that it is most likely meant as."""
+    bare = text.lstrip("-")
+    if not malformed([f"--{bare}"]):
+        return f"not an override; did you mean --{bare}?"
+    if text.startswith("-") and not malformed([f"--{bare}="]):
+        key = key_meant((bare,), schema)
+        return f"has no value; write --{'.'.join(key) if key else bare}=VALUE"
+    return "not an override; those are written --section.key=value"
+
+
+# Where a schema names data, in the order in which they are looked for: for the hint at a data file in a configuration's place.
+_DATA_KEYS = (
+    ("environment", '[environment.task_pool] type = "{type}", path = "{file}" and task_type = "math"'),
+    ("task_pool", '[task_pool] type = "{type}", path = "{file}" and task_type = "math"'),
+    ("records", '[records] path = "{file}"'),
+    ("verifier", '[verifier] prm_source = "{file}"'),
+    ("data", '[data] documents = "{file}"'),
+)
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
+
+
+def _data_hint(path: Path, schema: type[Section]) -> str:
+    """What to say of a data file that was given in the place of a configuration."""
+    kind = path.suffix[1:] if path.suffix in (".csv", ".parquet") else "jsonl"
+    named = next((hint for key, hint in _DATA_KEYS if key in schema.model_fields), 'path = "{file}"')
+    return f"is data, and no TOML file of settings; name it in one: {named.format(type=kind, file=path)}"
+
+
+def _in_directory(path: Path) -> str:
+    """What a directory holds that can stand in its place."""
+    for name, said in (
+        ("config.toml", "; {} is what a run there was configured by"),
+        ("config.json", "; a model's is named by --model.path={}"),
+    ):
+        if (path / name).is_file():
+            return said.format(path / name if name == "config.toml" else path)
+    return ""
+
+
+def _read(path: Path, schema: type[Section], named_at: str = "") -> tuple[dict[str, Any], Locator]:
+    """The document in the file `path`, of which `schema` says what it should hold. `named_at` is the place that named the file,
+    unless a user did."""
     place = Place(str(path))
     by = f" (named at {named_at})" if named_at else ""
+    if path.suffix in _DATA_SUFFIXES and path.is_file():
+        raise ConfigError([Mistake(place, _data_hint(path, schema) + by)])
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([Mistake(place, f"no such file{by}")]) from None
     except IsADirectoryError:
-        raise ConfigError([Mistake(place, f"is a directory, not a TOML file{by}")]) from None
+        raise ConfigError([Mistake(place, f"is a directory, not a TOML file{_in_directory(path)}{by}")]) from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError([Mistake(Place(str(path), line), f"not UTF-8 text: {error.reason}{by}")]) from None

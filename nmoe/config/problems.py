@@ -1,7 +1,7 @@
 """Describes each problem of a configuration in one line: its place, the value, what is wrong, and what would be right."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from typing import Any
@@ -9,8 +9,10 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from nmoe.config.base import ConflictError, Section
+from nmoe.config.elsewhere import closest, keys_meant, table_leaves
 from nmoe.config.locate import KeyPath, Locator, Place
 from nmoe.config.moved import PROBE_OUTSIDE, key_today
+from nmoe.config.overrides import read_value
 from nmoe.config.schema import TAG, choices_of, follow, item_of, keys_of, paths_of, sections_of, tag_of
 from nmoe.config.toml import toml_value
 from nmoe.errors import UserError
@@ -101,15 +103,15 @@ def explain(
             yield at(where, path + below, message, _value_at(value, below))
     elif kind == "extra_forbidden":
         place = where.place_of_key(path)
-        yield _named(place, path, _unknown_key(place, path, annotations[-2], schema, commands), value)
+        yield _named(place, path, _unknown_key(place, path, value, annotations[-2], schema, commands), value)
     elif kind == "missing":
         yield _missing(path, annotations, where)
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         tags = [tag_of(section) for section in sections_of(annotations[-1])]
         missing = "required key is missing; " if kind == "union_tag_not_found" else ""
-        yield at(where, (*path, TAG), missing + _one_of(value.get(TAG), tags), value.get(TAG))
+        yield at(where, (*path, TAG), missing + _one_of(value.get(TAG), tags, (*path, TAG)), value.get(TAG))
     elif kind == "literal_error":
-        yield at(where, path, _one_of(value, choices_of(annotations[-1])), value)
+        yield at(where, path, _one_of(value, choices_of(annotations[-1]), path), value)
     elif kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
         yield at(where, path, f"must be {words} {str(context[bound]).removesuffix('.0')}", value)
@@ -126,10 +128,10 @@ def explain(
 
 
 def _unknown_key(
-    place: Place, path: KeyPath, table: Any, schema: type[Section], commands: Mapping[str, type[Section]]
+    place: Place, path: KeyPath, value: Any, table: Any, schema: type[Section], commands: Mapping[str, type[Section]]
 ) -> str:
-    """Names what the key is called today or the commands that have it; else suggests a key of the same table that is spelled alike,
-    or the same key of another table."""
+    """Names what the key is called today, the commands that have it, or our key for one of another framework; else suggests a key
+    of the same table that is spelled alike, or the same key of another table."""
     keys = tuple(key for key in path if isinstance(key, str))
     if (today := key_today(keys)) is not None:
         return _renamed(today)
@@ -139,6 +141,8 @@ def _unknown_key(
     if owners:
         this = next((f"`nmoe {command}`" for command, other in commands.items() if other is schema), "this command")
         return f"unknown key; {this} does not have it, {', '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
+    if (meant := _from_elsewhere(place, path, value, schema, commands)) is not None:
+        return meant
     key, known = str(path[-1]), keys_of(table)
     alike = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
     if alike:
@@ -152,10 +156,53 @@ def _unknown_key(
     # A key that many tables have is most likely meant where it lies highest.
     elsewhere = [found for found in elsewhere if len(found) == min(map(len, elsewhere))]
     if elsewhere:
-        # An override's text is one dotted path; in a file a key is found by its table.
-        names = [f"--{'.'.join(found)}" if place.is_override else key_name(found[len(file) :]) for found in elsewhere]
-        return f"unknown key; did you mean {' or '.join(names)}?"
+        return f"unknown key; did you mean {' or '.join(_as_written(place, path, found) for found in elsewhere)}?"
     return f"unknown key; known here: {', '.join(known)}"
+
+
+def _as_written(place: Place, path: KeyPath, key: tuple[str, ...]) -> str:
+    """A key as it is written where `path` was: as an override, whose text is one dotted path, or in a file, where its table leads
+    to it."""
+    if place.is_override:
+        return f"--{'.'.join(key)}"
+    inside = path[: place.root] == key[: place.root]
+    numbers = (int(part) if part.isdecimal() else part for part in (key[place.root :] if inside else key))
+    return key_name(tuple(numbers))
+
+
+def _from_elsewhere(
+    place: Place, path: KeyPath, value: Any, schema: type[Section], commands: Mapping[str, type[Section]]
+) -> str | None:
+    """Our keys for those of another framework: for one key, or for each that is known of a table of theirs."""
+    said = {}
+    whole = tuple(map(str, path))
+    leaves = [leaf for leaf in table_leaves(whole, value) if keys_meant(leaf)]
+    for leaf in leaves or [whole]:
+        if (found := key_meant(leaf, schema)) is not None:
+            said[leaf] = _as_written(place, path, found)
+        else:
+            owners = [name for name, other in commands.items() for key in keys_meant(leaf) if _path_in(other, key)]
+            if owners:
+                return f"unknown key; {leaf[-1]} is of `nmoe {owners[0]}`"
+    if len(said) == 1 and (place.is_override or whole in said):
+        return f"unknown key; did you mean {next(iter(said.values()))}?"
+    below = (f"for {'.'.join(leaf[len(path) :]) or leaf[-1]} write {key}" for leaf, key in said.items())
+    return f"unknown table; {', '.join(below)}" if said else None
+
+
+def key_meant(path: tuple[str, ...], schema: type[Section]) -> tuple[str, ...] | None:
+    """The key of a schema that another framework calls so; None where there is none."""
+    return next((found for key in keys_meant(path) if (found := _path_in(schema, key)) is not None), None)
+
+
+def _path_in(schema: type[Section], key: str) -> tuple[str, ...] | None:
+    """The path of a key of ours in a schema, which may be that of an environment alone; None where it has none."""
+    paths = set(paths_of(schema, in_arrays=True))
+    for candidate in (key, key.removeprefix("environment.")):
+        whole = tuple(candidate.split("."))
+        if tuple(part for part in whole if not part.isdecimal()) in paths:
+            return whole
+    return None
 
 
 def renamed_key(path: KeyPath, schema: type[Section]) -> str | None:
@@ -182,9 +229,10 @@ def _missing(path: KeyPath, annotations: list[Any], where: Locator) -> Mistake:
     return at(where, path, "required key is missing" + (f" ({description})" if description else ""))
 
 
-def _one_of(value: Any, choices: list[str] | tuple[str, ...]) -> str:
-    alike = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"must be one of {', '.join(map(toml_value, choices))}" + (f"; did you mean {alike[0]!r}?" if alike else "")
+def _one_of(value: Any, choices: Sequence[str], path: KeyPath) -> str:
+    key = ".".join(part for part in path if isinstance(part, str))
+    alike = closest(value, choices, key) if isinstance(value, str) else None
+    return f"must be one of {', '.join(map(toml_value, choices))}" + (f"; did you mean {alike!r}?" if alike else "")
 
 
 def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation: Any) -> str:
@@ -194,12 +242,33 @@ def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation
         message += f"; write [{name}], once for each table"
         if "ood" in value and path == ("eval",):
             message += f"; {PROBE_OUTSIDE}"
+    meant = _value_meant(kind, value, annotation)
+    if meant is not None:
+        dotted, text = ".".join(map(str, path)), toml_value(meant)
+        # The shell takes one pair of quotes away, and reads brackets as a pattern.
+        shell = f"'{text}'" if isinstance(meant, list) else text
+        message += f"; write --{dotted}={shell}" if where.place(path).is_override else f"; write {text}"
     if kind == "string_type" and isinstance(value, int | float):
         quoted = toml_value(toml_value(value))
         # The shell takes one pair of quotes away before the command sees an override.
         dotted = ".".join(map(str, path))
         message += f"; write --{dotted}='{quoted}'" if where.place(path).is_override else f"; write {quoted}"
     return message
+
+
+def _value_meant(kind: str, value: Any, annotation: Any) -> Any:
+    """What a value of the wrong type most likely stands for: ["csv"] for "csv", 1000 for 1e3, true for "True"; None where it is not
+    clear."""
+    if kind == "tuple_type" and isinstance(value, str) and not sections_of(item_of(annotation, 0)):
+        return [
+            read_value(part.strip().strip("'\"")) for part in value.strip("[]()").split(",") if part.strip()
+        ] or None
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind == "bool_type":
+        known = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+        return known.get(str(value).lower())
+    return None
 
 
 def _type_words(value: Any) -> str:

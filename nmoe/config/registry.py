@@ -13,7 +13,6 @@ objects themselves; `hand_over` gives them the name under which the configuratio
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from nmoe.config.elsewhere import closest
 from nmoe.config.moved import module_today
 from nmoe.errors import UserError
 
@@ -57,10 +57,11 @@ class Registry:
     def refusal(self, name: str, among: Iterable[str] | None = None) -> str:
         """Why a name that is not contained is refused: the names there are, of `among` where only those fit."""
         names = list(self.names() if among is None else among)
-        alike = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {alike[0]!r}?" if alike else ""
+        alike = closest(name, names, f"algorithm.{self.kind}")
+        hint = f"; did you mean {alike!r}?" if alike else ""
         known = f"one of {', '.join(names)}, or " if names else ""
-        return f"must be {known}a {self.kind} of your own as `package.module:Name`{hint}"
+        article = "an" if self.kind.startswith("a") else "a"
+        return f"must be {known}{article} {self.kind} of your own as `package.module:Name`{hint}"
 
     def get(self, name: str) -> Any:
         """The part of this name, imported if need be."""

@@ -23,9 +23,7 @@ _PRINTED_ROLE = re.compile(r"'(?:role|from)': '(?:system|user|human|assistant|gp
 def read_messages(value: object, column: str) -> tuple[ChatMessage, ...]:
     """The messages of a list, which may be written as JSON text (as CSV has to). Raises UserError, without the record's place."""
     if not isinstance(value, list | tuple | str):
-        raise UserError(
-            f"{column!r} holds {type(value).__name__} {shown(value)}, neither a text nor a list of messages"
-        )
+        raise UserError(f"{column!r} holds {held(value)}, neither a text nor a list of messages")
     messages = listed(value, column)
     if not messages:
         raise UserError(f"{column!r} is an empty list; a conversation has messages")
@@ -45,7 +43,7 @@ def listed(value: object, column: str) -> Sequence[Any]:
         except (ValueError, RecursionError):
             raise UserError(f"{column!r} is the text {shown(value)}, not a list nor the JSON of one") from None
     if not isinstance(value, list | tuple):
-        raise UserError(f"{column!r} holds {type(value).__name__} {shown(value)}, not a list")
+        raise UserError(f"{column!r} holds {held(value)}, not a list")
     return value
 
 
@@ -73,10 +71,22 @@ def text_or_messages(value: object, column: str) -> object:
 def text_of(value: object, column: str) -> str:
     """A text that is not blank."""
     if not isinstance(value, str):
-        raise UserError(f"{column!r} holds {type(value).__name__} {shown(value)}, not text")
+        raise UserError(f"{column!r} holds {held(value)}, not text")
     if not value.strip():
         raise UserError(f"{column!r} is empty; fill it in or remove the record")
     return value
+
+
+def json_word(value: object) -> str:
+    """What JSON calls a value: "a number"."""
+    words = {dict: "an object", list: "an array", str: "a text", int: "a number", float: "a number", bool: "a boolean"}
+    return "null" if value is None else words.get(type(value), f"a {type(value).__name__}")
+
+
+def held(value: object) -> str:
+    """A value in a message: "null", or "the number 3"."""
+    word = json_word(value)
+    return word if value is None else f"the {word.partition(' ')[2]} {shown(value)}"
 
 
 def shown(value: object) -> str:
@@ -199,7 +209,7 @@ def _check_schema(schema: object, where: str) -> None:
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{what} is {type(value).__name__} {shown(value)}, not text")
+        raise UserError(f"{what} is {held(value)}, not text")
     return value
 
 

@@ -33,7 +33,8 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from nmoe.config.slices import Slice, rows_of, split_name, split_path
 from nmoe.data.hub import how_to_fetch, kept_datasets
-from nmoe.errors import StorageError, UserError
+from nmoe.data.messages import json_word
+from nmoe.errors import MissingInputError, StorageError, UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -77,9 +78,9 @@ def read_rows(
         pattern = is_pattern(name)
         local = Path(name) if form or pattern else local_copy(name)
         if local is None and _is_path(name):
-            raise UserError(f"{name}: cannot be read: No such file or directory{_similar(name)}")
+            raise MissingInputError(f"{name}: cannot be read: No such file or directory{_similar(name)}", path)
         if local is None or (local.is_dir() and form is None and not data_files and not pattern):
-            dataset = _load_dataset(name, subset, split, data_files, local)
+            dataset = _load_dataset(name, subset, split, data_files, local, path)
             yield from _dataset_rows(dataset, f"{name if local is None else local}: {split}", part)
             return
         files = matching(Path(), [name]) if pattern else matching(local, data_files) if data_files else [local]
@@ -120,7 +121,7 @@ def _object(where: str, line: bytes) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}; each line holds one object") from error
     if not isinstance(value, dict):
-        raise UserError(f"{where}: a {type(value).__name__}, not an object; each line holds one object, {{...}}")
+        raise UserError(f"{where}: {json_word(value)}, not an object; each line holds one object, {{...}}")
     return value
 
 
@@ -162,7 +163,7 @@ def matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
         matches = [plain] if plain.is_file() else sorted(base.glob(str(plain.relative_to(base))))
         if not matches:
             named = "" if str(plain) == pattern else f" (data_files = {pattern!r})"
-            raise UserError(f"{plain}: no such file{named}")
+            raise MissingInputError(f"{plain}: no such file{named}", pattern)
         found += matches
     return found
 
@@ -173,7 +174,9 @@ def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, opt
         raise UserError(f'{path}: a {named} file, and {form} is wanted here; write type = "{named}"')
     form = form or named
     if form is None:
-        raise UserError(f"{path}: files of type {path.suffix!r} are not read; {', '.join(_FORMS)} are")
+        raise MissingInputError(
+            f"{path}: files of type {path.suffix!r} are not read; {', '.join(_FORMS)} are", str(path)
+        )
     if form == "parquet":
         yield from _parquet(path, columns, optional)
         return
@@ -186,7 +189,9 @@ def _file_rows(path: Path, form: Form | None, columns: Sequence[str] | None, opt
             else:
                 yield from _csv(path, file)
     except (OSError, EOFError, zlib.error) as error:  # an EOFError where a compressed file is cut
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        remedy = "; name a file in it" if isinstance(error, IsADirectoryError) else ""
+        message = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{remedy}"
+        raise MissingInputError(message, str(path)) from error
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -209,7 +214,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Row]:
     for number, row in enumerate(rows, start=1):
         where = f"{path}: row {number}"
         if not isinstance(row, dict):
-            raise UserError(f"{where}: a {type(row).__name__}, not an object; the file is an array of objects")
+            raise UserError(f"{where}: {json_word(row)}, not an object; the file is an array of objects")
         yield where, row
 
 
@@ -288,7 +293,9 @@ def _sliced(rows: Callable[[], Iterator[Row]], part: Slice) -> Iterator[Row]:
 # --- datasets
 
 
-def _load_dataset(name: str, subset: str | None, split: str, data_files: Sequence[str], local: Path | None) -> Dataset:
+def _load_dataset(
+    name: str, subset: str | None, split: str, data_files: Sequence[str], local: Path | None, named: str
+) -> Dataset:
     import datasets
 
     try:
@@ -302,7 +309,8 @@ def _load_dataset(name: str, subset: str | None, split: str, data_files: Sequenc
         wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None
         reason = error.__cause__ if wrapped else error
         disk_full = isinstance(reason, OSError) and reason.errno == errno.ENOSPC
-        raise (StorageError if disk_full else UserError)(_failure(name, subset, split, local, reason)) from error
+        message = _failure(name, subset, split, local, reason)
+        raise (StorageError(message) if disk_full else MissingInputError(message, named)) from error
 
 
 def _load_directory(path: Path, subset: str | None, split: str) -> Dataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nmoe.data.messages import read_messages, text_or_messages
+from nmoe.data.messages import held, read_messages, shown, text_or_messages
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage
 from nmoe.types import Message
@@ -24,14 +24,16 @@ def split_prompt(prompt: object, field: str) -> tuple[tuple[Message, ...], str]:
 
 def checked_text(field: str, value: object) -> str:
     """Returns the value if it is a text that is not blank. Raises UserError otherwise."""
+    if value is None:
+        raise UserError(f"field {field!r} is null; fill it in or remove the record")
     if not isinstance(value, str):
-        raise UserError(f"field {field!r} holds {type(value).__name__} {_shown(value)}, not text; write it as a string")
+        raise UserError(f"field {field!r} holds {held(value)}, not text; write it as a string")
     if not value.strip():
         raise UserError(f"field {field!r} is empty; fill it in or remove the record")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"field {field!r} holds a lone surrogate, which is not a character: {_shown(value)}") from None
+        raise UserError(f"field {field!r} holds a lone surrogate, which is not a character: {shown(value)}") from None
     return value
 
 
@@ -43,8 +45,3 @@ def _message(message: ChatMessage, where: str) -> Message:
         raise UserError(f"{where}: the assistant says nothing; fill it in or remove the record")
     checked_text(f"{where}.content", message.content)
     return Message(message.role, message.content, channel="final" if message.role == "assistant" else None)
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

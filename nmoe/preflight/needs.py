@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
@@ -44,12 +45,15 @@ def services(config: RunConfig) -> Check:
             said = f"[[rewards]] {service.name}: {service.token_env} is not set; put its token there"
             return Check(name, "fail", said)
         parts = urlsplit(service.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        place = f"{parts.hostname}:{port}"
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        place = f"{host}:{port}"
+        if parts.scheme in getproxies() and not proxy_bypass(host):
+            there.append(f"{place} behind a proxy, which is not asked")
+            continue
         try:
-            socket.create_connection((parts.hostname or "", port), _CONNECT_SECONDS).close()
+            socket.create_connection((host, port), _CONNECT_SECONDS).close()
         except OSError as error:
-            why = error.strerror or str(error) or type(error).__name__
+            why = (error.strerror or str(error) or type(error).__name__).lower()
             said = f"[[rewards]] {service.name}: nothing answers at {place} ({why}); start the service, or correct url"
             return Check(name, "fail", said)
         there.append(place)

@@ -74,6 +74,7 @@ def refuse_to_start(config: RunConfig) -> None:
         if isinstance(config, RLConfig):
             config = with_steps_of_episodes(config)
         found.append(learning_rate(config))
+    found.append(services(config))
     offloads(config.parallel, gang().size, choose_device(config.model.device).type)
     with suppress(UserError):
         found.append(first_checkpoint(config, size_of(config)))

@@ -274,8 +274,10 @@ class FailureRecords:
         if any(trajectory.trainable for trajectory in trajectories):
             return
         counts = Counter(trajectory.grade.failure for trajectory in trajectories)
+        reasons = Counter(trajectory.grade.reason for trajectory in trajectories if trajectory.grade.reason)
+        why = "".join(f" ({reason})" for reason, _ in reasons.most_common(1))
         raise InfrastructureError(
             f"step {step}: every sample was lost to the infrastructure, none to the policy: "
             + ", ".join(f"{count} {name}" for name, count in counts.most_common())
-            + f"; the reasons are in {self._run.path / 'failures.jsonl'}"
+            + f"{why}; the reasons are in {self._run.path / 'failures.jsonl'}"
         )

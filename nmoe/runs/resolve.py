@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
-from nmoe.errors import UserError
+from nmoe.errors import MissingInputError
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,9 +48,12 @@ def _resolved(path: Path, files: list[str]) -> Path:
             remedy = (
                 f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"
             )
-    raise UserError(
-        f"{path}: neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
+    what = (
+        "is a file; name the directory of a checkpoint or run"
+        if path.is_file()
+        else f"neither a checkpoint (no config.json in it) nor a run that has saved one (checkpoints/){remedy}"
     )
+    raise MissingInputError(f"{path}: {what}", str(path))
 
 
 def is_hub_name(path: Path) -> bool:

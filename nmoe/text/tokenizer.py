@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from nmoe import generation
-from nmoe.errors import StorageError, UserError
+from nmoe.errors import MissingInputError, StorageError, UserError
 from nmoe.text import tiktoken_model
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
 
@@ -301,7 +301,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; a tokenizer directory holds {_MODEL_FILE}") from error
+        message = f"{path}: no such file; a tokenizer directory holds {_MODEL_FILE}"
+        raise MissingInputError(message, str(path.parent)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
 

@@ -143,9 +143,9 @@ side = 1
         "configs/x.toml:1: kinds = \"fast\": unknown key; did you mean 'kind'?",
         'configs/x.toml:2: rate = "0.1": expected a number, got a string',
         'configs/x.toml:3: name = 7: expected a string, got an integer; write "7"',
-        "configs/x.toml:4: on = 1: expected true or false, got an integer",
+        "configs/x.toml:4: on = 1: expected true or false, got an integer; write true",
         "configs/x.toml:5: pair[1] = 2.5: expected an integer, got a number",
-        "configs/x.toml:8: [range] low = 3.0: expected an integer, got a number",
+        "configs/x.toml:8: [range] low = 3.0: expected an integer, got a number; write 3",
         "configs/x.toml:9: [range] hgih = 3: unknown key; did you mean 'high'?",
         'configs/x.toml:12: [shape] type = "circel": must be one of "circle", "square"; did you mean \'circle\'?',
         "configs/x.toml:14: [shapes[0]] radius: required key is missing (in metres)",
@@ -210,8 +210,8 @@ def test_overrides_are_named_by_their_own_text(write: Write) -> None:
         path, Outer, "--rnage.low=1", "--range.hgih=1", "--high=3", "--range.low=x", "--name=7", "rate=1", "--on", "5"
     ) == [
         "x.toml:1: rate = 2: must be at most 1",
-        "rate=1: not an override; those are written --section.key=value",
-        "--on: not an override; those are written --section.key=value",
+        "rate=1: not an override; did you mean --rate=1?",
+        "--on: has no value; write --on=VALUE",
         "5: not an override; those are written --section.key=value",
         "--name=7: expected a string, got an integer; write --name='\"7\"'",
         "--range.low=x: expected an integer, got a string",
@@ -249,7 +249,7 @@ def test_a_key_missing_from_a_section_that_only_an_override_opens(write: Write) 
 def test_files_that_are_not_toml(write: Write, content: bytes, expected: str) -> None:
     path = write("x.toml", "")
     path.write_bytes(content)
-    assert problems(path, Outer, "--x") == [expected, "--x: not an override; those are written --section.key=value"]
+    assert problems(path, Outer, "--x") == [expected, "--x: has no value; write --x=VALUE"]
 
 
 def test_an_integer_of_too_many_digits(write: Write) -> None:

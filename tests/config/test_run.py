@@ -577,4 +577,4 @@ def test_a_device_is_named_as_torch_names_it(config: Write) -> None:
         assert load_run(path, PretrainConfig, [f"--model.device={name}"]).model.device == name
     (refusal,) = refusals(path, PretrainConfig, "--model.device=gpu")
     assert "model.device" in refusal
-    assert "'gpu' is no device: auto, cpu, cuda or, of several, cuda:1" in refusal
+    assert "is no device: auto, cpu, cuda or, of several, cuda:1; did you mean 'cuda'?" in refusal

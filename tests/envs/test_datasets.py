@@ -237,12 +237,12 @@ GOOD = json.dumps(GSM8K[0]).encode()
         (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
-        (b'["question"]', "a list, not an object"),
-        (b"3", "a int, not an object"),
+        (b'["question"]', "an array, not an object"),
+        (b"3", "a number, not an object"),
         (b'{"question": "?"}', "no field 'answer'; the fields are 'question': set answer_field"),
         (b"{}", "the fields are none: set problem_field"),
-        (b'{"question": 3, "answer": "#### 3"}', "field 'question' holds int 3, not text; write it as a string"),
-        (b'{"question": "?", "answer": null}', "field 'answer' holds NoneType None"),
+        (b'{"question": 3, "answer": "#### 3"}', "field 'question' holds the number 3, not text; write it as a string"),
+        (b'{"question": "?", "answer": null}', "field 'answer' is null; fill it in"),
         (b'{"question": " ", "answer": "#### 3"}', "field 'question' is empty"),
         (b'{"question": "\\ud800", "answer": "#### 3"}', "lone surrogate"),
         (b'{"question": "?", "answer": "3"}', "gold_extractor = 'gsm8k_hash' finds no"),
@@ -264,7 +264,7 @@ def test_a_broken_row_is_named(make_pool: MakePool, tmp_path: Path) -> None:
     path = tmp_path / "broken.parquet"
     pool = {"type": "parquet", "path": str(path), **GSM8K_KEYS}
     pq.write_table(pa.Table.from_pylist([*GSM8K, {"question": "?", "answer": None}]), path, row_group_size=2)
-    with pytest.raises(UserError, match=rf"{path}: row 6: field 'answer' holds NoneType"):
+    with pytest.raises(UserError, match=rf"{path}: row 6: field 'answer' is null"):
         make_pool(pool)
     with pytest.raises(UserError, match=r"broken.parquet: no column 'prompt'; the columns are 'question', 'answer'"):
         make_pool({**pool, "problem_field": "prompt"})

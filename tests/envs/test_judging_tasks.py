@@ -70,7 +70,7 @@ def test_options_and_golds(pose: Pose, options: Any, gold: Any, letter: str) -> 
         ({"choices": ["one", "two"], "answer": 2}, "'2' is neither a letter"),
         ({"choices": ["one", "one"], "answer": "one"}, "'one' is neither a letter"),
         ({"choices": {"label": ["A"], "text": ["one", "two"]}, "answer": "A"}, "2 options with 1 labels"),
-        ({"choices": ["one", "two"], "answer": True}, "holds bool True, not text"),
+        ({"choices": ["one", "two"], "answer": True}, "holds the boolean True, not text"),
     ],
 )
 def test_records_that_are_no_choice(pose: Pose, record: dict[str, Any], message: str) -> None:

@@ -502,7 +502,7 @@ def test_a_sandbox_that_does_not_open_is_no_verdict(task_type: str) -> None:
     [
         ("humaneval", {"test": "def chek(candidate): pass"}, "does not define check"),
         ("humaneval", {"entry_point": "sum_all"}, "does not define sum_all"),
-        ("humaneval", {"test": 3}, "field 'test' holds int"),
+        ("humaneval", {"test": 3}, "field 'test' holds a number"),
         ("mbpp", {"test_list": ["assert other(1)"]}, "nothing that 'code' defines"),
         ("mbpp", {"test_list": ["assert ("]}, "no Python"),
         ("mbpp", {"test_list": "assert remove_Occ"}, "not a list of texts"),
@@ -512,7 +512,7 @@ def test_a_sandbox_that_does_not_open_is_no_verdict(task_type: str) -> None:
         ("code_edit", {"protected": ["nowhere.py"]}, "nowhere.py"),
         ("code_edit", {"solution": {}}, "changes nothing"),
         ("file_search", {"answer": " `` "}, "nothing is left"),
-        ("file_search", {"files": {"x": 3}}, "'x' holds int"),
+        ("file_search", {"files": {"x": 3}}, "'x' holds a number"),
     ],
 )
 def test_records_that_are_wrong_are_named(

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,10 +10,14 @@ from nmoe.config.commands.base import AdaptableConfig, RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.selfplay import SelfplayConfig
 from nmoe.config.commands.supervised import DPOConfig, PretrainConfig, RewardConfig, SFTConfig, VerifierConfig
-from nmoe.config.loader import load, load_with
+from nmoe.config.loader import load, load_with, places
+from nmoe.config.locate import KeyPath
 from nmoe.config.overrides import read_override
 from nmoe.config.packaged import find_configuration
+from nmoe.config.problems import at
+from nmoe.config.slices import split_path
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
+from nmoe.errors import MissingInputError
 
 __all__ = ["COMMANDS", "RunConfig", "command_for", "load_run"]
 
@@ -38,6 +42,34 @@ def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
     ConfigError with all problems, and UserError for a name that nothing has."""
     path = find_configuration(str(path))
     return _completed(load(path, schema, overrides, COMMANDS), path.stem)
+
+
+def located(
+    error: MissingInputError, path: Path, overrides: Sequence[str], schema: type[RunConfig]
+) -> MissingInputError:
+    """The error with the place of the configuration that names the missing input; the error itself where no place does, such as a
+    default."""
+    data, where = places(find_configuration(str(path)), schema, overrides)
+    found = next((key for key, value in _texts((), data) if _names(value, error.named)), None)
+    if found is None:
+        return error
+    said = str(error).removeprefix(f"{error.named}: ")
+    value = next(value for key, value in _texts((), data) if key == found)
+    return MissingInputError(str(at(where, found, said, value)), error.named)
+
+
+def _names(value: str, named: str) -> bool:
+    """Whether a value names the input: alone, with a slice, or behind a source's name (`jsonl:problems.jsonl`)."""
+    return named in (value, split_path(value)[0], str(Path(value)), value.partition(":")[2])
+
+
+def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
+    """All strings below a value, with their paths."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, below in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts((*path, key), below)
 
 
 def command_for(path: Path, overrides: Sequence[str] = ()) -> str:

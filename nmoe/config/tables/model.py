@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from nmoe.config.base import Array, Conflict, Section
+from nmoe.config.elsewhere import closest
 from nmoe.types import ExpertWeightsForm
 
 # What routed experts are computed in (`nmoe.model.expert_profile`).
@@ -112,7 +113,9 @@ class ModelSection(Section):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if re.fullmatch(DEVICE, self.device) is None:
-            yield Conflict("device", f"{self.device!r} is no device: auto, cpu, cuda or, of several, cuda:1")
+            meant = closest(self.device, ("auto", "cpu", "cuda"), "model.device")
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            yield Conflict("device", f"is no device: auto, cpu, cuda or, of several, cuda:1{hint}")
         if self.path is not None and self.shape is not None:
             yield Conflict("path", "a checkpoint has its own shape; give either path or [model.shape]")
         if self.path is None and self.shape is None:

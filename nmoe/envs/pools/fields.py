@@ -74,6 +74,8 @@ def _found(record: Mapping[str, Any], known: Sequence[str], setting: str) -> str
     there = [field for field in known if _at(record, field) is not None]
     if len(there) > 1:
         raise UserError(f"the fields {' and '.join(map(repr, there))} may both be meant: set {setting} to one of them")
+    if not there and (null := [field for field in known if field in record]):
+        raise UserError(f"the field {null[0]!r} is null; fill it in or remove the record")
     if not there:
         or_none = ', or task_type = "open" where no answer is the right one' if setting == "answer_field" else ""
         raise UserError(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,7 @@ class Service:
         except (TimeoutError, httpx2.TimeoutException):
             return f"no answer within {timeout_s:g} s", 0.0, None
         except httpx2.TransportError as error:
-            return f"{type(error).__name__}: {error}", 0.0, None
+            return _why_not_reached(error), 0.0, None
         said = self._short(response.text)
         if response.status_code in _PASSING or response.status_code >= 500:
             return f"status {response.status_code}: {said}", _retry_after_s(response), None
@@ -118,6 +119,20 @@ class Service:
         if self._token:
             text = text.replace(self._token, "***")
         return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")
+
+
+def _why_not_reached(error: BaseException) -> str:
+    """The system's own words for a failed connection, "connection refused", which the client wraps several times."""
+    below: list[BaseException] = [error]
+    for one in below:
+        if isinstance(one, OSError) and one.errno is not None:
+            # A resolver's error has numbers of its own.
+            return (str(one.strerror) if isinstance(one, socket.gaierror) else os.strerror(one.errno)).lower()
+        inside = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        below += [
+            other for other in (*inside, one.__cause__, one.__context__) if other is not None and other not in below
+        ]
+    return f"{type(error).__name__}: {error}"
 
 
 def _retry_after_s(response: httpx2.Response) -> float:

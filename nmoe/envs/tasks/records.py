@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nmoe.data.messages import json_word
 from nmoe.errors import UserError
 
 Record = Mapping[str, object]
@@ -13,14 +14,14 @@ def text(record: Record, *names: str, default: str | None = None) -> str:
     """Returns the first of these fields that is present and not None."""
     value = _field(record, names, default)
     if not isinstance(value, str):
-        raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not text")
+        raise UserError(f"field {names[0]!r} holds {json_word(value)}, not text")
     return value
 
 
 def texts(record: Record, *names: str, default: Sequence[str] | None = None) -> list[str]:
     value = _field(record, names, default)
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, str) for one in value):
-        raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not a list of texts")
+        raise UserError(f"field {names[0]!r} holds {json_word(value)}, not a list of texts")
     return list(value)
 
 
@@ -28,12 +29,12 @@ def files(record: Record, *names: str, default: Mapping[str, str] | None = None)
     """Returns a mapping of relative paths to contents."""
     value = _field(record, names, default)
     if not isinstance(value, Mapping):
-        raise UserError(f"field {names[0]!r} holds {type(value).__name__}, not an object of paths and contents")
+        raise UserError(f"field {names[0]!r} holds {json_word(value)}, not an object of paths and contents")
     # In an Arrow column, each row has the keys of all rows.
     found = {path: content for path, content in value.items() if content is not None}
     for path, content in found.items():
         if not isinstance(path, str) or not isinstance(content, str):
-            raise UserError(f"field {names[0]!r}: {path!r} holds {type(content).__name__}, not text")
+            raise UserError(f"field {names[0]!r}: {path!r} holds {json_word(content)}, not text")
         if not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise UserError(f"field {names[0]!r}: {path!r} is not a path within a workspace")
     return found

@@ -119,7 +119,7 @@ def test_nobody_there(environment: Make, play: Play) -> None:
     with serving(lambda *_: GOOD) as asked:
         pass
     group = play(environment(http(asked.url, retries=1)), ["123", "9"])
-    assert "asked 2 times: ConnectError" in group.trajectories[0].grade.reason
+    assert "asked 2 times: connection refused" in group.trajectories[0].grade.reason
 
 
 def test_a_slow_answer_is_no_answer(environment: Make, play: Play) -> None:
