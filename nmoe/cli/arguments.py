@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from nmoe.errors import MissingInputError, UserError
+from nmoe.errors import UserError
 from nmoe.types import ExpertWeightsForm
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
             for line in said_at_the_start(config):
                 typer.echo(line)
         yield config
-    except MissingInputError as error:
-        raise located(error, *file_and_overrides(arguments), schema) from error
+    except UserError as error:
+        if (placed := located(error, *file_and_overrides(arguments), schema)) is error:
+            raise
+        raise placed from error
 
 
 def configuration_of_any(arguments: list[str], command: str | None) -> "tuple[str, RunConfig]":

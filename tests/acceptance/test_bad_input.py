@@ -83,11 +83,13 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
     refused(nmoe("rl", "train", pool(GOOD), "--model.path=nowhere"), "nowhere: neither a checkpoint")
     refused(
         nmoe("rl", "train", pool(GOOD), "--model.path=Qwen/Qwen3-0.6B"),
-        "Qwen/Qwen3-0.6B: neither a checkpoint",
+        "--model.path=Qwen/Qwen3-0.6B: neither a checkpoint",
         "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B",
     )
     refused(
-        nmoe("rl", "train", "sort_grpo"), "runs/speedrun/base: neither a checkpoint", "; `nmoe speedrun` makes it, or"
+        nmoe("rl", "train", "sort_grpo"),
+        'sort_grpo.toml:9: [model] path = "runs/speedrun/base": neither a checkpoint',
+        "; `nmoe speedrun` makes it, or",
     )
     # A configuration with a shape has the tokenizer alone from there.
     refused(nmoe("rl", "train", "code_fix"), "runs/speedrun/base: no such directory", "; `nmoe speedrun` makes it, or")

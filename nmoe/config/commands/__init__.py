@@ -17,9 +17,9 @@ from nmoe.config.packaged import find_configuration
 from nmoe.config.problems import at
 from nmoe.config.slices import split_path
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
-from nmoe.errors import MissingInputError
+from nmoe.errors import MissingInputError, UserError
 
-__all__ = ["COMMANDS", "RunConfig", "command_for", "load_run"]
+__all__ = ["COMMANDS", "RunConfig", "command_for", "load_run", "located"]
 
 COMMANDS: dict[str, type[RunConfig]] = {
     "pretrain": PretrainConfig,
@@ -44,18 +44,19 @@ def load_run(path: Path, schema: type[C], overrides: Sequence[str] = ()) -> C:
     return _completed(load(path, schema, overrides, COMMANDS), path.stem)
 
 
-def located(
-    error: MissingInputError, path: Path, overrides: Sequence[str], schema: type[RunConfig]
-) -> MissingInputError:
-    """The error with the place of the configuration that names the missing input; the error itself where no place does, such as a
-    default."""
-    data, where = places(find_configuration(str(path)), schema, overrides)
-    found = next((key for key, value in _texts((), data) if _names(value, error.named)), None)
-    if found is None:
+def located(error: UserError, path: Path, overrides: Sequence[str], schema: type[RunConfig]) -> UserError:
+    """The error, with the place of the configuration that names the missing input which it tells of. The error itself where it
+    tells of none, or where no place names it, such as a default."""
+    missing: BaseException | None = error
+    while missing is not None and not isinstance(missing, MissingInputError):
+        missing = missing.__cause__ or missing.__context__
+    if missing is None:
         return error
-    said = str(error).removeprefix(f"{error.named}: ")
-    value = next(value for key, value in _texts((), data) if key == found)
-    return MissingInputError(str(at(where, found, said, value)), error.named)
+    data, where = places(find_configuration(str(path)), schema, overrides)
+    for key, value in _texts((), data):
+        if _names(value, missing.named):
+            return UserError(str(at(where, key, str(error).removeprefix(f"{missing.named}: "), value)))
+    return error
 
 
 def _names(value: str, named: str) -> bool:
