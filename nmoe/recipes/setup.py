@@ -18,7 +18,7 @@ from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.config.tables.model import ExpertProfile, ModelSection
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.cores import choose_threads
-from nmoe.errors import UserError
+from nmoe.errors import MissingInputError, UserError
 from nmoe.learner.learner import Learner
 from nmoe.learner.sharding import share_model
 from nmoe.model.checkpoint import load_model, new_model
@@ -134,7 +134,7 @@ def load_tokenizer(settings: ModelSection) -> Tokenizer:
     directory = settings.tokenizer or settings.path
     assert directory is not None, "the configuration asks for a tokenizer where there is no checkpoint"
     if settings.tokenizer and (maker := maker_of(Path(directory))):
-        raise UserError(f"{directory}: no such directory, whose tokenizer is asked for{maker}")
+        raise MissingInputError(f"{directory}: no such directory, whose tokenizer is asked for{maker}", directory)
     checkpoint = None if settings.path is None else resolve_checkpoint(Path(settings.path))
     if not settings.tokenizer:
         assert checkpoint is not None, "without a tokenizer of its own there is a checkpoint"

@@ -92,9 +92,12 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
         "; `nmoe speedrun` makes it, or",
     )
     # A configuration with a shape has the tokenizer alone from there.
-    refused(nmoe("rl", "train", "code_fix"), "runs/speedrun/base: no such directory", "; `nmoe speedrun` makes it, or")
+    refused(nmoe("rl", "train", "code_fix"), 'tokenizer = "runs/speedrun/base": no such directory', "; `nmoe speedrun` makes it, or")
     (tmp_path / "pool.jsonl").unlink()
-    refused(nmoe("rl", "train", "x.toml"), "pool.jsonl: ", "No such file")
+    refused(
+        nmoe("rl", "train", "x.toml"),
+        'x.toml:9: [environment.task_pool] path = "pool.jsonl": cannot be read: No such file',
+    )
     for verb in (["eval", "nowhere", "x.toml"], ["chat", "nowhere"]):
         refused(nmoe(*verb), "nowhere: neither a checkpoint")
     refused(nmoe("report", "nowhere"), "nowhere: not the directory of a run")

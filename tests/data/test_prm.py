@@ -238,7 +238,7 @@ def test_stepwise_records(tmp_path: Path) -> None:
         (prm800k([step({"rating": 1})]), r":2: .*completions\[0\] has no text"),
         (prm800k([7]), r":2: .*label\.steps\[0\] is int, not an object"),
         ({"prompt": "p", "completions": ["a"], "labels": [True]}, r":2: not a record of PRM800K: question is NoneType"),
-        ([1], r":2: a list, not an object"),
+        ([1], r":2: an array, not an object"),
     ],
 )
 def test_a_record_of_another_form_is_refused_with_its_line(tmp_path: Path, second: Any, message: str) -> None:

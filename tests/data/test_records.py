@@ -247,7 +247,7 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (COMPLETION, COMPLETION | {"prompt": [*ASKED, SILENT, *ASKED]}, r"prompt\[1\]: the assistant says nothing"),
         (COMPLETION, COMPLETION | {"completion": ASKED}, "'completion' has a message by 'user' where the assistant's"),
         (COMPLETION, COMPLETION | {"completion": SAID + ASKED}, "'completion' has a message by 'user' where the assistant's"),
-        (COMPLETION, COMPLETION | {"completion": 7}, "'completion' holds int 7, neither a text nor a list of messages"),
+        (COMPLETION, COMPLETION | {"completion": 7}, "'completion' holds the number 7, neither a text nor a list of messages"),
         (COMPLETION, COMPLETION | {"prompt": ""}, "'prompt' is empty"),
         (COMPLETION, COMPLETION | {"prompt": SAID}, "'prompt' ends in a message of the assistant"),
         (PAIR, PAIR | {"chosen": "b"}, "'chosen' and 'rejected' are equal, so neither is preferred; remove the record"),
@@ -268,7 +268,7 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (CONVERSATION, {"messages": [*ASKED, {"role": "assistant", "content": " "}]}, r"messages\[1\]: the assistant says nothing"),
         (CONVERSATION, {"messages": [{"role": "bot", "content": ""}]}, r"messages\[0\]: the role is 'bot'; the roles are system"),
         (CONVERSATION, {"messages": ["hi"]}, r"messages\[0\] is 'hi', not a message such as"),
-        (CONVERSATION, {"messages": [{"role": "user"}, *SAID]}, r"messages\[0\]: the content is NoneType None, not text"),
+        (CONVERSATION, {"messages": [{"role": "user"}, *SAID]}, r"messages\[0\]: the content is null, not text"),
         (CONVERSATION, {"messages": [{"role": "user", "content": [{"type": "image"}]}, *SAID]}, "part of the content is not text"),
         (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"tool_calls": [{"name": ""}]}]}, r"messages\[1\]\.tool_calls\[0\] is"),
         (CONVERSATION, {"messages": [*ASKED, SAID[0] | {"channel": "secret"}]}, "the channel is 'secret'; the channels are"),
@@ -280,7 +280,7 @@ COMPLETION = {"prompt": "?", "completion": "a"}
         (CONVERSATION, CONVERSATION | tool({"properties": {"x": True}}), r"parameters\.properties\.x is True, not a JSON schema"),
         (CONVERSATION, CONVERSATION | tool({"type": [1]}), r"its 'type' is \[1\]"),
         (CONVERSATION, CONVERSATION | tool({"type": "array", "items": [{}]}), r"parameters\.items is \[\{\}\], not a JSON schema"),
-        ({"text": "a"}, {"text": 3}, "'text' holds int 3, not text"),
+        ({"text": "a"}, {"text": 3}, "'text' holds the number 3, not text"),
     ],
 )  # fmt: skip
 def test_a_record_that_is_wrong_is_named(good: Any, bad: Any, message: str, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ Break = Callable[[Path], str]
     ("name", "content", "message"),
     [
         ("x.jsonl", b'{"a": 1}\n{"a": \n', r"x\.jsonl:2: not JSON: Expecting value"),
-        ("x.json", b'[{"a": 1}, 3]', r"x\.json: row 2: a int, not an object"),
+        ("x.json", b'[{"a": 1}, 3]', r"x\.json: row 2: a number, not an object"),
         ("x.json", b'[{"a": 1}', r"x\.json: not JSON: "),
         ("x.json", b"[\xff]", r"x\.json: not UTF-8"),
         ("x.csv", b"a,b\n1,2\n1\n", r"x\.csv:3: 1 fields, and the first line names 2 columns"),

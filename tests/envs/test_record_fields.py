@@ -187,7 +187,7 @@ def test_two_system_messages_are_one_too_many(environment: Make, tmp_path: Path)
         ({"prompt": ["?"], "label": "1"}, "prompt[0] is '?', not a message"),
         ({"prompt": 3, "label": "1"}, "field 'prompt' holds the number 3, not text"),
         ({"input": "?", "label": " "}, "field 'label' is empty"),
-        ({"input": "?", "label": None}, "no field 'answer' or 'label'"),
+        ({"input": "?", "label": None}, "the field 'label' is null; fill it in"),
     ],
 )
 def test_a_record_that_fits_no_form_is_named(
