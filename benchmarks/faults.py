@@ -169,6 +169,33 @@ def high_rate(_: Path) -> Path:
     return trained([vowels], 12, batch=UPDATES, optimizer={"learning_rate": 0.3, "warmup_steps": 0})
 
 
+@fault("kl", "a learning rate 100 times too high, one update a step", 2, name="kl, one update")
+@fault("ratios", "a learning rate 100 times too high, one update a step", 3, name="ratios, one update")
+def high_rate_in_one_update(_: Path) -> Path:
+    return trained([vowels], 12, optimizer={"learning_rate": 0.3, "warmup_steps": 0})
+
+
+@fault("clip", "a learning rate 300 times too high, one update a step", 3, name="clip, one update")
+def higher_rate_in_one_update(_: Path) -> Path:
+    return trained([vowels], 12, optimizer={"learning_rate": 1.0, "warmup_steps": 0})
+
+
+@fault(
+    "reference",
+    "a skill that is lost: sort_grpo at ten times its learning rate, one update a step",
+    3,
+    begins=None,
+)
+def lost_skill(base: Path) -> Path:
+    settings = {
+        "sampling.max_new_tokens": 48,
+        "batch": {"prompts_per_step": 16, "group_size": 16},
+        "optimizer": {"learning_rate": 5e-3, "warmup_steps": 5},
+        "algorithm": {"clip_high": 0.28, "kl_coef": 0.001},
+    }
+    return trained([], 15, "sort", base, **settings)
+
+
 def altered(change: Callable[[Sample], Sample]) -> Any:
     """Samples by the engine, each changed."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 from typing import Any
 
@@ -73,3 +74,33 @@ def none_is_not_zero() -> Result:
     row = run.metrics[-1]
     mean, masked = row["reward_mean"], row["grader_error_rate"]
     return f"mean {mean}, share masked {masked}", (mean, masked) == (1.5, 0.5)
+
+
+@check(
+    17,
+    "a learning rate 100 times too high, one update a step (the default): which of the rules kl, clip and ratios fire in six steps",
+    "clip, kl, ratios; spikes.jsonl has lines",
+)
+def one_update_a_step() -> Result:
+    import nmoe
+
+    def vowels(completions: list[str], **columns: Any) -> list[float]:
+        return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+    run = nmoe.train_rl(
+        {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64},
+        env=[{"prompt": text} for text in ("Sing.", "Hum.", "Call.", "Sigh.")],
+        rewards=[vowels],
+        config={
+            "run": {"steps": 6, "name": "fast", "directory": tempfile.mkdtemp(), "threads": 1},
+            "batch": {"prompts_per_step": 4, "group_size": 8},
+            "optimizer": {"learning_rate": 0.3, "warmup_steps": 0},
+            "sampling.max_new_tokens": 16,
+        },
+    )
+    names = {"kl", "clip", "ratios"}
+    alerts, spikes = run.path / "alerts.jsonl", run.path / "spikes.jsonl"
+    lines = alerts.read_text().splitlines() if alerts.exists() else []
+    fired = sorted({json.loads(line).get("rule") for line in lines} & names)
+    many = len(spikes.read_text().splitlines()) if spikes.exists() else 0
+    return f"{', '.join(fired) or 'none'}; {many} spikes", set(fired) == names and many > 0

@@ -157,6 +157,12 @@ class Batch:
         part = replace(self, lengths=lengths, prefixes=prefixes, pairs=pairs, samples=samples, **columns)
         return part, rows_T
 
+    def beginning(self, positions: int) -> Batch:
+        """The first positions of a batch of one sequence."""
+        assert len(self.lengths) == 1, "of one sequence"
+        columns: dict[str, Any] = {name: values_T[:positions] for name, values_T in self._columns()}
+        return replace(self, lengths=(positions,), prefixes=None, **columns)
+
 
 def micro_batches(batch: Batch, tokens_per_microbatch: int, ranks: int = 1) -> list[list[int]]:
     """Splits a batch into lists of sequence indices within the token budget, longest first; a sequence above the budget stands

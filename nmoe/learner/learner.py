@@ -189,7 +189,7 @@ class Learner:
             micro = on_host.to(self.model.device)
             trace = RouterTrace(replay=micro.routes_TYK)
             outputs = score(self.model, micro, trace, self.temperature, self.head, self.head_only)
-            objective_sum, statistics = objective(outputs, _scored(micro))
+            objective_sum, statistics = objective(outputs, scored_columns(micro))
             total = objective_sum
             sums = [objective_sum.detach()]
             if balancing:
@@ -387,7 +387,9 @@ def _joined(parts: list[_Part]) -> PassResult:
     )
 
 
-def _scored(micro: Batch) -> Scored:
+def scored_columns(micro: Batch) -> Scored:
+    """What an objective reads of a micro-batch."""
+
     def column(values_T: Tensor | None) -> Tensor | None:
         return None if values_T is None else values_T[micro.scored_places]
 

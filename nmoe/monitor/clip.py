@@ -1,4 +1,4 @@
-"""Updates that are clipped away."""
+"""Updates that are clipped away, or that leave the range of the clip in one."""
 
 from __future__ import annotations
 
@@ -15,5 +15,9 @@ class ClipRule(Rule[ClipSection]):
     )
 
     def symptom(self, metrics: Metrics) -> str | None:
-        share = metrics.get("ppo_clip_ratio")
-        return f"{share:.0%} of the tokens are clipped" if share is not None and share > self.settings.above else None
+        inside, after = metrics.get("ppo_clip_ratio", 0.0), metrics.get("update_clip_ratio", 0.0)
+        if inside > self.settings.above:
+            return f"{inside:.0%} of the tokens are clipped"
+        return (
+            f"the update takes {after:.0%} of the tokens out of the clip range" if after > self.settings.above else None
+        )

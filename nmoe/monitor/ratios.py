@@ -19,4 +19,12 @@ class RatiosRule(Rule[RatiosSection]):
         raw, ratio = metrics.get("log_ratio_raw_max", 0.0), metrics.get("ratio_max", 0.0)
         if raw > self.settings.log_ratio:
             return f"a token's log ratio is {raw:.3g}"
-        return f"a token's importance ratio is {ratio:.3g}" if ratio > self.settings.above else None
+        if ratio > self.settings.above:
+            return f"a token's importance ratio is {ratio:.3g}"
+        # What the updates did, upwards and downwards: a token that was pushed away is as far.
+        high, low = metrics.get("update_log_ratio_max", 0.0), metrics.get("update_log_ratio_min", 0.0)
+        far = max(high, low, key=abs)
+        if abs(far) > self.settings.log_ratio:
+            return f"the update moves a token's log-probability by {far:+.3g}"
+        ratio = metrics.get("update_ratio_max", 0.0)
+        return f"the update makes a token {ratio:.3g} times as likely" if ratio > self.settings.above else None

@@ -25,6 +25,7 @@ from nmoe.monitor.mismatch import MismatchRule
 from nmoe.monitor.monitor import Monitor
 from nmoe.monitor.probe import ProbeRule
 from nmoe.monitor.ratios import RatiosRule
+from nmoe.monitor.reference import ReferenceRule
 from nmoe.monitor.reward_hacking import RewardHackingRule
 from nmoe.monitor.reward_stuck import RewardStuckRule
 from nmoe.monitor.rule import Rule
@@ -59,6 +60,7 @@ def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
             ClipRule(own.clip),
             KLRule(own.kl),
             RatiosRule(own.ratios),
+            ReferenceRule(own.reference),
             EntropyRule(own.entropy),
             LengthRule(own.length),
             ProbeRule(own.probe),

@@ -64,21 +64,24 @@ def _measured(own: Objective) -> Objective:
     return objective
 
 
-def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) -> Objective:
-    """The policy loss, plus the divergence penalty, the entropy bonus, and the value loss of a critic on the policy's trunk."""
+def own_loss(algorithm: AlgorithmSection) -> Objective | None:
+    """The policy loss that [algorithm] names, alone; None for a loss of the user's own."""
     low, high = algorithm.clip_range
     if algorithm.loss == "cispo":
-        parts = [cispo(high)]
-    else:
-        assert low is not None, "every loss but cispo has a lower bound"
-        if algorithm.loss not in LOSSES.own:
-            parts = [_measured(LOSSES.get(algorithm.loss)(algorithm))]
-        elif algorithm.loss == "gspo":
-            parts = [gspo(low, high)]
-        elif algorithm.loss == "dppo":
-            parts = [dppo(low, high)]
-        else:
-            parts = [clip(low, high, algorithm.dual_clip_bound if algorithm.loss == "dual_clip" else None)]
+        return cispo(high)
+    assert low is not None, "every loss but cispo has a lower bound"
+    if algorithm.loss not in LOSSES.own:
+        return None
+    if algorithm.loss == "gspo":
+        return gspo(low, high)
+    if algorithm.loss == "dppo":
+        return dppo(low, high)
+    return clip(low, high, algorithm.dual_clip_bound if algorithm.loss == "dual_clip" else None)
+
+
+def policy_objective(algorithm: AlgorithmSection, critic: Critic | None = None) -> Objective:
+    """The policy loss, plus the divergence penalty, the entropy bonus, and the value loss of a critic on the policy's trunk."""
+    parts = [own_loss(algorithm) or _measured(LOSSES.get(algorithm.loss)(algorithm))]
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss":
         parts.append(
             reference_divergence(algorithm.kl_coef, algorithm.kl_estimator or "k3", algorithm.kl_importance_weights)

@@ -1,7 +1,6 @@
 """Spikes: the steps whose update went far off, with the prompts and samples that it came from, for spikes.jsonl.
 
-The ratios among a step's metrics are those inside its update, and on fresh samples about 1. So samples are ranked by what the
-update did to them: how far the learner's log-probabilities are from the sampler's afterwards.
+Samples are ranked by what the update did to them: how far the learner's log-probabilities are from the sampler's afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +15,15 @@ from nmoe.rl.experience import judged, policy_batch
 from nmoe.trajectory import Group
 
 # The training guidelines' limits; the gradient's norm is that before clipping.
-_LIMITS = {"grad_norm": 50.0, "log_ratio_raw_max": 5.0, "ratio_max": 10.0}
+_LIMITS = {
+    "grad_norm": 50.0,
+    "log_ratio_raw_max": 5.0,
+    "ratio_max": 10.0,
+    "update_log_ratio_max": 5.0,
+    "update_log_ratio_min": 5.0,
+    "update_ratio_max": 10.0,
+}
+_DIVERGENCES = ("ppo_kl", "update_kl")
 _TAILS = (
     "grad_norm",
     "ppo_kl",
@@ -26,14 +33,20 @@ _TAILS = (
     "log_ratio_min",
     "log_ratio_abs_p99",
     "ratio_max",
+    "update_kl",
+    "update_clip_ratio",
+    "update_log_ratio_max",
+    "update_log_ratio_min",
+    "update_log_ratio_abs_p99",
+    "update_ratio_max",
 )
 _WORST = 4
 
 
 def spikes_in(metrics: Mapping[str, float], kl_above: float) -> list[str]:
-    """What is beyond its limit: `["grad_norm", "ppo_kl"]`. `kl_above` is that of [monitor.kl]."""
-    found = [name for name, limit in _LIMITS.items() if metrics.get(name, 0.0) > limit]
-    return found + ["ppo_kl"] * (abs(metrics.get("ppo_kl", 0.0)) > kl_above)
+    """What is beyond its limit, in either direction: `["grad_norm", "update_kl"]`. `kl_above` is that of [monitor.kl]."""
+    limits = _LIMITS | dict.fromkeys(_DIVERGENCES, kl_above)
+    return [name for name, limit in limits.items() if abs(metrics.get(name, 0.0)) > limit]
 
 
 def spike_record(

@@ -46,6 +46,7 @@ from nmoe.recipes.setup import (
     settle,
 )
 from nmoe.rl.critic import Critic
+from nmoe.rl.effect import effect, tails
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.rl.experience import (
     Experience,
@@ -61,7 +62,7 @@ from nmoe.rl.experience import (
     trained_experience,
 )
 from nmoe.rl.metrics import joined_passes, joined_steps, rollout_metrics, shown, update_metrics
-from nmoe.rl.policy import policy_learner, policy_objective
+from nmoe.rl.policy import own_loss, policy_learner, policy_objective
 from nmoe.rl.reference import Reference
 from nmoe.rl.rollouts import Rollouts, RolloutSampler
 from nmoe.rl.spikes import spike_record, spikes_in
@@ -292,7 +293,7 @@ class PolicyUpdate:
         self.learner, self.algorithm, self.token_limit = learner, algorithm, token_limit
         self.reference, self.critic, self.teacher = reference, critic, teacher
         self._constant_length, self._sizes, self._seed = sampling.max_new_tokens, sizes or BatchSection(), seed
-        self._objective = policy_objective(algorithm, critic)
+        self._objective, self._loss = policy_objective(algorithm, critic), own_loss(algorithm)
 
     def experience(self, groups: Sequence[Group]) -> Experience | None:
         """The samples of the groups as a batch with advantages; None where there is no group, or where every sample was truncated
@@ -334,6 +335,12 @@ class PolicyUpdate:
         if trains_policy:
             result, last = joined_passes(passes), joined_steps(steps)
             metrics |= update_metrics(result, last, experience.advantages, experience.mismatch)
+            # Of a single update its own pass has them.
+            batch, before_T = experience.batch, experience.batch.old_logprobs_T
+            before_N = result.tokens["logprobs"] if before_T is None else before_T[batch.scored_places]
+            if batch.reference_logprobs_T is not None:
+                metrics |= tails("reference", before_N - batch.reference_logprobs_T[batch.scored_places])
+            metrics |= effect(self.learner, batch, before_N, self._loss, self._seed, step)
         if self.critic is not None:
             metrics |= self.critic.metrics(experience.batch)
         return metrics

@@ -93,6 +93,13 @@ def test_healthy_steps_set_off_nothing() -> None:
         ({"correctness": 0.04}, "solve_rate", 30),
         ({"log_ratio_raw_max": 5.1}, "ratios", 23),
         ({"ratio_max": 10.1}, "ratios", 23),
+        ({"update_clip_ratio": 0.41}, "clip", 23),
+        ({"update_kl": 0.11}, "kl", 22),
+        ({"update_log_ratio_max": 5.1}, "ratios", 23),
+        ({"update_log_ratio_min": -5.1}, "ratios", 23),
+        ({"update_ratio_max": 10.1}, "ratios", 23),
+        ({"reference_kl": 1.1}, "reference", 23),
+        ({"reference_log_ratio_abs_p99": 8.1}, "reference", 23),
         ({"entropy_mean": 0.07}, "entropy", 25),
         ({"response_length_mean": 33.0}, "length", 25),
         ({"response_length_mean": 301.0}, "length", 25),
@@ -109,6 +116,12 @@ def test_a_symptom_fires_once_at_its_step(changes: dict[str, float], rule: str, 
     assert [name for _, name in fired([*rows(20), *rows(29, **changes)])].count(rule) == (step < 50)
     # One step less, and it does not.
     assert fired([*rows(20), *rows(step - 21, **changes), *rows(20)]) == []
+
+
+def test_one_update_far_beyond_the_limit_is_told_at_once() -> None:
+    dead = [{"skipped": 1.0, "reward_mean": 0.0, "correctness": 0.0}] * 3
+    assert fired([*rows(20), *rows(1, update_kl=1.01), *dead]) == [(21, "kl")], "nothing is trained on after it"
+    assert fired([*rows(20), *rows(1, update_kl=0.99), *rows(20)]) == []
 
 
 def test_low_entropy_is_no_symptom_once_the_problems_are_solved() -> None:

@@ -30,6 +30,8 @@ def test_what_is_beyond_its_limit() -> None:
     assert spikes_in({**calm, "grad_norm": 50.1, "ppo_kl": -0.11}, kl_above=0.1) == ["grad_norm", "ppo_kl"]
     assert spikes_in({**calm, "ratio_max": 11.0}, kl_above=0.1) == ["ratio_max"]
     assert spikes_in({**calm, "log_ratio_raw_max": 5.1}, kl_above=0.2) == ["log_ratio_raw_max"]
+    assert spikes_in({**calm, "update_log_ratio_min": -5.1}, kl_above=0.1) == ["update_log_ratio_min"], "in one update"
+    assert spikes_in({**calm, "update_kl": 0.11, "update_ratio_max": 11.0}, 0.1) == ["update_ratio_max", "update_kl"]
     assert spikes_in({"skipped": 1.0}, kl_above=0.1) == []
 
 
@@ -90,8 +92,9 @@ def test_weights_that_are_no_numbers_can_be_recorded(tiny_model: Any) -> None:
     assert record["worst"][0]["log_ratio_max"] == 20.0
 
 
+@pytest.mark.parametrize("updates", [{"updates_per_step": 2, "passes_per_step": 2}, {}])
 def test_a_run_with_a_far_too_high_learning_rate_records_its_spikes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: dict[str, int]
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -101,7 +104,7 @@ def test_a_run_with_a_far_too_high_learning_rate_records_its_spikes(
     config: dict[str, Any] = {
         "run": {"steps": 4, "threads": 1},
         "sampling.max_new_tokens": 12,
-        "batch": {"prompts_per_step": 2, "group_size": 8, "updates_per_step": 2, "passes_per_step": 2},
+        "batch": {"prompts_per_step": 2, "group_size": 8, **updates},
         "optimizer": {"learning_rate": 0.3, "warmup_steps": 0},
     }
     model = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64}

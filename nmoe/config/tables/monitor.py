@@ -104,7 +104,9 @@ class TruncationSection(AboveSection):
 class ClipSection(AboveSection):
     """[monitor.clip]: most of an update is clipped."""
 
-    above: float = Field(default=0.4, ge=0, le=1, description="share of the tokens that are clipped")
+    above: float = Field(
+        default=0.4, ge=0, le=1, description="share of the tokens that are clipped, or would be in another update"
+    )
     steps: int = Field(default=3, gt=0, description="steps in a row that show the symptom before the rule fires")
 
 
@@ -131,8 +133,14 @@ class SolveRateSection(RuleSection):
 class RatiosSection(AboveSection):
     """[monitor.ratios]: an update changes a token's probability many times over."""
 
-    above: float = Field(default=10.0, ge=0, description="ratio_max of a step that shows the symptom")
-    log_ratio: float = Field(default=5.0, gt=0, description="log_ratio_raw_max of a step that shows the symptom")
+    above: float = Field(
+        default=10.0, ge=0, description="ratio_max or update_ratio_max of a step that shows the symptom"
+    )
+    log_ratio: float = Field(
+        default=5.0,
+        gt=0,
+        description="log_ratio_raw_max, or update_log_ratio_max or _min in either direction, of a step that shows the symptom",
+    )
     steps: int = Field(default=3, gt=0, description="steps in a row that show the symptom before the rule fires")
 
 
@@ -146,9 +154,23 @@ class FormatSection(RuleSection):
 class KLSection(AboveSection):
     """[monitor.kl]: the policy moves too far in one step, or its divergence estimate stays negative."""
 
-    above: float = Field(default=0.1, ge=0, description="|ppo_kl| of a step that shows the symptom")
+    above: float = Field(
+        default=0.1,
+        ge=0,
+        description="|ppo_kl| or update_kl of a step that shows the symptom; update_kl ten times as large fires at once",
+    )
     negative_steps: int = Field(default=10, gt=0, description="steps in a row with a negative ppo_kl")
     steps: int = Field(default=2, gt=0, description="steps in a row beyond `above` before the rule fires")
+
+
+class ReferenceSection(AboveSection):
+    """[monitor.reference]: the policy is far from its reference. Only where there is one."""
+
+    above: float = Field(default=1.0, ge=0, description="reference_kl of a step that shows the symptom")
+    log_ratio: float = Field(
+        default=8.0, gt=0, description="reference_log_ratio_abs_p99 of a step that shows the symptom"
+    )
+    steps: int = Field(default=3, gt=0, description="steps in a row that show the symptom before the rule fires")
 
 
 class EntropySection(RuleSection):
@@ -226,6 +248,9 @@ class MonitorSection(SampleRateSection):
     clip: ClipSection = Field(default=ClipSection(), description="updates that are clipped away")
     kl: KLSection = Field(default=KLSection(), description="a policy that moves too far at once")
     ratios: RatiosSection = Field(default=RatiosSection(), description="tokens whose probability leaps")
+    reference: ReferenceSection = Field(
+        default=ReferenceSection(), description="a policy that is far from its reference"
+    )
     entropy: EntropySection = Field(default=EntropySection(), description="samples that become alike")
     length: LengthSection = Field(default=LengthSection(), description="completions that shrink or grow")
     probe: ProbeSection = Field(default=ProbeSection(), description="a reward that rises while the probe falls")

@@ -1,0 +1,83 @@
+"""What a step's updates did to the policy: log-probabilities after them against those before, on some of the trained tokens.
+
+The ratios among the metrics of an update are those inside it. With one update a step, the default, they are 1 on every token and
+say nothing of how far the update went. So a few sequences are scored once more when the updates are done: at most `MOST_TOKENS`
+trained tokens, and at most `SHARE` of the positions that a pass over the batch computes, which keeps the cost under 2% of a step
+(`benchmarks/watching.py`). Nothing of the run depends on it.
+"""
+
+# Shapes: T predicting positions, N scored ones of the batch, M those that are measured, B sequences.
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nmoe.envs.pools.order import stable_hash
+from nmoe.learner.batch import Batch
+from nmoe.learner.learner import Learner, scored_columns
+from nmoe.learner.objectives import Objective, Outputs
+from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
+from nmoe.learner.objectives.divergence import kl_estimate
+
+MOST_TOKENS = 2048
+SHARE = 1 / 32
+
+
+def effect(
+    learner: Learner, batch: Batch, before_N: Tensor, loss: Objective | None, seed: int, step: int
+) -> dict[str, float]:
+    """The metrics of what the updates of a step changed. `batch` is what they trained on, with advantages, and `before_N` its
+    log-probabilities before the first of them. `loss` says which tokens it would clip in another update; None where it does not
+    say."""
+    part = measured(replace(batch, old_logprobs_T=batch.column(before_N)), seed, step)
+    after_M = learner.logprobs(part).result()
+    assert part.old_logprobs_T is not None, "given above"
+    log_ratio_M = (after_M - part.old_logprobs_T[part.scored_places]).double()
+    clamped_M = log_ratio_M.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    found = {
+        **tails("update", log_ratio_M),
+        "update_ratio_max": float(clamped_M.max().exp()),
+        # k3 with d = log before - log after. Of tokens that an update was just fitted to, the mean of d may be negative.
+        "update_kl": float(kl_estimate(-clamped_M, "k3").mean()),
+        "update_tokens": float(len(log_ratio_M)),
+    }
+    if loss is not None:
+        _, statistics = loss(Outputs(after_M, torch.zeros_like(after_M)), scored_columns(part))
+        found["update_clip_ratio"] = float(statistics["clipped"].double().mean())
+    return found
+
+
+def tails(name: str, log_ratio_N: Tensor) -> dict[str, float]:
+    """How far one policy is from another at the tokens that differ most, from its log ratio to it: the highest, before any
+    clamping, the lowest, and the 99th percentile of the absolute value."""
+    sorted_N = log_ratio_N.double().abs().sort().values
+    return {
+        f"{name}_log_ratio_max": float(log_ratio_N.max()),
+        f"{name}_log_ratio_min": float(log_ratio_N.min()),
+        f"{name}_log_ratio_abs_p99": float(sorted_N[round(0.99 * (len(sorted_N) - 1))]),
+    }
+
+
+def measured(batch: Batch, seed: int, step: int) -> Batch:
+    """The sequences of a batch that are measured: whole ones in an order drawn from seed and step, up to the limits. Of a single
+    sequence that is beyond them, as many of its first positions as the limit allows."""
+    rows = batch.shared_rows()
+    positions = SHARE * (batch.tokens if rows is None else len(rows[0]))
+    trained_B = torch.bincount(batch.sequence_ids()[batch.scored_places], minlength=len(batch.lengths)).tolist()
+    order = [sequence for sequence, trained in enumerate(trained_B) if trained]
+    random.Random(stable_hash("effect", seed, step)).shuffle(order)
+    chosen: list[int] = []
+    tokens = ran = 0
+    for sequence in order:
+        tokens, ran = tokens + trained_B[sequence], ran + batch.lengths[sequence]
+        if chosen and (tokens > MOST_TOKENS or ran > positions):
+            break
+        chosen.append(sequence)
+    part, _ = batch.select(sorted(chosen))
+    if len(chosen) == 1 and len(part.scored_places) > MOST_TOKENS:
+        part = part.beginning(int(part.scored_places[MOST_TOKENS - 1]) + 1)
+    return part
