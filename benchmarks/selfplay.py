@@ -66,7 +66,7 @@ def warm_up(base: Path, out: Path) -> Path:
         overrides = {
             "run.name": name,
             "run.directory": str(out),
-            "run.resume": True,
+            "run.resume": "auto",
             "model.path": str(start),
             "records.path": str(out / f"{name}.jsonl"),
             "records.tokens_per_step": tokens,
@@ -87,7 +87,7 @@ def play(roles: Path, out: Path, seed: int) -> tuple[Path, float]:
         "run.name": f"seed_{seed}",
         "run.directory": str(out),
         "run.seed": seed,
-        "run.resume": True,
+        "run.resume": "auto",
         "model.path": str(roles),
         "selfplay.train": True,
         "selfplay.rounds": 2,

@@ -232,7 +232,7 @@ class Experiment:
                 occurrence -= 1
         time.sleep(delay)
         hit = process.kill()
-        resumed = self._start(name, "--run.resume=true")
+        resumed = self._start(name, "--run.resume=auto")
         code, run = resumed.end(), self._directory / name
         if code != 0:
             return Kill(phase, hit, 0, (f"the resumed run ended with {code}: {self._said(name)}",))

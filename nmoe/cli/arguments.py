@@ -88,6 +88,9 @@ def configured(arguments: list[str], schema: "type[C]") -> "Iterator[C]":
 
     try:
         refuse_to_start(config)
+        run = Path(config.run.directory) / config.run.name
+        if config.run.resume == "auto" and not (run / "config.toml").exists():
+            typer.echo(f"{run}: no run to resume yet, so it starts from the beginning")
         with suppress(UserError):  # the run itself tells of a checkpoint that is missing
             config = settled(config)
             for line in said_at_the_start(config):
@@ -131,11 +134,7 @@ def read_configuration(arguments: list[str], schema: "type[C]") -> "C":
     if sys.stderr.isatty():  # loading torch takes seconds in which nothing else appears
         typer.echo(f"nmoe {' '.join(arguments[:1])}: loading", err=True)
     file, overrides = file_and_overrides(arguments)
-    config = load_run(file, schema, overrides)
-    run = Path(config.run.directory) / config.run.name
-    if config.run.resume and not (run / "config.toml").exists():
-        typer.echo(f"{run}: no run to resume yet, so it starts from the beginning")
-    return config
+    return load_run(file, schema, overrides)
 
 
 def sum_up(run: Path, verb: str) -> None:

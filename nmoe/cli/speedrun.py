@@ -13,18 +13,28 @@ def speedrun(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write to.")] = Path("runs/speedrun"),
     full: Annotated[bool, typer.Option("--full", help="Add mid-training, SFT, a verifier and self-play.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the one in OUT; finished stages are not repeated.")
+        bool,
+        typer.Option(
+            "--resume", help="Resume the one in OUT, or extend it with --full; finished stages are not repeated."
+        ),
+    ] = False,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Delete runs and files in OUT that are in the way and that no speedrun made."),
     ] = False,
     device: Device = "auto",
 ) -> None:
     """Train a small model from scratch: pretraining, GRPO, evaluation.
 
-    Makes a tokenizer, pretrains, post-trains, evaluates and writes a report, without a download.
+    Makes a tokenizer, pretrains, post-trains, evaluates and writes a report, without a download. An earlier speedrun in OUT is
+    replaced; your own runs beside it stay.
 
     \b
     Example:
       nmoe speedrun --seed 1 --out runs/speedrun-1
+    Example, the added stages after a plain speedrun:
+      nmoe speedrun --full --resume
     """
     from nmoe.speedrun import speedrun
 
-    speedrun(out, seed, full, resume, device)
+    speedrun(out, seed, full, resume, device, replace)

@@ -33,15 +33,15 @@ def learning_rate(config: RunConfig) -> Check:
         return Check(
             name, "ok", f"peak {peak:g}; the steps of so many epochs, and with them the warm-up, depend on the records"
         )
-    if isinstance(config, RLConfig) and config.critic is not None:
-        steps -= config.critic.warmup_steps
+    first = config.critic.warmup_steps if isinstance(config, RLConfig) and config.critic is not None else 0
+    steps -= first
     if config.run.resume and (checkpoint := latest_checkpoint(run_path(config) / "checkpoints")) is not None:
-        return Check(name, "ok", _resumed(config, steps, checkpoint))
+        return Check(name, "ok", _resumed(config, first, checkpoint))
     by = BY_STEP
     if isinstance(config, SupervisedConfig):
         by = max(by, math.ceil(WARMUP_SHARE * steps))
     by = min(by, steps)
-    settings = optimizer_settings(config)
+    settings = optimizer_settings(config, first=first)
     schedule = _planned(settings, steps)
     shares = [schedule.factor(step) for step in range(by)]
     share, said = max(shares), f"{max(shares):.0%} of its peak {peak:g} by step {by}"
@@ -64,14 +64,14 @@ def _planned(settings: OptimizerSection, steps: int) -> Schedule:
     return Schedule(settings.schedule_steps or steps, settings.warmup_steps, settings.min_lr_ratio)
 
 
-def _resumed(config: RunConfig, steps: int, checkpoint: Path) -> str:
-    """What a run that goes on from `checkpoint` says about its schedule."""
+def _resumed(config: RunConfig, first: int, checkpoint: Path) -> str:
+    """What a run that goes on from `checkpoint` says about its schedule, which begins after the `first` steps."""
     updates = config.batch.updates if isinstance(config, RLConfig) else 1
-    settings = optimizer_settings(config, updates)
+    settings = optimizer_settings(config, updates, first)
     file, note = checkpoint / "optimizer.json", None
     if file.exists():  # of self-play each role has its own
         state = json.loads(file.read_text())
         asked, done = settings.schedule_steps > 0, state["steps"]
-        planned = _planned(settings, steps * updates)
+        planned = _planned(settings, (config.run.steps - first) * updates)
         _, note = resumed_schedule(state.get("schedule"), planned, asked, done, settings.learning_rate)
     return "goes on as the run began" if note is None else note.removeprefix("learning rate: ")

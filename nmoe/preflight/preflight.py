@@ -24,6 +24,7 @@ from nmoe.preflight.rehearsal import rehearse, round_trip
 from nmoe.preflight.sinks import sinks
 from nmoe.recipes.setup import load_tokenizer, run_path
 from nmoe.rl.episodes import with_steps_of_episodes
+from nmoe.runs.directory import refuse_unless_free
 from nmoe.sandbox.api import SandboxSetupError
 
 
@@ -67,8 +68,10 @@ def preflight(config: RunConfig) -> Iterator[Check]:
 def refuse_to_start(config: RunConfig) -> None:
     """What a training command asks before it starts. Raises UserError with each check that fails, one line each.
 
-    What cannot be checked, such as the size of a model whose checkpoint is missing, is left to the run, which says so itself. A
-    run that is resumed keeps the schedule it has."""
+    A run that is to be resumed has to be there. What cannot be checked, such as the size of a model whose checkpoint is missing, is
+    left to the run, which says so itself. A run that is resumed keeps the schedule it has."""
+    if config.run.resume:
+        refuse_unless_free(run_path(config), config.run.resume)
     found = []
     if not (config.run.resume and (run_path(config) / "config.toml").exists()):
         if isinstance(config, RLConfig):

@@ -26,11 +26,12 @@ from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
 from nmoe.recipes.setup import provenance_of, run_path
-from nmoe.runs.directory import RunDirectory, flat_keys, recorded_device
+from nmoe.runs.directory import Resume, RunDirectory, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.output import logged
-from nmoe.runs.places import place_records
+from nmoe.runs.places import claim_exports, place_records
 from nmoe.runs.progress import Progress
+from nmoe.runs.recorded import recorded_device, recorded_schedule_steps
 from nmoe.runs.samples import CONSOLE_CHARACTERS, sample_lines
 from nmoe.runs.saver import Saver
 from nmoe.runs.sinks.sink import Attempt
@@ -145,11 +146,11 @@ class Run:
         for line in recipe.notes():
             self.note(line)
         checkpoint = self._config.checkpoint
-        elsewhere = checkpoint.export_directory
-        exports = None if elsewhere is None else Path(elsewhere) / self._config.run.name
         with (
             Interruptible() as interrupt,
-            Saver(self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous, exports) as saver,
+            Saver(
+                self.directory.checkpoints, checkpoint.keep, checkpoint.asynchronous, exports_of(self._config)
+            ) as saver,
         ):
             first = self._begin(recipe, saver)
             sinks = self._sinks = _sinks_of(self._config, self.directory)
@@ -273,22 +274,51 @@ def open_run(
     refuse_unready(config.sinks)
     total = config.run.steps if steps is None else steps
     now, before = provenance_of(config, threads), recorded_device(run_path(config)) if config.run.resume else None
-    start = run_path(config), to_toml(config), now | dict(around or {}), config.run.resume
+    start = run_path(config), to_toml(_lasting(config, threads)), now | dict(around or {}), config.run.resume
     moved = None
     if before not in (None, now["device"]):
         moved = f"on {now['device']}, and before on {before}: numbers repeat only on one device"
     with (
-        RunDirectory.create(*start, defaults=default_keys(config)) as directory,
+        _opened(start, config) as directory,
         Progress(total, directory.log, config.run.name, directory.start_step) as progress,
         logged(directory.log),
     ):
-        if directory.resumed_from is None:
-            place_records(directory.path, config.run)
         run = Run(config, directory, progress, total, moved)
         try:
             yield run
         finally:
             run.close_sinks()
+
+
+def _lasting(config: RunConfig, threads: int) -> RunConfig:
+    """The configuration that a new run needs to repeat this one, its resumption included: a run that goes on from a checkpoint
+    keeps its threads, and unless optimizer.schedule_steps asks for another length, the schedule that it began with."""
+    run, optimizer = config.run, config.optimizer
+    began = recorded_schedule_steps(run_path(config)) if run.resume else None
+    if optimizer.schedule_steps == 0 and began not in (None, run.steps):
+        optimizer = optimizer.model_copy(update={"schedule_steps": began})
+    run = run.model_copy(update={"resume": False, "threads": threads if run.threads else 0})
+    return config.model_copy(update={"run": run, "optimizer": optimizer})
+
+
+def _opened(start: tuple[Path, str, dict[str, Any], Resume], config: RunConfig) -> RunDirectory:
+    """The directory of the run, with the links to records that lie elsewhere."""
+    directory = RunDirectory.create(*start, defaults=default_keys(config))
+    try:
+        if (exports := exports_of(config)) is not None:
+            claim_exports(directory.path, exports)
+        if directory.resumed_from is None:
+            place_records(directory.path, config.run)
+    except BaseException:
+        directory.abandon()
+        raise
+    return directory
+
+
+def exports_of(config: RunConfig) -> Path | None:
+    """Where the weights of each checkpoint are also written."""
+    elsewhere = config.checkpoint.export_directory
+    return None if elsewhere is None else Path(elsewhere) / config.run.name
 
 
 def _sinks_of(config: RunConfig, directory: RunDirectory) -> Sinks:

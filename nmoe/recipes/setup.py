@@ -35,9 +35,9 @@ from nmoe.model.precision import set_expert_profile
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.gang import everywhere, gang
 from nmoe.parallel.ranks import Ranks
-from nmoe.runs.directory import recorded_precision, recorded_threads
 from nmoe.runs.git import refuse_dirty
 from nmoe.runs.provenance import provenance
+from nmoe.runs.recorded import recorded_precision, recorded_threads
 from nmoe.runs.resolve import maker_of, resolve_checkpoint
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
@@ -116,13 +116,17 @@ def keep_freed_memory() -> None:
     mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def optimizer_settings(config: RunConfig, updates_per_step: int = 1) -> OptimizerSection:
-    """The settings in [optimizer], for a schedule that counts optimizer steps, `updates_per_step` for each step of the run. Warm-up
-    is shortened so that the last step of a short schedule has the configured learning rate; a share of it is rounded up."""
+def optimizer_settings(config: RunConfig, updates_per_step: int = 1, first: int = 0) -> OptimizerSection:
+    """The settings in [optimizer], for a schedule that counts optimizer steps, `updates_per_step` for each step of the run, and
+    begins after the `first` of these. Warm-up is shortened so that the last step of a short schedule has the configured learning
+    rate; a share of it is rounded up."""
     settings, schedule_steps = config.optimizer, config.optimizer.schedule_steps
     steps = schedule_steps or config.run.steps
     asked = settings.warmup_steps or math.ceil(settings.warmup_ratio * steps)
-    lengths = {"warmup_steps": max(0, min(asked, steps - 1)), "schedule_steps": schedule_steps}
+    lengths = {
+        "warmup_steps": max(0, min(asked, steps - 1)),
+        "schedule_steps": schedule_steps and max(1, schedule_steps - first),
+    }
     updates = {name: length * updates_per_step for name, length in lengths.items()}
     return settings.model_copy(update={**updates, "warmup_ratio": 0.0})
 

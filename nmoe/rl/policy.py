@@ -35,15 +35,15 @@ def policy_learner(config: RLConfig, tokenizer: Tokenizer) -> Learner:
     model = build_model(config.model, tokenizer, config.run.seed, balance=False, ranks=ranks)
     lora = add_adapter(config, model)
     critic, updates = config.critic, config.batch.updates
-    head, head_learning_rate, steps = None, None, config.run.steps
+    head, head_learning_rate, first = None, None, 0
     if critic is not None:
-        steps -= critic.warmup_steps
+        first = critic.warmup_steps
         if critic.shared:
             head, head_learning_rate = value_head(model.config.hidden_size, config.model.path), critic.learning_rate
     return Learner(
         model,
-        optimizer_settings(config, updates),
-        steps * updates,
+        optimizer_settings(config, updates, first),
+        (config.run.steps - first) * updates,
         config.batch.tokens_per_microbatch,
         config.sampling.temperature,
         lora,

@@ -10,6 +10,7 @@ from nmoe.config.listing import columns
 from nmoe.config.modes import why_not_comparable
 from nmoe.errors import UserError
 from nmoe.runs.record import RunRecord, interval_of, read_run
+from nmoe.runs.recorded import resumptions
 from nmoe.runs.report import SUMMARY
 from nmoe.statistics import (
     Estimate,
@@ -123,6 +124,9 @@ def _diff_lines(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> Iterator[str]
     if not differences:
         yield "  the same, but for name, seed, threads and sinks"
     yield from columns([(f"  {key}", left, right) for key, (left, right) in differences.items()])
+    for run in (*a, *b):
+        if any("changed" in resumed for resumed in run.provenance["resumed"]):
+            yield from (f"  {run.path} was resumed {line}" for line in resumptions(run.provenance))
     if passed := sorted({name for run in (*a, *b) for name in _PASSED.findall(str(run.tables))}):
         yield f"  only the names of what a program passed are compared, not code and records: {', '.join(passed)}"
 

@@ -5,7 +5,8 @@ import os
 import shutil
 import tomllib
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -14,11 +15,14 @@ from filelock import FileLock, Timeout
 
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
-from nmoe.runs.ledger import Ledger
+from nmoe.runs.ledger import Ledger, read_lines
 from nmoe.runs.places import refuse_missing
+from nmoe.runs.recorded import read_provenance
 from nmoe.runs.storage import make_directory, remove_partials, step_of, storage_errors, write_atomically
 
 SUBDIRECTORIES = ("samples", "replay", "eval", "checkpoints")
+LOCK = ".lock"
+"""The file of a run that the process which writes it has locked."""
 # What may change when a run is resumed: how long it goes on, what is kept, what watches it, and where its metrics go too. With
 # another number of steps the schedule of the learning rate stays, unless optimizer.schedule_steps sets another. The thread count is
 # here because 0 stands for the free cores; `recorded_threads` gives the count to use again. A run may go on on another device, and
@@ -34,15 +38,17 @@ _KEYS_THAT_MAY_DIFFER = (
 _SECTIONS_THAT_MAY_DIFFER = ("checkpoint.", "monitor.", "parallel.", "sinks.")
 
 
+Resume = bool | Literal["auto"]
+
+
 class RunLock:
     """An exclusive lock on a file, which holds the number of the process that has it, so that only one process writes a run. The
     kernel releases it when the holder ends, even by `kill -9`.
 
-    Raises UserError if another process, or another RunLock of this one, holds it. A forked child does not inherit it: a worker that
-    outlives its killed parent leaves the run free.
-    """
+    Raises UserError, with the remedy, if another process, or another RunLock of this one, holds it. A forked child does not inherit
+    it: a worker that outlives its killed parent leaves the run free."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, remedy: str = "choose another name with --run.name=NAME") -> None:
         # Not by thread, so that any thread can release it. Without flock there is no lock that a killed holder gives back.
         self._lock = FileLock(path, mode=0o644, thread_local=False, fallback_to_soft=False)
         try:
@@ -51,7 +57,7 @@ class RunLock:
             holder = path.read_text(errors="replace").strip()
             raise UserError(
                 f"{path.parent}: this run is being written by process {holder or 'unknown'}; "
-                "wait for it to end, stop it, or choose another name with --run.name=NAME"
+                f"wait for it to end, stop it, or {remedy}"
             ) from error
         path.write_text(f"{os.getpid()}\n")
 
@@ -84,35 +90,39 @@ class RunDirectory:
         self.log = path / "log.txt"
         self.resumed_from = resumed_from
         self.number = 1 if resumed_from is None else 2 + len(read_provenance(path)["resumed"])
-        self._lock = lock
+        self._lock, self._fresh = lock, False
         self._config_toml, self._provenance = config_toml, provenance
 
     @classmethod
     def create(
-        cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: bool, defaults: Collection[str] = ()
+        cls, path: Path, config_toml: str, provenance: dict[str, Any], resume: Resume, defaults: Collection[str] = ()
     ) -> "RunDirectory":
         """Creates the directory of a new run or, with `resume`, opens one at its last checkpoint.
 
-        Resuming removes every record after the checkpoint's step. A run that was killed before its first checkpoint starts
-        over and keeps only log.txt; a run that does not exist yet starts. A command with `--run.resume=true` can therefore
-        be repeated until it is done. The config.toml and provenance.json of a resumed run stay as they were until
-        `record_start`, since the checkpoint may yet be refused.
+        Resuming removes every record after the checkpoint's step. A run that was killed before its first checkpoint starts over and
+        keeps only log.txt. A run that does not exist yet starts where `resume` is "auto": a command with `--run.resume=auto` can be
+        repeated until it is done. The config.toml and provenance.json of a resumed run stay as they were until `record_start`,
+        since the checkpoint may yet be refused.
 
         `defaults` names dotted keys of `config_toml` that hold their defaults. A run from before such a key existed lacks it, and
         can be resumed.
 
-        Raises UserError if the run exists and `resume` is false, if `path` holds something else, if another process is
-        writing the run, if `config_toml` differs from the run's own in a key that changes what is computed (every such key
-        is named), or if the checkpoint is not whole; StorageError if the disk is full.
+        Raises UserError if the run exists and `resume` is false, if there is none and it is true, if `path` holds something else,
+        if another process is writing the run, if `config_toml` differs from the run's own in a key that changes what is computed
+        (every such key is named), if the checkpoint is not whole, or if all checkpoints were removed; StorageError if the disk is
+        full. A directory that was created here is then removed again.
         """
         with storage_errors(path), ExitStack() as undo:
             refuse_unless_free(path, resume)
             make_directory(path, "choose another --run.directory=DIRECTORY")
-            lock = RunLock(path / ".lock")
+            lock = RunLock(path / LOCK)
             undo.callback(lock.release)
             # Again: another process may have created the run before the lock was taken.
             refuse_unless_free(path, resume)
+            if fresh := _is_empty(path):
+                undo.callback(_discard, path)
             run = cls(path, lock, _prepare(path, config_toml, defaults), config_toml, provenance)
+            run._fresh = fresh
             if run.resumed_from is None:
                 run.record_start()
             undo.pop_all()
@@ -124,12 +134,15 @@ class RunDirectory:
         return checkpoint_step(self.resumed_from) if self.resumed_from else 0
 
     def record_start(self) -> None:
-        """Writes config.toml and provenance.json; each resumption is added to the provenance of the first start. The diff of a
-        dirty checkout has a file of its own, which the provenance names.
+        """Writes config.toml and provenance.json. Each resumption is added to the provenance of the first start, with the keys of
+        the configuration that it changed: `"changed": {"run.steps": [20, 60]}`. The diff of a dirty checkout has a file of its own,
+        which the provenance names.
 
         `create` calls this for a new run. For a resumed one it is called when the checkpoint is loaded. Raises StorageError.
         """
-        provenance = self._provenance
+        provenance, changed = self._provenance, {}
+        if self.resumed_from is not None:
+            changed = _changes((self.path / "config.toml").read_text(), self._config_toml)
         write_atomically(self.path / "config.toml", self._config_toml.encode())
         if diff := provenance.get("git_diff"):
             name = "code.diff" if self.resumed_from is None else f"code_{self.resumed_from.name}.diff"
@@ -138,8 +151,16 @@ class RunDirectory:
         record: dict[str, Any] = provenance | {"resumed": []}
         if self.resumed_from is not None:
             record = read_provenance(self.path)
-            record["resumed"].append({"from_step": self.start_step} | provenance)
+            keys = {"changed": changed} if changed else {}
+            record["resumed"].append({"from_step": self.start_step} | keys | provenance)
         write_atomically(self.path / "provenance.json", (json.dumps(record, indent=1) + "\n").encode())
+
+    def abandon(self) -> None:
+        """Releases the run and, if it was created here, removes its directory: it must not block the next start. Only for a run
+        that has not begun."""
+        if self._fresh:
+            _discard(self.path)
+        self._lock.release()
 
     def close(self) -> None:
         """Releases the run, so that another process can write it."""
@@ -154,49 +175,7 @@ class RunDirectory:
         self.close()
 
 
-def recorded_threads(path: Path) -> int | None:
-    """The thread count that a run last used; None if there is no such run.
-
-    Sums are split over threads, so that only the same count gives exactly the same numbers.
-    """
-    if not (path / "provenance.json").exists():
-        return None
-    provenance = read_provenance(path)
-    return [provenance, *provenance["resumed"]][-1]["threads"]
-
-
-def recorded_precision(path: Path) -> Literal["float32", "bfloat16", "float16"] | None:
-    """The precision of a run's config.toml; None where that has none, or cannot be read (`RunDirectory.create` says so)."""
-    try:
-        return tomllib.loads((path / "config.toml").read_text())["model"].get("precision")
-    except (tomllib.TOMLDecodeError, KeyError):
-        return None
-
-
-def recorded_device(path: Path) -> str | None:
-    """The device that a run last used; None if there is no such run."""
-    if not (path / "provenance.json").exists():
-        return None
-    provenance = read_provenance(path)
-    return [provenance, *provenance["resumed"]][-1]["device"]
-
-
-def read_provenance(path: Path) -> dict[str, Any]:
-    """The provenance of a run's first start, with that of each resumption in `resumed`.
-
-    Raises UserError if the run has none, or its file is not such a record.
-    """
-    file = path / "provenance.json"
-    try:
-        record = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: missing or not JSON ({error}); put back the file the run wrote") from error
-    if not isinstance(record, dict) or "resumed" not in record:
-        raise UserError(f"{file}: not the provenance of a run (no 'resumed'); put back the file the run wrote")
-    return record
-
-
-def refuse_unless_free(path: Path, resume: bool) -> None:
+def refuse_unless_free(path: Path, resume: Resume) -> None:
     """Raises UserError unless a new run can take `path` or, with `resume`, the one that is there can go on."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file, not the directory of a run; choose another name with --run.name=NAME")
@@ -204,8 +183,9 @@ def refuse_unless_free(path: Path, resume: bool) -> None:
         raise UserError(
             f"{path}: {file} is a file, so no run can lie below it; choose another --run.directory=DIRECTORY"
         )
-    # Hidden files do not count: a start that was killed early leaves a lock and nothing else.
-    if not path.exists() or all(entry.name.startswith(".") for entry in path.iterdir()):
+    if _is_empty(path):
+        if resume is True and not (path / LOCK).exists():
+            raise UserError(f"{path}: there is no run to resume{_similar(path)}; leave --run.resume out to start one")
         return
     if not resume:
         raise UserError(
@@ -216,6 +196,18 @@ def refuse_unless_free(path: Path, resume: bool) -> None:
         raise UserError(f"{path}: not the directory of a run (no config.toml), so there is nothing to resume")
 
 
+def _is_empty(path: Path) -> bool:
+    # Hidden files do not count: a start that was killed early leaves a lock and nothing else.
+    return not path.exists() or all(entry.name.startswith(".") for entry in path.iterdir())
+
+
+def _similar(path: Path) -> str:
+    """The run beside `path` with the most similar name, to end a message with; nothing where none is similar."""
+    runs = [file.parent.name for file in path.parent.glob("*/config.toml")]
+    named = get_close_matches(path.name, runs, n=1)
+    return f", but there is {path.with_name(named[0])} (--run.name={named[0]})" if named else ""
+
+
 def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | None:
     """Resets the directory to its last checkpoint, which is returned, or to the state of a new run."""
     remove_partials(path)
@@ -223,6 +215,7 @@ def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | 
     stored = path / "config.toml"
     if stored.exists():
         _refuse_other_config(stored, config_toml, defaults)
+        _refuse_lost_checkpoints(path)
     for name in SUBDIRECTORIES:
         (path / name).mkdir(exist_ok=True)
     checkpoints = path / "checkpoints"
@@ -243,6 +236,32 @@ def _prepare(path: Path, config_toml: str, defaults: Collection[str]) -> Path | 
         for name in ("report.md", "code.diff"):
             (path / name).unlink(missing_ok=True)
     return checkpoint
+
+
+def _refuse_lost_checkpoints(path: Path) -> None:
+    """Raises UserError where a run has saved checkpoints and all are gone: it would begin again, and its records would be
+    deleted."""
+    checkpoints, metrics = path / "checkpoints", read_lines(path / "metrics.jsonl")
+    if latest_checkpoint(checkpoints) is not None or not metrics:
+        return
+    every = flat_keys(tomllib.loads((path / "config.toml").read_text())).get("checkpoint.every_steps")
+    # The first may not have been whole when the run was killed; before a second is begun, it is.
+    saved = every is not None and metrics[-1]["step"] >= 2 * every
+    if saved or (checkpoints / "latest").is_symlink() or not checkpoints.is_dir():
+        raise UserError(
+            f"{checkpoints}: its checkpoints are gone, so that the run would begin again and lose its {len(metrics):,} steps; put "
+            "them back, or start another run with --run.name=NAME"
+        )
+
+
+def _discard(path: Path) -> None:
+    """Removes what `create` made of a new run, whose lock this process holds."""
+    for name in SUBDIRECTORIES:
+        shutil.rmtree(path / name, ignore_errors=True)
+    for file in ("config.toml", "provenance.json", "code.diff", LOCK):
+        (path / file).unlink(missing_ok=True)
+    with suppress(OSError):  # something else lies there
+        path.rmdir()
 
 
 def _cut_replays(directory: Path, step: int) -> None:
@@ -274,6 +293,14 @@ def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collecti
             + "\nPut them back, or start another run with --run.name=NAME. A key that is absent now because the command "
             "no longer has it can be deleted from that file."
         )
+
+
+def _changes(before: str, now: str) -> dict[str, list[Any]]:
+    """The dotted keys in which two configurations differ, with both values; None stands for one that is absent."""
+    old, new = flat_keys(tomllib.loads(before)), flat_keys(tomllib.loads(now))
+    return {
+        key: [old.get(key), new.get(key)] for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
 
 
 def _shown(flat: dict[str, Any], key: str) -> str:

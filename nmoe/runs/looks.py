@@ -12,6 +12,7 @@ from nmoe.errors import UserError
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.ledger import probe_values
 from nmoe.runs.record import RunRecord, find_runs, interval_of, read_run
+from nmoe.runs.recorded import resumptions
 
 # The first of these that a run has is shown in the list.
 _HEADLINES = ("reward_mean", "held_out_loss", "loss")
@@ -46,8 +47,7 @@ def show_run(path: Path) -> Iterator[str]:
     shown = {key: value for key, value in run.provenance.items() if key not in ("resumed", "argv")}
     shown["command"] = " ".join(run.provenance.get("argv", []))
     yield from columns([(f"  {key}", str(value)) for key, value in shown.items()])
-    for resumed in run.provenance["resumed"]:
-        yield f"  resumed from step {resumed['from_step']} at {resumed['started_utc']}"
+    yield from (f"  resumed {line}" for line in resumptions(run.provenance))
     yield from _evaluations(run)
     if run.alerts:
         yield f"alerts ({len(run.alerts)}; the last {min(len(run.alerts), _LAST_ALERTS)})"

@@ -4,7 +4,7 @@ What models and programs wrote is text on it: everything is escaped, and the pag
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from nmoe.errors import UserError
 from nmoe.runs.comparison import NOT_COMPARED
 from nmoe.runs.looks import changed_keys
 from nmoe.runs.record import RunRecord, interval_of, read_run
+from nmoe.runs.recorded import resumptions
 from nmoe.runs.report import PLOTS
 from nmoe.runs.samples import heading_of, latest_samples, prompt_of, reasons, shortened
 from nmoe.runs.storage import write_atomically
@@ -171,17 +172,13 @@ def _samples(runs: Sequence[RunRecord]) -> str:
 def _provenance(runs: Sequence[RunRecord]) -> str:
     keys = [key for key in dict.fromkeys(key for run in runs for key in run.provenance) if key != "resumed"]
     rows = [[text(key), *(text(_shown(run.provenance.get(key))) for run in runs)] for key in keys]
-    rows.append(["resumed", *(text(", ".join(_resumed(run)) or "never") for run in runs)])
+    rows.append(["resumed", *(text("; ".join(resumptions(run.provenance)) or "never") for run in runs)])
     diffs = [
         _folded(f"{run.path.resolve().name}: {file.name}", file)
         for run in runs
         for file in sorted(run.path.glob("code*.diff"))
     ]
     return _table(["what", *map(_name, runs)], rows) + "".join(diffs)
-
-
-def _resumed(run: RunRecord) -> Iterator[str]:
-    return (f"from step {one['from_step']} at {one['started_utc']}" for one in run.provenance["resumed"])
 
 
 def _configurations(runs: Sequence[RunRecord]) -> str:

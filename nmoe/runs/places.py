@@ -1,14 +1,19 @@
 """Records of a run that lie elsewhere: on another disk, say. The run's directory has a link in the place of each, by which a
 resumed run, `nmoe runs show` and the report find them again."""
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
-from nmoe.runs.storage import make_directory, storage_errors
+from nmoe.runs.recorded import read_provenance
+from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
+_MARKER = ".run.json"
 VARIABLES = {
     "metrics_directory": "METRICS_LOG_DIR",
     "samples_directory": "SAMPLES_LOG_DIR",
@@ -18,17 +23,45 @@ VARIABLES = {
 
 
 def place_records(path: Path, settings: RunSection, variables: Mapping[str, str] = os.environ) -> None:
-    """Makes the links of a new run at `path`, which has an empty samples/. Links that a run has already, since it was killed before
-    its first checkpoint, stay. Raises UserError where another run's records lie."""
+    """Makes the links of a new run at `path`, which has an empty samples/. An empty variable is as good as none, and where the
+    place is the run's own directory no link is needed. Links that a run has already, since it was killed before its first
+    checkpoint, stay.
+
+    Raises UserError where another run's records lie, and StorageError; then none of the places is left behind."""
     places = {key: getattr(settings, key) or variables.get(variable) for key, variable in VARIABLES.items()}
     targets = {
         "metrics.jsonl": (places["metrics_directory"], Path(settings.name, "metrics.jsonl")),
         "samples": (places["samples_directory"], Path(settings.name, "samples")),
         "spikes.jsonl": (places["spikes_file"], Path()),
     }
-    for (name, (place, below)), key in zip(targets.items(), VARIABLES, strict=True):
-        if place is not None and not (path / name).is_symlink():
-            _link(path / name, Path(place).absolute() / below, key)
+    with ExitStack() as undo:
+        for (name, (place, below)), key in zip(targets.items(), VARIABLES, strict=True):
+            if place and not (link := path / name).is_symlink():
+                target = Path(place).absolute() / below
+                if target.resolve() != link.resolve():
+                    _link(link, target, key, undo)
+        undo.pop_all()
+
+
+def claim_exports(run: Path, exports: Path) -> None:
+    """Marks a directory as that of a run's exported checkpoints: a save replaces and prunes those of the same name. Raises
+    UserError where another run has marked it, or has left checkpoints there, and StorageError."""
+    marker, remedy = exports / _MARKER, "choose another --checkpoint.export_directory or --run.name"
+    start = read_provenance(run) | {"resumed": []}
+    mark = {"run": str(run.resolve()), "start": hashlib.sha256(json.dumps(start).encode()).hexdigest()}
+    saved = any(exports.glob("step_*"))
+    try:
+        found = json.loads(marker.read_text())
+    except (OSError, ValueError):
+        found = None
+    # A run that began again, before its first checkpoint, has exported nothing.
+    own = isinstance(found, dict) and (found == mark or found["start"] == mark["start"])
+    again = isinstance(found, dict) and found["run"] == mark["run"] and not saved
+    if not own and not again and (saved or found is not None):
+        raise UserError(f"{exports}: holds the exported checkpoints of another run; move them, or {remedy}")
+    with storage_errors(exports):
+        make_directory(exports, remedy)
+    write_atomically(marker, (json.dumps(mark) + "\n").encode())
 
 
 def refuse_missing(path: Path) -> None:
@@ -39,17 +72,28 @@ def refuse_missing(path: Path) -> None:
             raise UserError(f"{link}: leads to {link.readlink()}, which is not there; mount its disk, or put it back")
 
 
-def _link(link: Path, target: Path, key: str) -> None:
+def _link(link: Path, target: Path, key: str, undo: ExitStack) -> None:
     remedy = f"choose another --run.{key}"
     directory = link.is_dir()
+    if target.resolve().is_relative_to(link.parent.resolve()):
+        raise UserError(f"{target}: lies in the directory of the run itself; {remedy}")
     if target.is_dir() != directory and target.exists():
         raise UserError(f"{target}: is {'a file' if directory else 'a directory'}; {remedy}")
     if target.exists() and (any(target.iterdir()) if directory else target.stat().st_size):
         raise UserError(f"{target}: holds the records of another run; move them, or {remedy}")
-    make_directory(target if directory else target.parent, remedy)
+    if target.is_dir() or target.is_file():
+        # Nothing yet, but two runs that write one file would cut each other's lines when they are resumed.
+        raise UserError(
+            f"{target}: is there already, as another run that begins would leave it; remove it, or {remedy}"
+        )
     with storage_errors(target):
+        make_directory(target.parent, remedy)
         if directory:
+            target.mkdir()
+            undo.callback(target.rmdir)
             link.rmdir()
-        else:
-            target.touch()
+        elif not target.exists():
+            target.touch(exist_ok=False)
+            undo.callback(target.unlink)
         link.symlink_to(target, target_is_directory=directory)
+        undo.callback(link.unlink)

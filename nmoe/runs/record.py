@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from nmoe.config.commands import COMMANDS, command_for
 from nmoe.errors import UserError
-from nmoe.runs.directory import flat_keys, read_provenance
+from nmoe.runs.directory import LOCK, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
+from nmoe.runs.recorded import read_provenance
 from nmoe.statistics import Interval
 
 Status = Literal["running", "finished", "interrupted"]
@@ -127,7 +128,7 @@ def _alerts(file: Path) -> list[dict[str, Any]]:
 
 def is_running(path: Path) -> bool:
     """Whether a process of this machine holds the run's lock."""
-    lock = path / ".lock"
+    lock = path / LOCK
     try:
         holder = int(lock.read_text())
         os.kill(holder, 0)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
-from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.record import interval_of, read_evaluations
+from nmoe.runs.recorded import read_provenance, resumptions
 from nmoe.runs.samples import latest_samples, sample_lines
 from nmoe.runs.storage import write_atomically
 from nmoe.runs.summary import headline
@@ -213,8 +213,5 @@ def _alerts_table(alerts: Sequence[Mapping[str, Any]]) -> str:
 
 def _provenance_table(provenance: Mapping[str, Any]) -> str:
     rows = [[key, " ".join(value) if key == "argv" else value] for key, value in provenance.items() if key != "resumed"]
-    rows += [
-        ["resumed", f"from step {resumed['from_step']} at {resumed['started_utc']}"]
-        for resumed in provenance["resumed"]
-    ]
+    rows += [["resumed", line] for line in resumptions(provenance)]
     return markdown_table(["what", "value"], [[key, str(value)] for key, value in rows])

@@ -12,6 +12,19 @@ from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import MissingInputError
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
+# What `nmoe speedrun` makes in its directory, and how the names begin of what only the stages of --full make.
+_MADE = (
+    "tokenizer",
+    "corpus.jsonl",
+    "tools.jsonl",
+    "stages.jsonl",
+    "prm800k",
+    "problems.json",
+    "sums.jsonl",
+    "base",
+    "rl",
+)
+_ADDED = ("midtraining", "sft", "verifier", "selfplay", "conversations")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -67,7 +80,15 @@ def maker_of(path: Path) -> str:
     """What makes a path that is not there and that packaged configurations start from, to end a message with; otherwise nothing."""
     if path.exists() or path.parts[:2] != ("runs", "speedrun"):
         return ""
-    return "; `nmoe speedrun` makes it, or a command in the first lines of the configuration that asks for it"
+    of_configuration = "a command in the first lines of the configuration that asks for it"
+    name = "".join(path.parts[2:3])
+    if name in ("", *_MADE):
+        return f"; `nmoe speedrun` makes it, or {of_configuration}"
+    if name.startswith(_ADDED):
+        # With --resume it extends the speedrun that is there; without, it would begin again.
+        begun = (Path(*path.parts[:2]) / "stages.json").exists()
+        return f"; `nmoe speedrun --full{' --resume' * begun}` makes it, or {of_configuration}"
+    return f"; {of_configuration} makes it"
 
 
 def _fetched(name: str, files: list[str]) -> Path:

@@ -29,6 +29,7 @@ from nmoe.engine.ranks import RanksEngine, sampling_engine
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.selfplay import OpenProblems
 from nmoe.envs.tools.runtime import ToolRuntime
+from nmoe.errors import UserError
 from nmoe.eval.held_out import HeldOutProblems
 from nmoe.learner.learner import Learner
 from nmoe.model.transformer import Transformer
@@ -40,11 +41,13 @@ from nmoe.recipes.setup import (
     load_tokenizer,
     model_identity,
     optimizer_settings,
+    run_path,
     settle,
 )
 from nmoe.rl.train import PolicyUpdate
 from nmoe.rollout.collector import Collector
 from nmoe.rollout.recorder import ReplayRecorder
+from nmoe.runs.recorded import recorded_steps
 from nmoe.runs.state import Files, JsonPart, Part, Subdirectory
 from nmoe.selfplay.play import Judges, SelfPlay
 from nmoe.selfplay.records import metrics, record
@@ -113,6 +116,7 @@ def selfplay(config: SelfplayConfig) -> Path:
     """Runs the configuration to its end and returns the run directory. Raises KeyboardInterrupt, with a checkpoint saved, where a
     signal asked it to stop."""
     config, threads = settle(config)
+    _refuse_other_rounds(config)
     tokenizer = load_tokenizer(config.model)
     environment = Environment.from_settings(selfplay_environment(config), tokenizer)
     held_out = None
@@ -137,6 +141,16 @@ def selfplay(config: SelfplayConfig) -> Path:
         run = stack.enter_context(open_run(config, threads, schedule.steps, tools.provenance()))
         run.follow(Selfplay(config, run, tokenizer, environment, tools, problems, roles, schedule))
     return run.directory.path
+
+
+def _refuse_other_rounds(config: SelfplayConfig) -> None:
+    """Raises UserError for a run that is resumed with another number of optimizer steps: its steps would stand for others."""
+    began = recorded_steps(run_path(config)) if config.run.resume and config.selfplay.train else None
+    if began not in (None, config.run.steps):
+        raise UserError(
+            f"run.steps = {config.run.steps}: the run began with {began}, which are dealt out over its rounds; put them back, or "
+            "start another run with --run.name=NAME"
+        )
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.eval.evaluate import Evaluation
-from nmoe.runs.directory import read_provenance
 from nmoe.runs.plots import plot_curves
+from nmoe.runs.recorded import read_provenance
 from nmoe.runs.report import markdown_table
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.speedrun.examination import Examination

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from nmoe.speedrun.promises import PROMISES, shortfalls
 from nmoe.speedrun.report import write_speedrun_report
 from nmoe.speedrun.roles import LONGEST, SHORTEST, WARM_UP
 from nmoe.speedrun.stage_corpus import StageDocuments
-from nmoe.speedrun.stages import Stages
+from nmoe.speedrun.stages import Stage, StageRecord, Stages
 from nmoe.speedrun.steps import score, step_texts, write_domain, write_problems
 from nmoe.speedrun.tool_corpus import ToolDocuments, tool_texts
 from nmoe.text.tokenizer import Tokenizer
@@ -48,25 +48,32 @@ STAGE_DOCUMENTS = 3_000
 CONVERSATIONS = 10_000
 SELFPLAY_PROBLEMS = 1_000
 
+REPORTS = ("summary.json", "report.md", "plots")
+_EXAMINED = "examinations.json"
+_CORPUS = ("tokenizer", "corpus.jsonl", "tools.jsonl", "stages.jsonl", "prm800k", "problems.json", "sums.jsonl")
+
 C = TypeVar("C", bound=RunConfig)
 Figures = Mapping[str, float | int]
 
 
-def speedrun(out: Path, seed: int, full: bool = False, resume: bool = False, device: str = "auto") -> None:
-    """Runs every stage into `out` and prints where the report is. It replaces an earlier speedrun there or, with `resume`, finishes
-    it. `full` adds the stages of the whole pipeline (`Pipeline.stages`).
+def speedrun(
+    out: Path, seed: int, full: bool = False, resume: bool = False, device: str = "auto", replace: bool = False
+) -> None:
+    """Runs every stage into `out` and prints where the report is. It replaces what an earlier speedrun made there or, with
+    `resume`, finishes it. `full` adds the stages of the whole pipeline (`Pipeline.stages`), also to one that is resumed and began
+    without them. Of other things that are in the way, `replace` deletes those that bear the name of a stage (`Stages`).
 
-    Raises UserError where `out` holds anything else, where there is nothing to resume, and for a device that is not there;
-    ShortfallError where all stages are done but a promise is broken.
+    Raises UserError where `out` is no directory of a speedrun, where another process writes what is to be replaced, where something
+    else is in the way, where there is nothing to resume, and for a device that is not there; ShortfallError where all stages are
+    done but a promise is broken.
     """
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
     choose_device(device, "--device")  # said before anything is made
-    stages = Stages(out, {"seed": seed, "full": full}, resume)
     pipeline = Pipeline(out, seed, full, resume, device)
-    for name, work in pipeline.stages():
-        stages.run(name, work)
-    summary = pipeline.report(stages)
+    with Stages(out, pipeline.stages(), {"seed": seed, "full": full}, resume, replace, REPORTS) as stages:
+        stages.run()
+        summary = stages.report(lambda: pipeline.report(stages.done))
     if missed := shortfalls(summary, str(out)):
         raise ShortfallError("\n".join(["this speedrun fell short of what it promises:", *missed]))
     print(f"all {len(PROMISES)} promises are kept (nmoe/speedrun/promises.py)")
@@ -86,24 +93,27 @@ class Pipeline:
             PretrainConfig,
             {"model.tokenizer": str(out / "tokenizer"), "data.documents": str(out / "corpus.jsonl")},
         )
-        self._rl = self._load("speedrun", RLConfig, {"model.path": str(out / ("sft" if full else "base"))})
+        self._rl_start = "sft" if full else "base"
+        self._rl = self._load("speedrun", RLConfig, {"model.path": str(out / self._rl_start)})
         if full:
             self._load_full()
 
-    def stages(self) -> list[tuple[str, Callable[[], Figures]]]:
+    def stages(self) -> list[Stage]:
         """The stages of `nmoe speedrun` in order, including those that --full adds."""
+        start, roles = self._rl_start, [f"selfplay_{name}" for name in WARM_UP]
         stages = [
-            ("tokenizer and corpus", self.tokenizer_and_corpus, False),
-            ("pretraining the base", self.base, False),
-            ("mid-training on a mixture", self.midtraining, True),
-            ("supervised fine-tuning", self.fine_tuning, True),
-            ("reinforcement learning", self.reinforcement_learning, False),
-            ("training a verifier of steps", self.verifier, True),
-            ("teaching the roles of self-play", self.roles, True),
-            ("a round of self-play", self.round, True),
-            ("evaluation", self.evaluation, False),
+            (Stage("tokenizer and corpus", self.tokenizer_and_corpus, _CORPUS), False),
+            (Stage("data of the added stages", self.added_data, tuple(_added_data())), True),
+            (Stage("pretraining the base", self.base, ("base",)), False),
+            (Stage("mid-training on a mixture", self.midtraining, ("midtraining",)), True),
+            (Stage("supervised fine-tuning", self.fine_tuning, ("sft",)), True),
+            (Stage("reinforcement learning", self.reinforcement_learning, ("rl",), start), False),
+            (Stage("training a verifier of steps", self.verifier, ("verifier",)), True),
+            (Stage("teaching the roles of self-play", self.roles, tuple(roles)), True),
+            (Stage("a round of self-play", self.round, ("selfplay",)), True),
+            (Stage("evaluation", self.evaluation, (_EXAMINED,), start), False),
         ]
-        return [(name, work) for name, work, added in stages if self._full or not added]
+        return [stage for stage, added in stages if self._full or not added]
 
     def _load_full(self) -> None:
         mixture = self._load("speedrun_midtraining", PretrainConfig, {"model.path": str(self._out / "base")})
@@ -161,13 +171,14 @@ class Pipeline:
                 out / "stages.jsonl", seed, STAGE_DOCUMENTS
             )
             write_domain(out, seed)
-            if self._full:
-                write_conversations(out / "conversations.jsonl", seed, CONVERSATIONS)
-                for name, (write, count, _, _) in WARM_UP.items():
-                    write(out / f"selfplay_{name}.jsonl", seed, count)
-                write_problems(out / "selfplay_problems.json", seed, SELFPLAY_PROBLEMS, "train", (SHORTEST, LONGEST))
         print(f"{tokenizer.vocab_size} tokens in the vocabulary, {CORPUS_DOCUMENTS:,} documents in {out}/corpus.jsonl")
         return {"vocabulary": tokenizer.vocab_size, "documents": CORPUS_DOCUMENTS}
+
+    def added_data(self) -> Figures:
+        with storage_errors(self._out):
+            for name, write in _added_data().items():
+                write(self._out / name, self._seed)
+        return {"conversations": CONVERSATIONS, "problems of self-play": SELFPLAY_PROBLEMS}
 
     def base(self) -> Figures:
         return {"held-out loss": read_metrics(pretrain(self._base))[-1]["held_out_loss"]}
@@ -205,8 +216,8 @@ class Pipeline:
         write_atomically(self._examinations, _EXAMINATIONS.dump_json([before, after]))
         return {"correctness of the base": before.sampled[0].value, "of the trained model": after.sampled[0].value}
 
-    def report(self, stages: Stages) -> Figures:
-        """Writes and prints summary and report; returns the figures of the summary."""
+    def report(self, done: Sequence[StageRecord]) -> Figures:
+        """Writes and prints summary and report of the stages that are done; returns the figures of the summary."""
         before, after = _EXAMINATIONS.validate_json(self._examinations.read_bytes())
         metrics = read_metrics(self._out / "rl")
         measured = [row for row in metrics if "mismatch_abs_mean" in row]
@@ -222,13 +233,13 @@ class Pipeline:
             "route_flips": sum(row.get("route_flips", 0.0) for row in measured),
             "route_flip_gap_max": max(row.get("route_flip_gap_max", 0.0) for row in measured),
             "rl_steps": len(metrics),
-            "wall_s": sum(stage.seconds for stage in stages.done),
-            "cpu_s": sum(stage.cpu_s for stage in stages.done),
-            "peak_memory_mb": max(stage.peak_memory_mb for stage in stages.done),
+            "wall_s": sum(stage.seconds for stage in done),
+            "cpu_s": sum(stage.cpu_s for stage in done),
+            "peak_memory_mb": max(stage.peak_memory_mb for stage in done),
             "seed": self._seed,
         }
         write_atomically(self._out / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-        report = write_speedrun_report(self._out, _COURSE[self._full], summary, stages.done, metrics, before, after)
+        report = write_speedrun_report(self._out, _COURSE[self._full], summary, done, metrics, before, after)
         print(
             f"\nheld-out correctness {summary['base_correctness']:.1%} -> {summary['trained_correctness']:.1%}, "
             f"format {summary['base_format_ok']:.1%} -> {summary['format_ok']:.1%}, "
@@ -239,14 +250,30 @@ class Pipeline:
 
     @property
     def _examinations(self) -> Path:
-        return self._out / "examinations.json"
+        return self._out / _EXAMINED
 
     def _load(self, name: str, schema: type[C], values: Mapping[str, str | int | float]) -> C:
         """Loads the packaged NAME.toml with this directory, this seed and this device."""
-        own = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": self._resume}
+        own = {"run.directory": str(self._out), "run.seed": self._seed, "run.resume": "auto" if self._resume else False}
         overrides = {**own, "model.device": self._device, **values}
         arguments = [f"--{key}={json.dumps(value)}" for key, value in overrides.items()]
         return load_run(CONFIGS / f"{name}.toml", schema, arguments)
+
+
+def _added_data() -> dict[str, Callable[[Path, int], None]]:
+    """What the added stages learn from: the names of the files, and what writes each from a seed."""
+
+    def roles(write: Callable[[Path, int, int], None], count: int) -> Callable[[Path, int], None]:
+        return lambda path, seed: write(path, seed, count)
+
+    def problems(path: Path, seed: int) -> None:
+        write_problems(path, seed, SELFPLAY_PROBLEMS, "train", (SHORTEST, LONGEST))
+
+    return {
+        "conversations.jsonl": lambda path, seed: write_conversations(path, seed, CONVERSATIONS),
+        **{f"selfplay_{name}.jsonl": roles(write, count) for name, (write, count, _, _) in WARM_UP.items()},
+        "selfplay_problems.json": problems,
+    }
 
 
 _COURSE = {

@@ -1,133 +1,261 @@
-"""Stages of a pipeline in one directory. Each is announced, timed and recorded when it is done, so that none runs twice."""
+"""Stages of a pipeline in one directory. Each is announced, timed and recorded when it is done, so that none runs twice.
+
+The record, `stages.json`, also says which files and runs of the directory each stage made. A later pipeline replaces these and no
+others: a run that the user made beside them stays, and so does one of theirs that the user has continued.
+"""
 
 from __future__ import annotations
 
 import json
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nmoe.errors import UserError
+from nmoe.runs.directory import RunLock
+from nmoe.runs.replace import agree_to_delete, continued_by_hand, delete, fingerprint, refuse_held
 from nmoe.runs.storage import make_directory, storage_errors, write_atomically
 
-# Marks the directory of a speedrun, which the next one may replace.
+# Marks the directory of a pipeline, which the one that writes it has locked.
 _MARKER = ".speedrun"
 _RECORD = "stages.json"
+_ELSEWHERE = "choose another directory with --out"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: `Stage("reinforcement learning", work, makes=("rl",), start="base")`.
+
+    work: does it, and returns its figures. An earlier attempt may have interrupted it at any point.
+    makes: the names of the files and runs that it makes in the directory.
+    start: what it starts from. A stage that is done is done again where it would start from something else.
+    """
+
+    name: str
+    work: Callable[[], Mapping[str, int | float]]
+    makes: tuple[str, ...]
+    start: str = ""
 
 
 class StageRecord(BaseModel):
-    """Example: `StageRecord(name="reinforcement learning", seconds=212.4, cpu_s=398.0, peak_memory_mb=2508.0, attempts=1,
-    figures={"correctness of the last step": 0.97})`. Times are those of the attempt that ended it."""
+    """Example: `StageRecord(name="reinforcement learning", start="base", seconds=212.4, cpu_s=398.0, peak_memory_mb=2508.0,
+    attempts=1, figures={"correctness of the last step": 0.97}, made={"rl": "0f3a..."})`. Times are those of the attempt that ended
+    it; `made` has the fingerprint of each file and run at the end of the stage."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    start: str
     seconds: float
     cpu_s: float
     peak_memory_mb: float
     attempts: int
     figures: dict[str, int | float]
+    made: dict[str, str]
 
 
 class _Record(BaseModel):
-    """`stages.json`: the settings of the pipeline, the stages that are done, in order, and the number of attempts at the
-    next one."""
+    """`stages.json`: the settings of the pipeline, the stages that are done, in order, the names that the next one makes,
+    from what, with the number of attempts at it, and the fingerprints of the reports."""
 
     model_config = ConfigDict(extra="forbid")
 
     settings: dict[str, Any]
     done: list[StageRecord] = []
+    making: list[str] = []
+    making_from: str = ""
     attempts: int = 0
+    reports: dict[str, str] = {}
+
+    @property
+    def made(self) -> dict[str, str | None]:
+        """What this pipeline made, by name: its fingerprint; None where a stage may have been interrupted."""
+        found: dict[str, str | None] = {name: mark for stage in self.done for name, mark in stage.made.items()}
+        return found | self.reports | dict.fromkeys(self.making)
 
 
 class Stages:
-    """The stages of `out`; those that are done are skipped.
+    """The stages of the directory `out`; those that are done are skipped. `out` is locked for the `with` block.
 
-    settings: everything that decides the results, such as the seed; a resumed pipeline needs the same.
+    settings: everything that decides the results, such as the seed; a resumed pipeline needs the same, but for a `full` that was
+    false, which extends it.
 
-    Without `resume`, an earlier pipeline there is replaced. Raises UserError where `out` holds anything else, and where there is
-    no pipeline with these settings to resume; StorageError when the disk is full.
+    reports: the names of the files that `report` writes.
+
+    Without `resume`, an earlier pipeline there is replaced. What it did not make, or the user has changed since, is deleted only
+    where a stage is to make a file of its name, and only with `replace`, or with the user's consent in a terminal.
+
+    Raises UserError, with nothing deleted, where `out` is no directory of a pipeline, where another process writes it or a run that
+    is to be replaced, where the consent is missing, and where there is no pipeline with these settings to resume; StorageError when
+    the disk is full.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any], resume: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        plan: Sequence[Stage],
+        settings: Mapping[str, Any],
+        resume: bool,
+        replace: bool = False,
+        reports: Sequence[str] = (),
+    ) -> None:
         if out.exists() and not out.is_dir():
             raise UserError(f"{out}: is a file; name a directory with --out")
         if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
             raise UserError(f"{out}: is not empty and no speedrun made it; name another directory with --out")
-        self._file = out / _RECORD
-        self._record = self._read(dict(settings)) if resume else _Record(settings=dict(settings))
-        if not resume:
-            _clear(out)
-            self._write()
+        self._out, self._plan, self._reports, self._file = out, plan, reports, out / _RECORD
+        if resume and not self._file.exists():
+            raise UserError(f"{self._file}: not there, so there is nothing to resume; run without --resume")
+        with storage_errors(out):
+            make_directory(out, "choose another --out")
+            self._lock = RunLock(out / _MARKER, _ELSEWHERE)
+        try:
+            self._begin(dict(settings), resume, replace)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
 
     @property
     def done(self) -> tuple[StageRecord, ...]:
         """The stages that are done, in the order of their runs."""
         return tuple(self._record.done)
 
-    def run(self, name: str, work: Callable[[], Mapping[str, int | float]]) -> None:
-        """Does the work, unless it is done already, and records the figures that it returns, as JSON has them.
+    def run(self) -> None:
+        """Does the work of each stage that is not done, and records the figures that it returns, as JSON has them."""
+        for stage in self._plan:
+            if self._is_done(stage):
+                print(f"\n== {stage.name}: done before", flush=True)
+            else:
+                self._run(stage)
 
-        An earlier attempt may have interrupted `work` at any point.
-        """
-        if any(record.name == name for record in self._record.done):
-            print(f"\n== {name}: done before", flush=True)
-            return
-        print(f"\n== {name}", flush=True)
-        self._record.attempts += 1
+    def report(self, write: Callable[[], T]) -> T:
+        """Calls what writes the reports about the stages, and records them."""
+        self._record.making = list(self._reports)
+        self._write()
+        written = write()
+        self._record.reports, self._record.making = self._marks(self._reports), []
+        self._write()
+        return written
+
+    def _run(self, stage: Stage) -> None:
+        print(f"\n== {stage.name}", flush=True)
+        record = self._record
+        if stale := self._stale(stage):
+            if changed := [path for path in stale if not self._is_own(path.name, record.made[path.name])]:
+                raise UserError(
+                    f"{changed[0]}: was changed since the speedrun made it; move it, and go on with --resume"
+                )
+            delete(stale, _ELSEWHERE)
+            record.done = [one for one in record.done if one.name != stage.name]
+        record.attempts += 1
+        record.making, record.making_from = list(stage.makes), stage.start
         self._write()
         began, cpu = time.perf_counter(), time.process_time()
-        figures = work()
+        figures = stage.work()
         seconds = time.perf_counter() - began
-        self._record.done.append(
+        record.done.append(
             StageRecord(
-                name=name,
+                name=stage.name,
+                start=stage.start,
                 seconds=seconds,
                 cpu_s=time.process_time() - cpu,
                 peak_memory_mb=_peak_memory_mb(),
-                attempts=self._record.attempts,
+                attempts=record.attempts,
                 figures=dict(figures),
+                made=self._marks(stage.makes),
             )
         )
-        self._record.attempts = 0
+        record.attempts, record.making = 0, []
         self._write()
-        print(f"== {name}: {seconds:.0f} s", flush=True)
+        print(f"== {stage.name}: {seconds:.0f} s", flush=True)
 
-    def _read(self, settings: dict[str, Any]) -> _Record:
+    def _begin(self, settings: dict[str, Any], resume: bool, replace: bool) -> None:
+        """Reads the record or begins one, and clears the way for the stages that are to run."""
+        before = self._read() if self._file.exists() else None
+        if resume:
+            self._refuse_others(before, settings)
+        self._record = before if isinstance(before, _Record) and resume else _Record(settings=settings)
+        made = before.made if isinstance(before, _Record) else {}
+        own = [name for name, mark in made.items() if self._is_own(name, mark)]
+        to_come = [stage for stage in self._plan if not self._is_done(stage)]
+        # A stage that was interrupted goes on with what it has, unless it would start from something else now.
+        making = self._record.making if resume else []
+        if making and any(set(making) == set(one.makes) and one.start != self._record.making_from for one in to_come):
+            making = []
+        names = [*(name for stage in to_come for name in stage.makes), *self._reports]
+        in_the_way = [self._out / name for name in names if name not in making]
+        others = [path for path in in_the_way if path.name not in own and _is_there(path)]
+        now = [self._out / name for name in own if not resume or (made[name] is None and name not in making)]
+        later = [path for stage in to_come for path in self._stale(stage)] if resume else []
+        refuse_held([*others, *now, *later], _ELSEWHERE)
+        agree_to_delete(
+            others,
+            "these bear the name of a stage, and no speedrun made them or they were changed since:",
+            "--replace",
+            replace,
+        )
+        # Of an extended pipeline a stage keeps what it has until the stage that replaces it begins.
+        delete([*others, *now], _ELSEWHERE)
+        self._record.settings = settings
+        self._write()
+
+    def _is_done(self, stage: Stage) -> bool:
+        return any((one.name, one.start) == (stage.name, stage.start) for one in self._record.done)
+
+    def _is_own(self, name: str, mark: str | None) -> bool:
+        """Whether a file or run is there as this pipeline left it."""
+        path = self._out / name
+        if not _is_there(path):
+            return False
+        return not continued_by_hand(path) if mark is None else fingerprint(path) == mark
+
+    def _stale(self, stage: Stage) -> list[Path]:
+        """What the stage made when it started from something else."""
+        earlier = [one for one in self._record.done if one.name == stage.name and one.start != stage.start]
+        return [path for one in earlier for name in one.made if _is_there(path := self._out / name)]
+
+    def _marks(self, names: Sequence[str]) -> dict[str, str]:
+        return {name: fingerprint(self._out / name) for name in names if _is_there(self._out / name)}
+
+    def _read(self) -> _Record | str:
+        """The record of an earlier pipeline, or why it cannot be read."""
         try:
-            record = _Record.model_validate_json(self._file.read_bytes())
-        except FileNotFoundError:
-            raise UserError(f"{self._file}: not there, so there is nothing to resume; run without --resume") from None
+            return _Record.model_validate_json(self._file.read_bytes())
         except (ValidationError, OSError) as error:
+            return " ".join(str(error).split())
+
+    def _refuse_others(self, before: _Record | str | None, settings: dict[str, Any]) -> None:
+        if not isinstance(before, _Record):
+            raise UserError(f"{self._file}: cannot be read: {before}; run without --resume to begin again")
+        if settings not in (before.settings, before.settings | {"full": True}):
             raise UserError(
-                f"{self._file}: cannot be read: {' '.join(str(error).split())}; run without --resume to begin again"
-            ) from None
-        if record.settings != settings:
-            raise UserError(
-                f"{self._file}: began with {json.dumps(record.settings)}, which {json.dumps(settings)} does not go on; give the "
+                f"{self._file}: began with {json.dumps(before.settings)}, which {json.dumps(settings)} does not go on; give the "
                 "same options, or run without --resume to begin again"
             )
-        return record
 
     def _write(self) -> None:
         write_atomically(self._file, (self._record.model_dump_json(indent=1) + "\n").encode())
 
 
-def _clear(out: Path) -> None:
-    with storage_errors(out):
-        make_directory(out, "choose another --out")
-        (out / _MARKER).touch()
-        for path in out.iterdir():
-            if path.name == _MARKER:
-                continue
-            print(f"replacing {path}")
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
 
 
 def _peak_memory_mb() -> float:

@@ -92,7 +92,11 @@ def test_missing_files(nmoe: Nmoe, pool: Callable[..., str], tmp_path: Path) -> 
         "; `nmoe speedrun` makes it, or",
     )
     # A configuration with a shape has the tokenizer alone from there.
-    refused(nmoe("rl", "train", "code_fix"), 'tokenizer = "runs/speedrun/base": no such directory', "; `nmoe speedrun` makes it, or")
+    refused(
+        nmoe("rl", "train", "code_fix"),
+        'tokenizer = "runs/speedrun/base": no such directory',
+        "; `nmoe speedrun` makes it, or",
+    )
     (tmp_path / "pool.jsonl").unlink()
     refused(
         nmoe("rl", "train", "x.toml"),

@@ -173,12 +173,12 @@ def test_the_other_verbs_hand_over_their_arguments(
     calls = stand_in("nmoe.speedrun", "speedrun")
     assert nmoe("speedrun") == 0
     assert nmoe("speedrun", "--seed", "1", "--out", "x/y") == 0
-    assert nmoe("speedrun", "--full", "--resume", "--device=cpu") == 0
+    assert nmoe("speedrun", "--full", "--resume", "--replace", "--device=cpu") == 0
     runs = Path("runs/speedrun")
     assert calls == [
-        (runs, 0, False, False, "auto"),
-        (Path("x/y"), 1, False, False, "auto"),
-        (runs, 0, True, True, "cpu"),
+        (runs, 0, False, False, "auto", False),
+        (Path("x/y"), 1, False, False, "auto", False),
+        (runs, 0, True, True, "cpu", True),
     ]
 
     capsys.readouterr()
@@ -293,7 +293,12 @@ def test_resuming_what_is_not_there_says_so(
 ) -> None:
     stand_in("nmoe.rl.train", "train", result=tmp_path)
     (tmp_path / "tiny.toml").write_text(RL)
-    resumed = ("rl", "train", str(tmp_path / "tiny.toml"), f"--run.directory={tmp_path}", "--run.resume=true")
+    command = ("rl", "train", str(tmp_path / "tiny.toml"), f"--run.directory={tmp_path}")
+    assert nmoe(*command, "--run.resume=true") == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/tiny: there is no run to resume; leave --run.resume out to start one\n"
+    )
+    resumed = (*command, "--run.resume=auto")
     assert nmoe(*resumed) == 0
     note = f"{tmp_path}/tiny: no run to resume yet, so it starts from the beginning\n"
     assert capsys.readouterr().out.startswith(note)

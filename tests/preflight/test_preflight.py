@@ -104,9 +104,10 @@ def test_a_run_that_is_extended_says_what_becomes_of_its_schedule(tmp_path: Path
     began = {"steps": 40, "schedule": {"total_steps": 40, "warmup_steps": 10}}  # 20 steps of 2 updates
     (checkpoint / "optimizer.json").write_text(json.dumps(began))
 
-    def said(steps: int, **optimizer: Any) -> str:
-        optimizer |= {"learning_rate": 1e-3, "warmup_steps": 5}
-        config = rl(tmp_path, run={"steps": steps, "resume": True}, optimizer=optimizer, batch={"updates_per_step": 2})
+    def said(steps: int, schedule_steps: int = 0, **more: Any) -> str:
+        optimizer = {"learning_rate": 1e-3, "warmup_steps": 5, "schedule_steps": schedule_steps}
+        run = {"steps": steps, "resume": True}
+        config = rl(tmp_path, run=run, optimizer=optimizer, batch={"updates_per_step": 2}, **more)
         check = learning_rate(config)
         assert check.status == "ok"
         return check.text
@@ -114,6 +115,10 @@ def test_a_run_that_is_extended_says_what_becomes_of_its_schedule(tmp_path: Path
     assert said(20) == "goes on as the run began"
     assert said(30).startswith("goes on as it began, falling until optimizer step 40, and stays at 0.0001 after it")
     assert said(30, schedule_steps=30).startswith("from here on that of 60 optimizer steps")
+    assert said(30, schedule_steps=20) == "goes on as the run began", "as the config.toml of the extended run has it"
+    # While the critic warms up, the policy's schedule waits: 23 steps of the run are 20 of the policy.
+    critic: dict[str, Any] = {"critic": {"warmup_steps": 3, "path": "critic"}, "algorithm": {"advantage": "gae"}}
+    assert said(23, **critic) == said(30, schedule_steps=23, **critic) == "goes on as the run began"
 
 
 def test_what_a_start_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

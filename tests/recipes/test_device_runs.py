@@ -25,8 +25,8 @@ from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.reward_model import train_reward_model
 from nmoe.recipes.sft import sft
 from nmoe.rl.train import train
-from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.recorded import read_provenance
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.selfplay.loop import selfplay
 from nmoe.text.tokenizer import Tokenizer

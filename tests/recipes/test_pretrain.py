@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.recipes.pretrain import document_batch, pretrain
-from nmoe.runs.directory import recorded_threads
+from nmoe.runs.comparison import diff_runs
 from nmoe.runs.ledger import read_lines, read_metrics
+from nmoe.runs.looks import show_run
+from nmoe.runs.recorded import recorded_threads
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.tokenizer import Tokenizer
 
@@ -75,6 +79,33 @@ def test_a_run_goes_on_with_the_threads_it_began_with(workshop: Path, tmp_path: 
         in (path / "log.txt").read_text()
     )
     torch.set_num_threads(1)
+
+
+def test_the_configuration_of_an_extended_run_repeats_it(workshop: Path, tmp_path: Path) -> None:
+    """Its schedule is that of the run that was extended, its threads those that it used; what differs from that run is told."""
+    given = (*SHORT, f"--run.directory={tmp_path}", "--optimizer.warmup_steps=1", "--run.threads=1")
+    first = pretrain(load_run(workshop / "base.toml", PretrainConfig, (*given, "--run.name=first", "--run.steps=3")))
+    shutil.copytree(first, tmp_path / "longer", symlinks=True)
+    name = (tmp_path / "longer/config.toml").read_text().replace('name = "first"', 'name = "longer"')
+    (tmp_path / "longer/config.toml").write_text(name)
+    longer = (*given, "--run.name=longer", "--run.threads=2", "--run.resume=true")
+    pretrain(load_run(workshop / "base.toml", PretrainConfig, (*longer, "--run.steps=5")))
+    path = pretrain(load_run(workshop / "base.toml", PretrainConfig, (*longer, "--run.steps=6")))
+    config = tomllib.loads((path / "config.toml").read_text())
+    kept = {key: config["run"][key] for key in ("steps", "threads", "resume")}
+    assert (kept, config["optimizer"]["schedule_steps"]) == ({"steps": 6, "threads": 1, "resume": False}, 3)
+    again = pretrain(load_run(path / "config.toml", PretrainConfig, ("--run.name=again",)))
+    numbers = [[(row["loss"], row["learning_rate"]) for row in read_metrics(run)] for run in (path, again)]
+    assert len(numbers[0]) == 6
+    assert numbers[0] == numbers[1]
+    assert numbers[0][-1][1] == pytest.approx(0.1 * numbers[0][1][1]), "the rate where the schedule of 3 steps ends"
+    second = "optimizer.schedule_steps 0 -> 3, run.steps 3 -> 5"
+    said = [line for line in diff_runs(str(path), str(again)) if "resumed" in line]
+    assert [re.sub(r" at \S+Z", "", line) for line in said] == [
+        f"  {path} was resumed from step 3, {second}",
+        f"  {path} was resumed from step 5, run.steps 5 -> 6",
+    ]
+    assert second in "\n".join(show_run(path))
 
 
 def test_a_run_does_not_go_on_with_other_documents(workshop: Path, tmp_path: Path) -> None:

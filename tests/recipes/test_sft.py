@@ -30,8 +30,8 @@ from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import export_model, load_model
 from nmoe.recipes.setup import build_model
 from nmoe.recipes.sft import example_batch, sft
-from nmoe.runs.directory import read_provenance
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.recorded import read_provenance
 from nmoe.text.harmony import Harmony
 from nmoe.text.renderers import IGNORED, make_renderer
 from nmoe.text.tokenizer import Tokenizer

@@ -14,8 +14,9 @@ import pytest
 
 from nmoe.errors import StorageError, UserError
 from nmoe.runs.checkpoint import save_checkpoint
-from nmoe.runs.directory import RunDirectory, read_provenance, recorded_threads
+from nmoe.runs.directory import Resume, RunDirectory
 from nmoe.runs.ledger import read_metrics
+from nmoe.runs.recorded import read_provenance, recorded_threads, resumptions
 
 CONFIG = """
 [run]
@@ -33,7 +34,7 @@ low = 0.2
 PROVENANCE: dict[str, Any] = {"seed": 0, "threads": 2, "started_utc": "2026-01-02T03:04:05Z"}
 
 
-def create(path: Path, config: str = CONFIG, resume: bool = False, threads: int = 2) -> RunDirectory:
+def create(path: Path, config: str = CONFIG, resume: Resume = False, threads: int = 2) -> RunDirectory:
     return RunDirectory.create(path, config, PROVENANCE | {"threads": threads}, resume)
 
 
@@ -114,7 +115,7 @@ def test_a_start_that_left_only_its_lock_starts_again(tmp_path: Path, resume: bo
 
 def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     make_run(tmp_path / "x", steps=7, checkpoint=5)
-    with create(tmp_path / "x", resume=True, threads=3) as run:
+    with create(tmp_path / "x", CONFIG.replace("steps = 20", "steps = 30"), resume=True, threads=3) as run:
         assert run.resumed_from == tmp_path / "x" / "checkpoints" / "step_000005"
         assert run.start_step == 5
         assert run.number == 2
@@ -129,7 +130,8 @@ def test_resuming_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     ]
     provenance = json.loads((tmp_path / "x" / "provenance.json").read_text())
     assert provenance["threads"] == 2
-    assert provenance["resumed"] == [PROVENANCE | {"threads": 3, "from_step": 5}]
+    assert provenance["resumed"] == [PROVENANCE | {"threads": 3, "from_step": 5, "changed": {"run.steps": [20, 30]}}]
+    assert list(resumptions(provenance)) == ["from step 5 at 2026-01-02T03:04:05Z, run.steps 20 -> 30"]
     assert recorded_threads(tmp_path / "x") == 3
     with create(tmp_path / "x", resume=True) as run:
         assert run.number == 3
@@ -146,9 +148,17 @@ def test_without_a_checkpoint_a_run_starts_over_with_its_log_alone(tmp_path: Pat
     assert read_provenance(tmp_path / "x") == PROVENANCE | {"threads": 4, "resumed": []}
 
 
-def test_resuming_what_does_not_exist_starts_it(tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_is_resumed_by_auto_alone(tmp_path: Path) -> None:
+    create(tmp_path / "attempt_7").close()
+    for name, said in (
+        ("atempt_7", rf", but there is {tmp_path}/attempt_7 \(--run\.name=attempt_7\); leave --run\.resume out"),
+        ("x", r"; leave --run\.resume out to start one"),
+    ):
+        with pytest.raises(UserError, match=rf"^{tmp_path}/{name}: there is no run to resume{said}"):
+            create(tmp_path / name, resume=True)
+    assert os.listdir(tmp_path) == ["attempt_7"]
     assert recorded_threads(tmp_path / "x") is None
-    with create(tmp_path / "x", resume=True) as run:
+    with create(tmp_path / "x", resume="auto") as run:
         assert run.start_step == 0
     assert recorded_threads(tmp_path / "x") == 2
 
@@ -182,8 +192,42 @@ def test_a_broken_checkpoint_is_refused_before_anything_is_cut(tmp_path: Path) -
     with pytest.raises(UserError, match=r"step_000005/model\.safetensors: its content is not what was saved"):
         create(tmp_path / "x", resume=True)
     assert read_metrics(tmp_path / "x")[-1]["step"] == 7
-    shutil.rmtree(tmp_path / "x" / "checkpoints" / "step_000005")
+    (tmp_path / "x" / "checkpoints" / "step_000005" / "model.safetensors").write_text("weights")
     create(tmp_path / "x", resume=True).close()  # the refusal gave the lock back
+
+
+@pytest.mark.parametrize("lost", ["the checkpoint", "and its links", "and their directory"])
+def test_a_run_whose_checkpoints_are_gone_keeps_its_records(tmp_path: Path, lost: str) -> None:
+    make_run(tmp_path / "x", steps=20, checkpoint=5)
+    checkpoints = tmp_path / "x" / "checkpoints"
+    shutil.rmtree(checkpoints if lost == "and their directory" else checkpoints / "step_000005")
+    if lost == "and its links":
+        (checkpoints / "latest").unlink()
+    with pytest.raises(
+        UserError, match=r"x/checkpoints: its checkpoints are gone, .* lose its 20 steps; put them back"
+    ):
+        create(tmp_path / "x", resume=True)
+    assert [row["step"] for row in read_metrics(tmp_path / "x")] == list(range(1, 21))
+
+
+def test_a_start_that_fails_leaves_nothing_that_blocks_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / ".notes").touch()
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "provenance.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nmoe.runs.directory.write_atomically", full)
+        for name in ("x", "y"):
+            with pytest.raises(StorageError, match="No space left"):
+                create(tmp_path / name)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["x", "x/.notes"]
+    create(tmp_path / "y").close()
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

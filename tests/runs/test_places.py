@@ -1,6 +1,7 @@
 """Records in places of their own: a run writes them there, and everything that reads the run finds them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from nmoe.config.tables.run import RunSection
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.places import place_records
+from nmoe.runs.places import claim_exports, place_records
 from nmoe.runs.record import read_run
 
 CONFIG = '[run]\nname = "one"\nsteps = 2\n'
@@ -16,8 +17,12 @@ CONFIG = '[run]\nname = "one"\nsteps = 2\n'
 
 def started(path: Path, settings: RunSection, variables: dict[str, str], resume: bool = False) -> RunDirectory:
     run = RunDirectory.create(path, CONFIG, {"argv": ["nmoe", "sft", "x"]}, resume=resume)
-    if run.resumed_from is None:
-        place_records(path, settings, variables)
+    try:
+        if run.resumed_from is None:
+            place_records(path, settings, variables)
+    except BaseException:
+        run.abandon()
+        raise
     return run
 
 
@@ -63,3 +68,61 @@ def test_other_runs_records_and_a_missing_disk_are_refused(tmp_path: Path) -> No
         read_run(run.path)
     with pytest.raises(UserError, match="which is not there"):
         RunDirectory.create(run.path, CONFIG, {}, resume=True)
+
+
+def test_an_empty_variable_and_the_runs_own_directory_need_no_link(tmp_path: Path) -> None:
+    own = tmp_path / "runs" / "one"
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for place in ("", str(tmp_path / "runs"), str(tmp_path / "link")):
+        spikes = place and f"{place}/one/spikes.jsonl"
+        variables = {"METRICS_LOG_DIR": place, "SAMPLES_LOG_DIR": place, "SPIKE_LOG_PATH": spikes}
+        with started(own, RunSection(name="one", steps=2), variables) as run:
+            run.ledger.metrics(1, {"loss": 0.5})
+            run.ledger.samples(1, [{"text": "a"}])
+            run.ledger.spike({"step": 1, "grad_norm": 73.0})
+        assert [row["step"] for row in read_run(own).metrics] == [1]
+        assert not any(path.is_symlink() for path in own.iterdir())
+        shutil.rmtree(own)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "runs"]
+
+
+def test_a_place_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken.jsonl").touch()
+
+    def settings(spikes: str, name: str = "one") -> RunSection:
+        places = {f"{kind}_directory": str(tmp_path / kind) for kind in ("metrics", "samples")}
+        return RunSection(name=name, steps=2, **places, spikes_file=str(tmp_path / spikes))
+
+    for spikes, said in (
+        ("file/x", "file: no directory can be made there; choose another --run.spikes_file"),
+        ("taken.jsonl", "taken.jsonl: is there already, as another run that begins would leave it; remove it, or"),
+        ("runs/one/other.jsonl", "runs/one/other.jsonl: lies in the directory of the run itself; choose another"),
+        ("metrics/one/metrics.jsonl", "metrics/one/metrics.jsonl: is there already"),
+    ):
+        with pytest.raises(UserError, match=f"^{tmp_path}/{said}") as refused:
+            started(tmp_path / "runs" / "one", settings(spikes), {})
+        assert refused.value.exit_code == 2
+        assert not (tmp_path / "runs" / "one").exists()
+        assert [path.name for kind in ("metrics", "samples") for path in (tmp_path / kind).rglob("*")] == ["one", "one"]
+    started(tmp_path / "runs" / "one", settings("spikes.jsonl"), {}).close()
+    with pytest.raises(UserError, match="another run that begins"):
+        started(tmp_path / "others" / "two", settings("spikes.jsonl", "two"), {})
+
+
+def test_exported_checkpoints_are_of_one_run(tmp_path: Path) -> None:
+    """A save replaces and prunes what has the names of its checkpoints."""
+    exports = tmp_path / "exports"
+    for place, start in (("a", "01"), ("b", "02")):
+        RunDirectory.create(tmp_path / place, CONFIG, {"started_utc": start}, resume=False).close()
+    claim_exports(tmp_path / "a", exports)
+    with pytest.raises(UserError, match=f"^{exports}: holds the exported checkpoints of another run; move them, or"):
+        claim_exports(tmp_path / "b", exports)
+    (exports / "step_000001").mkdir()
+    claim_exports(tmp_path / "a", exports)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    claim_exports(tmp_path / "moved", exports)
+    (exports / ".run.json").unlink()  # of an earlier version, or copied there
+    for run in ("moved", "b"):
+        with pytest.raises(UserError, match="of another run"):
+            claim_exports(tmp_path / run, exports)

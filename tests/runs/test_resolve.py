@@ -7,7 +7,7 @@ import pytest
 
 from nmoe.errors import UserError
 from nmoe.runs.checkpoint import best_checkpoint, mark_best
-from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.runs.resolve import maker_of, resolve_checkpoint
 
 
 def checkpoints(run: Path, *steps: int) -> Path:
@@ -46,3 +46,22 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "speedrun/rl/checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="neither a checkpoint"):
         resolve_checkpoint(tmp_path / "speedrun")
+
+
+def test_what_is_missing_is_made_by_a_command_that_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    last = "a command in the first lines of the configuration that asks for it"
+    for begun in (False, True):
+        extends = " --resume" if begun else ""
+        for name, said in (
+            ("base", f"; `nmoe speedrun` makes it, or {last}"),
+            ("selfplay_roles", f"; `nmoe speedrun --full{extends}` makes it, or {last}"),
+            ("verifier/checkpoints/best", f"; `nmoe speedrun --full{extends}` makes it, or {last}"),
+            ("sort_grpo", f"; {last} makes it"),
+        ):
+            assert maker_of(Path("runs/speedrun") / name) == said
+        Path("runs/speedrun").mkdir(parents=True, exist_ok=True)
+        Path("runs/speedrun/stages.json").touch()
+    assert maker_of(Path("runs/other")) == ""

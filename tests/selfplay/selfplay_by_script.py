@@ -118,8 +118,8 @@ if __name__ == "__main__":
     rng = random.Random(seed)
     killed = 0
     for _ in range(kills):
-        status = attempt([*here, "--run.name=broken", "--run.resume=true"], rng.randint(1, 120))
+        status = attempt([*here, "--run.name=broken", "--run.resume=auto"], rng.randint(1, 120))
         assert status in (0, signal.SIGKILL), status
         killed += status == signal.SIGKILL
-    assert attempt([*here, "--run.name=broken", "--run.resume=true"], None) == 0
+    assert attempt([*here, "--run.name=broken", "--run.resume=auto"], None) == 0
     print(f"killed {killed} of {kills}")

@@ -1,34 +1,71 @@
-"""Stages of a pipeline: none that is done runs again, a broken one is begun again, and only the same pipeline goes on."""
+"""Stages of a pipeline: none that is done runs again, a broken one is begun again, and nothing that they did not make is lost."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nmoe.errors import UserError
-from nmoe.speedrun.stages import Stages
+from nmoe.runs.directory import RunDirectory
+from nmoe.speedrun.speedrun import Pipeline
+from nmoe.speedrun.stages import Stage, Stages
+
+PLAIN, FULL = ("one", "two", "three"), ("one", "added", "two", "three")
 
 
 class Killed(BaseException):
     pass
 
 
-def pipeline(out: Path, did: list[str], resume: bool, killed_in: str = "", seed: int = 0) -> Stages:
-    """Three stages, each of which leaves a file halfway and may then be killed."""
-    stages = Stages(out, {"seed": seed}, resume)
+def pipeline(
+    out: Path,
+    did: list[str],
+    resume: bool,
+    killed_in: str = "",
+    seed: int = 0,
+    names: Sequence[str] = PLAIN,
+    replace: bool = False,
+) -> Stages:
+    """Stages that each leave a file halfway and may then be killed. The last one starts from the added stage, if there is one."""
+    full = "added" in names
 
-    def work(name: str, figure: float) -> dict[str, float]:
+    def work(name: str, figure: float) -> Mapping[str, float]:
         did.append(f"{name} after half of it" if (out / name).exists() else name)
-        (out / name).touch()
+        (out / name).write_text(f"{name} of {seed}{' from added' if full else ''}")
         if name == killed_in:
             raise Killed
         return {"figure": figure}
 
-    for figure, name in enumerate(("one", "two", "three")):
-        stages.run(name, lambda name=name, figure=figure: work(name, figure))  # type: ignore[misc]
+    plan = [
+        Stage(
+            name,
+            lambda name=name, figure=figure: work(name, figure),
+            (name,),
+            "added" if full and name == "three" else "",
+        )  # type: ignore[misc]
+        for figure, name in enumerate(names)
+    ]
+    with Stages(out, plan, {"seed": seed, "full": full}, resume, replace, ("report",)) as stages:
+        stages.run()
+        stages.report(lambda: (out / "report").write_text(" ".join(names)))
     return stages
+
+
+def a_run(path: Path, argv: Sequence[str] = ("nmoe", "rl", "train", "sort_grpo")) -> RunDirectory:
+    run = RunDirectory.create(path, "[run]\nsteps = 1\n", {"argv": list(argv)}, resume=False)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return run
+
+
+def content(out: Path) -> dict[str, str]:
+    names = (*FULL, "report", "mine/metrics.jsonl", "added/metrics.jsonl")
+    return {name: (out / name).read_text() for name in names if (out / name).is_file()}
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,13 +85,141 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(did) == 5
 
 
-def test_without_resume_a_pipeline_begins_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed_in", ["", "two"])
+def test_without_resume_a_pipeline_replaces_what_it_made_and_nothing_else(tmp_path: Path, killed_in: str) -> None:
     did: list[str] = []
-    pipeline(tmp_path, did, resume=False)
-    (tmp_path / "runs").mkdir()
+    try:
+        pipeline(tmp_path, did, resume=False, killed_in=killed_in)
+    except Killed:
+        did.append("three")
+    a_run(tmp_path / "mine").close()
+    (tmp_path / "notes.md").write_text("mine")
     pipeline(tmp_path, did, resume=False, seed=1)
     assert did == ["one", "two", "three"] * 2
-    assert not (tmp_path / "runs").exists()
+    assert content(tmp_path) == {
+        **{name: f"{name} of 1" for name in PLAIN},
+        "report": "one two three",
+        "mine/metrics.jsonl": '{"step": 1}\n',
+    }
+    assert (tmp_path / "notes.md").read_text() == "mine"
+
+
+def test_a_plain_pipeline_is_extended(tmp_path: Path) -> None:
+    did: list[str] = []
+    pipeline(tmp_path, did, resume=False)
+    a_run(tmp_path / "mine").close()
+    with pytest.raises(Killed):
+        pipeline(tmp_path, did, resume=True, killed_in="added", names=FULL)
+    assert (tmp_path / "three").read_text() == "three of 0", "kept until the stage that replaces it begins"
+    stages = pipeline(tmp_path, did, resume=True, names=FULL)
+    assert did[3:] == ["added", "added after half of it", "three"]
+    assert [stage.name for stage in stages.done] == ["one", "two", "added", "three"]
+    assert content(tmp_path) == {
+        "one": "one of 0",
+        "two": "two of 0",
+        "added": "added of 0 from added",
+        "three": "three of 0 from added",
+        "report": "one added two three",
+        "mine/metrics.jsonl": '{"step": 1}\n',
+    }
+    with pytest.raises(UserError, match=r'began with \{"seed": 0, "full": true\}, which .* does not go on'):
+        pipeline(tmp_path, did, resume=True)
+
+
+def test_a_stage_killed_before_the_extension_begins_again_from_its_new_start(tmp_path: Path) -> None:
+    did: list[str] = []
+    with pytest.raises(Killed):
+        pipeline(tmp_path, did, resume=False, killed_in="three")
+    pipeline(tmp_path, did, resume=True, names=FULL)
+    assert did == ["one", "two", "three", "added", "three"]
+
+
+def test_what_a_speedrun_did_not_make_is_named_and_kept_without_consent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    did: list[str] = []
+    pipeline(tmp_path, did, resume=False)
+    a_run(tmp_path / "added").close()  # by the user, under the name of a stage to come
+    (tmp_path / "three").write_text("edited")
+    before = content(tmp_path)
+    for resume in (False, True):
+        with pytest.raises(UserError) as refused:
+            pipeline(tmp_path, did, resume=resume, names=FULL)
+        assert refused.value.exit_code == 2
+        assert str(refused.value).splitlines() == [
+            "these bear the name of a stage, and no speedrun made them or they were changed since:",
+            f"  {tmp_path}/added",
+            f"  {tmp_path}/three",
+            "Move them, name another directory with --out, or pass --replace to delete them",
+        ]
+    assert (content(tmp_path), len(did)) == (before, 3)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda asked: "" if asked == "Delete them? [y/N] " else "y")
+    with pytest.raises(UserError, match=r"^nothing was deleted$"):
+        pipeline(tmp_path, did, resume=True, names=FULL)
+    assert (content(tmp_path), len(did)) == (before, 3)
+    capsys.readouterr()
+    pipeline(tmp_path, did, resume=True, names=FULL, replace=True)
+    assert did[3:] == ["added", "three"]
+    assert f"replacing {tmp_path}/added\nreplacing {tmp_path}/three\n" in capsys.readouterr().out
+
+
+def test_a_killed_stage_that_was_finished_by_hand_is_the_users(tmp_path: Path) -> None:
+    for argv, refused in ((("nmoe", "speedrun"), False), (("nmoe", "rl", "train", "speedrun"), True)):
+        out = tmp_path / str(refused)
+
+        def work(out: Path = out, argv: Sequence[str] = argv) -> Mapping[str, float]:
+            a_run(out / "rl", argv).close()
+            raise Killed
+
+        def begin(out: Path = out, work: Any = work) -> None:
+            with Stages(out, [Stage("rl", work, ("rl",))], {}, False) as stages:
+                stages.run()
+
+        with pytest.raises(Killed):
+            begin()
+        with pytest.raises(UserError if refused else Killed):
+            begin()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from nmoe.runs.directory import LOCK, RunLock
+lock = RunLock(Path(sys.argv[1]) / sys.argv[2])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("held", "lock"), [("two", ".lock"), ("", ".speedrun")])
+def test_what_another_process_writes_is_not_touched(tmp_path: Path, held: str, lock: str) -> None:
+    did: list[str] = []
+    stage = Stage("two", lambda: (a_run(tmp_path / "two").close(), {})[1], ("two",))  # type: ignore[func-returns-value]
+
+    def begin() -> None:
+        with Stages(tmp_path, [stage], {"seed": 0}, False) as stages:
+            stages.run()
+            did.append("done")
+
+    begin()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    command = [sys.executable, "-c", HOLD, str(tmp_path / held), lock]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            where = str(tmp_path / held).rstrip("/")
+            with pytest.raises(
+                UserError, match=rf"^{where}: this run is being written by process {holder.pid}; .* with --out$"
+            ):
+                begin()
+        finally:
+            holder.kill()
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    begin()
+    assert did == ["done", "done"]
 
 
 def test_what_can_not_be_resumed(tmp_path: Path) -> None:
@@ -65,9 +230,27 @@ def test_what_can_not_be_resumed(tmp_path: Path) -> None:
     for nowhere in (tmp_path / "stages.json" / "x", Path("/proc/x")):
         with pytest.raises(UserError, match=rf"{nowhere}: no directory can be made there; choose another --out"):
             pipeline(nowhere, [], resume=False)
-    with pytest.raises(UserError, match=r'began with \{"seed": 0\}, which \{"seed": 1\} does not go on'):
+    with pytest.raises(
+        UserError, match=r'began with \{"seed": 0, "full": false\}, which \{"seed": 1, .* does not go on'
+    ):
         pipeline(tmp_path, [], resume=True, seed=1)
     (tmp_path / "stages.json").write_text(json.dumps({"settings": {"seed": 0}, "done": [{"name": "one"}]}))
     with pytest.raises(UserError, match=r"stages\.json: cannot be read: .*seconds"):
         pipeline(tmp_path, [], resume=True)
+    with pytest.raises(UserError, match=r"no speedrun made them or they were changed since:\n  .*/one\n"):
+        pipeline(tmp_path, [], resume=False)
     assert (tmp_path / "one").exists()
+
+
+def test_the_speedruns_stages_make_no_file_twice_and_are_extended_at_reinforcement_learning(tmp_path: Path) -> None:
+    plain, full = (Pipeline(tmp_path, 0, full, False).stages() for full in (False, True))
+    for plan in (plain, full):
+        names = [name for stage in plan for name in stage.makes]
+        assert len(set(names)) == len(names)
+    keys = {(stage.name, stage.start, stage.makes) for stage in full}
+    again = [stage.name for stage in plain if (stage.name, stage.start, stage.makes) not in keys]
+    assert again == ["reinforcement learning", "evaluation"]
+    assert {name for stage in plain for name in stage.makes} == {
+        *("tokenizer", "corpus.jsonl", "tools.jsonl", "stages.jsonl", "prm800k", "problems.json", "sums.jsonl"),
+        *("base", "rl", "examinations.json"),
+    }

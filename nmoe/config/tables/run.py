@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,7 +23,11 @@ class RunSection(Section):
         default=0, ge=0, description="CPU threads; 0: `OMP_NUM_THREADS`, or as many as there are cores to use"
     )
     steps: int = Field(gt=0, description="optimizer steps")
-    resume: bool = Field(default=False, description="resume from the run's latest checkpoint")
+    resume: bool | Literal["auto"] = Field(
+        default=False,
+        description='true: resume from the run\'s latest checkpoint; refused where there is no run of this name. "auto": resume '
+        "it or, where there is none, start it, so that a scheduler can repeat one command",
+    )
     require_clean: bool = Field(default=False, description="refuse to start where commits do not hold all code (git)")
     metrics_directory: str | None = Field(
         default=None,
