@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from found import Result, check
@@ -43,3 +44,43 @@ def two_threads_beside_others() -> Result:
             process.wait()
     one, two = (statistics.median(seconds[threads]) for threads in (1, 2))
     return f"{two / one:.1f} times as long", two <= 2 * one
+
+
+def _nmoe(*arguments: str, **variables: str) -> tuple[str, float]:
+    """What `nmoe` prints on both streams, and its CPU seconds."""
+    before = os.times()
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | variables
+    command = [sys.executable, "-m", "nmoe", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return done.stdout + done.stderr, used
+
+
+@check(
+    6,
+    "nmoe preflight of a model and a data set of the hub without a network",
+    "no line of the hub's client; data or hub, model, memory and device looked at, in 10 s",
+)
+def preflight_without_a_network() -> Result:
+    began = time.monotonic()
+    said, _ = _nmoe("preflight", "qwen3_0.6b", HF_HOME=os.getcwd(), HF_ENDPOINT="http://127.0.0.1:9")
+    seconds = time.monotonic() - began
+    raw = said.count("thrown while requesting") + said.count("Retrying in")
+    seen = {line.split()[1] for line in said.splitlines() if line.startswith(("ok ", "warn", "fail"))}
+    looked = seen & {"hub", "model", "memory", "device"}
+    line = f"{raw} lines of the client, {len(looked)} of 4 looked at, {'less' if seconds < 10 else 'more'} than 10 s"
+    return line, raw == 0 and len(looked) == 4 and seconds < 10
+
+
+@check(6, "nmoe report of a run of 200 steps", "at most 5 CPU seconds")
+def report_of_200_steps() -> Result:
+    run = Path("run")
+    run.mkdir()
+    (run / "config.toml").write_text('[run]\nname = "run"\n')
+    (run / "provenance.json").write_text(json.dumps({"threads": 2, "resumed": []}))
+    names = "reward_mean correctness format_ok loss response_length_mean entropy_mean entropy_p10 mismatch_abs_mean grad_norm"
+    rows = [{"step": step, **dict.fromkeys(names.split(), (step * 7919 % 1000 + 1) / 1000)} for step in range(1, 201)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said, seconds = _nmoe("report", "run", MPLCONFIGDIR=os.getcwd())
+    return ("at most 5" if seconds <= 5 else f"{seconds:.0f}") + " CPU seconds", "report.md" in said and seconds <= 5

@@ -1,19 +1,78 @@
-"""Copies of datasets on the Hugging Face hub, kept on this machine under their names.
+"""The Hugging Face hub: whether it can be reached, and copies of its datasets, kept on this machine under their names.
 
-They lie below $NMOE_DATASETS, or below ~/.cache/nmoe/datasets (in $XDG_CACHE_HOME, where that is set), as `openai/gsm8k/`; every
-reader looks there before it asks the hub.
+The copies lie below $NMOE_DATASETS, or below ~/.cache/nmoe/datasets (in $XDG_CACHE_HOME, where that is set), as `openai/gsm8k/`;
+every reader looks there before it asks the hub.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from nmoe.errors import StorageError, UserError
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CONNECT_S = 3.0
+_ASK_AGAIN_S = 60.0
+_unreachable: dict[str, tuple[float, str]] = {}  # when an address was tried in vain, and why
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[str | None]:
+    """Lets the hub's clients in the block read their caches alone where the hub cannot be reached; gives the reason, or None.
+
+    Without a network they would try each file six times, for half a minute, with a line on the screen for each.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or (why := unreachable()) is None:
+        yield None
+        return
+    modules = [constants, *(module for name in ("datasets.config",) if (module := sys.modules.get(name)))]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    try:
+        yield why
+    finally:
+        for module in modules:
+            module.HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
+
+
+def why_not_asked() -> str | None:
+    """Why the hub is not asked: `HF_HUB_OFFLINE is set`, or as `unreachable` says; None where it is."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable()
+
+
+def unreachable() -> str | None:
+    """Why the hub takes no connection, `huggingface.co cannot be reached (Name or service not known)`, or None where it does. It is
+    tried anew after a minute. A proxy is not tried: it may know more."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    if parts.hostname is None or not getproxies().keys().isdisjoint({parts.scheme, "all"}):
+        return None
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    place = parts.hostname if parts.port is None else f"{parts.hostname}:{port}"
+    tried, why = _unreachable.get(place, (-_ASK_AGAIN_S, ""))
+    if time.monotonic() - tried < _ASK_AGAIN_S:
+        return why
+    try:
+        socket.create_connection((parts.hostname, port), _CONNECT_S).close()
+    except OSError as error:
+        why = f"{place} cannot be reached ({error.strerror or error})"
+        _unreachable[place] = time.monotonic(), why
+        return why
+    return None
 
 
 def kept_datasets() -> Path:
@@ -43,6 +102,8 @@ def download(name: str, files: Sequence[str] = (), revision: str | None = None) 
     source = partial if partial.exists() or not directory.exists() else directory
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
+        if not _is_offline() and (why := unreachable()) is not None:
+            raise UserError(_refused(name, why))
         snapshot_download(
             name, repo_type="dataset", revision=revision, allow_patterns=list(files) or None, local_dir=source
         )
@@ -69,7 +130,10 @@ def how_to_fetch(name: str) -> str:
     )
 
 
-def _refused(name: str, error: Exception) -> str:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    why = "HF_HUB_OFFLINE=1 forbids asking it" if offline else (str(error).strip() or repr(error)).splitlines()[0]
+def _refused(name: str, error: object) -> str:
+    why = "HF_HUB_OFFLINE=1 forbids asking it" if _is_offline() else (str(error).strip() or repr(error)).splitlines()[0]
     return f"dataset {name!r}: the Hugging Face hub did not give it: {why}; {how_to_fetch(name)}"
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from nmoe.config.slices import Slice, rows_of, split_name, split_path
-from nmoe.data.hub import how_to_fetch, kept_datasets
+from nmoe.data.hub import how_to_fetch, hub_or_cache, kept_datasets
 from nmoe.data.messages import json_word
 from nmoe.errors import MissingInputError, StorageError, UserError
 
@@ -298,18 +298,21 @@ def _load_dataset(
 ) -> Dataset:
     import datasets
 
+    unreachable = None
     try:
         if local is not None:
             return _load_directory(local, subset, split)
         options: dict[str, Any] = {"data_files": list(data_files)} if data_files else {}
-        return datasets.load_dataset(name, subset, split=split, **options)
+        with hub_or_cache() as unreachable:
+            return datasets.load_dataset(name, subset, split=split, **options)
     # RuntimeError is how the library refuses a dataset that is a script.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # "An error occurred while generating the dataset": what it was is in the cause.
         wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None
         reason = error.__cause__ if wrapped else error
         disk_full = isinstance(reason, OSError) and reason.errno == errno.ENOSPC
-        message = _failure(name, subset, split, local, reason)
+        said = reason if disk_full or unreachable is None else unreachable
+        message = _failure(name, subset, split, local, said)
         raise (StorageError(message) if disk_full else MissingInputError(message, named)) from error
 
 
@@ -351,7 +354,7 @@ def _dataset_rows(dataset: Dataset, where: str, part: Slice) -> Iterator[Row]:
         yield f"{where} row {number + 1}", _own_keys(row)
 
 
-def _failure(name: str, subset: str | None, split: str, local: Path | None, reason: BaseException | None) -> str:
+def _failure(name: str, subset: str | None, split: str, local: Path | None, reason: object) -> str:
     of_subset = "" if subset is None else f", subset {subset!r}"
     what = f"dataset {name!r}{of_subset}, split {split!r}"
     if local is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from nmoe.errors import UserError
 
 _NAME_WIDTH = 20
 
@@ -22,3 +25,16 @@ class Check:
 
     def __str__(self) -> str:
         return f"{self.status:<5} {self.name:<{_NAME_WIDTH}} {self.text}"
+
+
+def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
+    """The result of a check; bad input that it meets is a failure of it."""
+    try:
+        yield check()
+    except UserError as error:
+        yield failure(name, error)
+
+
+def failure(name: str, error: Exception) -> Check:
+    """A check that bad input ended, in one line."""
+    return Check(name, "fail", " ".join(str(error).split()))

@@ -33,6 +33,14 @@ def disk(config: RunConfig, size: Size) -> Check:
     return Check("disk", "ok", said)
 
 
+def room(config: RunConfig) -> Check:
+    """What is free on the disk, where the model whose checkpoints go there is not known."""
+    place = existing(run_path(config))
+    free = shutil.disk_usage(place).free
+    said = f"{gib(free)} free on the disk of {place}; what checkpoints take is not known without the model"
+    return Check("disk", "warn", said)
+
+
 def first_checkpoint(config: RunConfig, size: Size) -> Check:
     """Whether one checkpoint fits, without which a run has nothing to go on from."""
     place = existing(run_path(config))

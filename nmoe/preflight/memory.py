@@ -33,6 +33,14 @@ def memory(config: RunConfig) -> Check:
     return Check("memory", "ok", said)
 
 
+def memory_alone(config: RunConfig) -> Check:
+    """The memory that there is, where the model that would need it is not known."""
+    device = choose_device(config.model.device)
+    total, free = memory_of(device)
+    there = f"{gib(free)} free of {gib(total)} on {device.type}" if total else "what this machine has is not known"
+    return Check("memory", "warn", f"{there}; what the run takes is not known without its model")
+
+
 def said_at_the_start(config: RunConfig) -> list[str]:
     """What a run says of its memory before it begins: one line for a process that has enough, else what each rank holds and sends
     and what helps. Raises UserError as `plan` does."""

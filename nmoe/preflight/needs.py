@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
+from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.slices import split_path
-from nmoe.config.tables.pools import HubPool, MixturePool, ReasoningGymPool
+from nmoe.config.tables.pools import GeneratedPool, HubPool, MixturePool, ReasoningGymPool
+from nmoe.config.tables.records import DatasetSettings
 from nmoe.config.tables.rewards import ServiceKeys
-from nmoe.data.rows import local_copy
+from nmoe.data.hub import why_not_asked
+from nmoe.data.records import read_records
+from nmoe.data.rows import local_copy, read_rows
+from nmoe.envs.pools import build_order
 from nmoe.errors import UserError
 from nmoe.grading.gym import check_installed
 from nmoe.model.shards import INDEX, SINGLE
-from nmoe.preflight.check import Check
+from nmoe.preflight.check import Check, failure
 from nmoe.runs.resolve import maker_of
 
 # Seconds that a service has to accept a connection.
@@ -61,27 +68,87 @@ def services(config: RunConfig) -> Check:
 
 
 def hub(config: RunConfig) -> Check:
-    """What is read from the Hugging Face hub, and whether it may be asked. Raises UserError where HF_HUB_OFFLINE forbids what the
-    cache does not have."""
-    named_data = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool)]
-    data = [name for name in named_data if _on_hub(name) and local_copy(split_path(name)[0]) is None]
-    model = [config.model.path] if config.model.path is not None and _on_hub(config.model.path) else []
-    named = list(dict.fromkeys([*model, *data]))
+    """What is read from the Hugging Face hub, and whether it may be asked. Raises UserError where it cannot be and the cache lacks
+    something."""
+    named = list(dict.fromkeys(chain(*named_on_hub(config))))
     if not named:
         return Check("hub", "ok", "nothing is read from it")
-    if _is_offline() and (
-        missing := [
-            *_uncached(model, "model"),
-            *_incomplete(model, config.model.tokenizer is None),
-            *_uncached(data, "dataset"),
-        ]
-    ):
+    why = why_not_asked()
+    if lacking := lacking_of_hub(config):
         raise UserError(
-            f"{', '.join(missing)}: not in the cache, and HF_HUB_OFFLINE is set; unset it, or fetch first with `hf download` and "
-            "`nmoe data download`"
+            f"{', '.join(lacking.values())}: not in the cache, and {why}; fetch where there is a network with `hf download` (a "
+            "model) and `nmoe data download` (a dataset), or name local copies"
         )
     token = "with a token" if _has_token() else "without a token, which private and gated ones need"
-    return Check("hub", "ok", f"{', '.join(named)}, {'from the cache alone' if _is_offline() else token}")
+    return Check("hub", "ok", f"{', '.join(named)}, {token if why is None else f'from the cache alone: {why}'}")
+
+
+def lacking_of_hub(config: RunConfig) -> dict[str, str]:
+    """What a run reads from the hub where that cannot be asked and the cache lacks it, by name, each with what is missing of it:
+    `{"someone/sums": "someone/sums"}`."""
+    model, data = named_on_hub(config)
+    if not (model or data) or why_not_asked() is None:
+        return {}
+    return {
+        **_uncached(model, "model"),
+        **_incomplete(model, config.model.tokenizer is None),
+        **_uncached(data, "dataset"),
+    }
+
+
+def named_on_hub(config: RunConfig) -> tuple[list[str], list[str]]:
+    """The models and the datasets that a run reads from the hub."""
+    named = [pool.dataset for pool in pools_of(config) if isinstance(pool, HubPool)]
+    if isinstance(config, PretrainConfig):
+        named += [source.path for source in config.data.mixture]
+    if isinstance(config, RecordsConfig):
+        named += [one.path for one in records_of(config)]
+    data = [name for name in named if _on_hub(name) and local_copy(split_path(name)[0]) is None]
+    model = [config.model.path] if config.model.path is not None and _on_hub(config.model.path) else []
+    return model, data
+
+
+def records_of(config: RecordsConfig) -> list[DatasetSettings]:
+    """The records that a run reads, those that it is evaluated on last."""
+    other = config.records.held_out_dataset
+    return [*config.records.datasets, *([] if other is None else [other])]
+
+
+def data(config: RunConfig) -> Iterator[Check]:
+    """Whether each data set can be read: a line for each that cannot, else one for all. Those that only the hub has, and does not
+    give, are left to `hub`."""
+    lacking = lacking_of_hub(config)
+    failed: dict[str, Check] = {}
+    sources = {repr(source): (name, read) for source, name, read in _sources(config) if _plain(name) not in lacking}
+    for _, read in sources.values():
+        try:
+            read()
+        except UserError as error:
+            failed.setdefault(str(error), failure("data", error))
+    yield from failed.values()
+    if not failed and not lacking.keys() - {config.model.path}:
+        yield Check("data", "ok", f"{len(sources)} data sets can be read" if sources else "none is read")
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[object, str, Callable[[], object]]]:
+    """The settings of each data set, the name that it might have on the hub, and what reads it."""
+    for environment in environments_of(config):
+        pool = environment.task_pool
+        for one in pool.sources if isinstance(pool, MixturePool) else (pool,):
+            if not isinstance(one, GeneratedPool | ReasoningGymPool):
+                name = one.dataset if isinstance(one, HubPool) else ""
+                yield one, name, partial(build_order, environment.env_id, one)
+    if isinstance(config, PretrainConfig):
+        for source in config.data.mixture:
+            yield source.path, source.path, partial(_first_row, source.path)
+    if isinstance(config, RecordsConfig):
+        for records in records_of(config):
+            yield records, records.path, partial(read_records, records)
+
+
+def _first_row(path: str) -> None:
+    if next(read_rows(path), None) is None:
+        raise UserError(f"{path}: no rows")
 
 
 def pools_of(config: RunConfig) -> Iterator[object]:
@@ -104,14 +171,13 @@ def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
 
 def _on_hub(name: str) -> bool:
     """Whether a name is one of the hub's, as `resolve_checkpoint` tells it: not a path, nor what a command here would make."""
-    path = Path(name.partition("@[")[0])
+    path = Path(_plain(name))
     return len(path.parts) == 2 and not path.exists() and not path.parent.exists() and not maker_of(path)
 
 
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
+def _plain(name: str) -> str:
+    """A name without its slice."""
+    return name.partition("@[")[0]
 
 
 def _has_token() -> bool:
@@ -120,19 +186,18 @@ def _has_token() -> bool:
     return get_token() is not None
 
 
-def _uncached(names: list[str], kind: str) -> list[str]:
+def _uncached(names: list[str], kind: str) -> dict[str, str]:
     from huggingface_hub import constants
 
-    plain = [name.partition("@[")[0] for name in names]
     folder = Path(constants.HF_HUB_CACHE)
-    return [name for name in plain if not (folder / f"{kind}s--{name.replace('/', '--')}").is_dir()]
+    return {name: name for name in map(_plain, names) if not (folder / f"{kind}s--{name.replace('/', '--')}").is_dir()}
 
 
-def _incomplete(names: list[str], needs_tokenizer: bool) -> list[str]:
+def _incomplete(names: list[str], needs_tokenizer: bool) -> dict[str, str]:
     """The models that the cache has in part, `someone/model (no weights)`: its snapshot lacks files that a run reads."""
     from huggingface_hub import constants
 
-    found = []
+    found = {}
     for name in names:
         folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
         if not folder.is_dir():
@@ -145,7 +210,7 @@ def _incomplete(names: list[str], needs_tokenizer: bool) -> list[str]:
         if needs_tokenizer and not any((snapshot / file).is_file() for file in ("tokenizer.json", "tiktoken.model")):
             lacking.append("tokenizer.json")
         if lacking:
-            found.append(f"{name} (without {', '.join(lacking)}; `hf download {name}` fetches it)")
+            found[name] = f"{name} (without {', '.join(lacking)}; `hf download {name}` fetches it)"
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from nmoe.config.arithmetic import batch_arithmetic
@@ -10,50 +10,74 @@ from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import RecordsConfig
 from nmoe.errors import InfrastructureError, UserError
-from nmoe.model.device import choose_device
+from nmoe.model.device import choose_device, kind_of
 from nmoe.parallel.gang import gang
 from nmoe.parallel.ranks import offloads
-from nmoe.plan.size import size_of
-from nmoe.preflight.check import Check
-from nmoe.preflight.disk import directory, disk, first_checkpoint
+from nmoe.plan.size import Size, size_of
+from nmoe.preflight.check import Check, checked, failure
+from nmoe.preflight.disk import directory, disk, first_checkpoint, room
 from nmoe.preflight.learning_rate import learning_rate
-from nmoe.preflight.memory import memory
-from nmoe.preflight.needs import hub, packages, services
+from nmoe.preflight.memory import memory, memory_alone
+from nmoe.preflight.needs import data, hub, lacking_of_hub, packages, services
 from nmoe.preflight.overlap import overlap
 from nmoe.preflight.rehearsal import rehearse, round_trip
 from nmoe.preflight.sinks import sinks
-from nmoe.recipes.setup import load_tokenizer, run_path
+from nmoe.recipes.setup import device_and_dtype, load_tokenizer, run_path
 from nmoe.rl.episodes import with_steps_of_episodes
 from nmoe.runs.directory import refuse_unless_free
 from nmoe.sandbox.api import SandboxSetupError
 
 
 def preflight(config: RunConfig) -> Iterator[Check]:
-    """Yields the result of each check as soon as it is known."""
-    if isinstance(config, RLConfig):
+    """Yields the result of each check as soon as it is known. A check that fails ends none of the others, but for those that need
+    what it could not read."""
+    readable = True
+    for check in data(config):
+        readable = readable and check.status == "ok"
+        yield check
+    yield from checked("hub", lambda: hub(config))
+    absent = lacking_of_hub(config)
+    readable = readable and not absent.keys() - {config.model.path}
+    if isinstance(config, RLConfig) and readable:
         try:
             config = with_steps_of_episodes(config)
         except UserError as error:
             yield failure("episodes", error)
-            return
-    yield from checked("learning rate", lambda: learning_rate(config))
+    if config.run.steps or not isinstance(config, RLConfig):
+        yield from checked("learning rate", lambda: learning_rate(config))
+    else:
+        yield Check("learning rate", "warn", "not checked: how many steps the episodes take depends on the data")
     if isinstance(config, SupervisedConfig | RLConfig):
         yield Check("batch", "ok", "; ".join(batch_arithmetic(config)))
     yield from checked("run directory", lambda: directory(config))
     yield from checked("sinks", lambda: sinks(config.sinks))
     yield from checked("packages", lambda: packages(config))
-    yield from checked("hub", lambda: hub(config))
     yield from checked("services", lambda: services(config))
+    on_device = config
     try:
-        size = size_of(config)
+        device, _ = device_and_dtype(config.model)
+        yield Check("device", "ok", kind_of(device).describe(device))
     except UserError as error:
-        yield failure("model", error)
+        yield failure("device", error)
+        on_device = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    size = None
+    if config.model.path in absent:
+        yield Check("model", "warn", "not known: the hub does not give it")
+    else:
+        try:
+            size = size_of(on_device)
+            yield _model(size)
+        except UserError as error:
+            yield failure("model", error)
+    if size is None:
+        yield memory_alone(on_device)
+        yield room(config)
+    else:
+        yield from checked("memory", lambda: memory(on_device))
+        yield from checked("disk", lambda: disk(config, size))
+    if size is None or not readable or on_device is not config:
+        yield Check("rehearsal", "warn", "not done: it needs the device, the model and the data")
         return
-    trained = "all trained" if size.trained == size.parameters else f"{size.trained:,} trained"
-    precision = str(size.dtype).removeprefix("torch.")
-    yield Check("model", "ok", f"{size.parameters:,} parameters, {trained}, in {precision} on {size.device}")
-    yield from checked("memory", lambda: memory(config))
-    yield from checked("disk", lambda: disk(config, size))
     if isinstance(config, RecordsConfig | RLConfig):
         yield from checked("held-out problems", lambda: overlap(config))
     if isinstance(config, RLConfig):
@@ -63,6 +87,12 @@ def preflight(config: RunConfig) -> Iterator[Check]:
             yield failure("sandbox" if isinstance(error, SandboxSetupError) else "rehearsal", error)
     else:
         yield from checked("tokenizer", lambda: round_trip(load_tokenizer(config.model)))
+
+
+def _model(size: Size) -> Check:
+    trained = "all trained" if size.trained == size.parameters else f"{size.trained:,} trained"
+    precision = str(size.dtype).removeprefix("torch.")
+    return Check("model", "ok", f"{size.parameters:,} parameters, {trained}, in {precision} on {size.device}")
 
 
 def refuse_to_start(config: RunConfig) -> None:
@@ -83,16 +113,3 @@ def refuse_to_start(config: RunConfig) -> None:
         found.append(first_checkpoint(config, size_of(config)))
     if failed := [check for check in found if check.status == "fail"]:
         raise UserError("\n".join(f"{check.name}: {check.text}" for check in failed))
-
-
-def checked(name: str, check: Callable[[], Check]) -> Iterator[Check]:
-    """The result of a check; bad input that it meets is a failure of it."""
-    try:
-        yield check()
-    except UserError as error:
-        yield failure(name, error)
-
-
-def failure(name: str, error: Exception) -> Check:
-    """A check that bad input ended, in one line."""
-    return Check(name, "fail", " ".join(str(error).split()))

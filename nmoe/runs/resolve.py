@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
@@ -53,10 +54,12 @@ def _resolved(path: Path, files: list[str]) -> Path:
             return checkpoint
     remedy = maker_of(path)
     if is_hub_name(path):
+        why_not = None
         try:
-            return _fetched(str(path), files)
+            with hub_or_cache() as why_not:
+                return _fetched(str(path), files)
         except Exception as error:  # the hub's client raises many kinds
-            why = str(error).splitlines()[0]
+            why = why_not or (str(error).strip() or repr(error)).splitlines()[0]
             fetch = f"hf download {path} --local-dir {path.name}"
             remedy = (
                 f", nor could it be had from the Hugging Face hub ({why}); fetch it and name the directory: {fetch}"

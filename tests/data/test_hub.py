@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nmoe.data import hub
 from nmoe.data.hub import download, kept_datasets
 from nmoe.data.prepare.source import parquet_files
 from nmoe.data.rows import read_rows
@@ -39,6 +40,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, files: dict[str, list[int]], fails_af
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
     return calls
 
 

@@ -13,10 +13,15 @@ from huggingface_hub import constants
 from test_preflight import SHAPE, TABLES, pretraining, rl
 
 from nmoe.config.commands.rl import RLConfig
+from nmoe.data import hub as hub_module
+from nmoe.data.hub import download
+from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 from nmoe.grading import gym
+from nmoe.preflight import needs
 from nmoe.preflight.needs import hub, packages, services
 from nmoe.preflight.preflight import preflight
+from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.sandbox import sandboxes
 
 POOL = {"type": "reasoning_gym", "dataset": "chain_sum"}
@@ -108,17 +113,93 @@ def test_what_the_hub_has_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"^someone/sums: not in the cache"):
         hub(config)
     (tmp_path / "cache" / "datasets--someone--sums").mkdir()
-    assert hub(config).text == "someone/model, someone/sums@[:100], from the cache alone"
+    assert hub(config).text == "someone/model, someone/sums@[:100], from the cache alone: HF_HUB_OFFLINE is set"
     own = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": None})})
     with pytest.raises(UserError, match=r"^someone/model \(without tokenizer.json; "):
         hub(own)
     (snapshot / "tokenizer.json").touch()
     assert hub(own).status == "ok"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(needs, "why_not_asked", lambda: None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert hub(config).text.endswith("without a token, which private and gated ones need")
     (tmp_path / "someone").mkdir()
     assert hub(config).text == "nothing is read from it", "what begins with a directory here is a path"
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A hub that no connection reaches; returns the hosts that were tried."""
+    tried: list[str] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        tried.append(address[0])
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_module, "_unreachable", {})
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    return tried
+
+
+def test_all_that_is_wrong_is_said_at_once_without_a_network(tmp_path: Path, no_network: list[str]) -> None:
+    hub_data = {"type": "hf", "task_type": "gsm8k", "dataset": "someone/sums"}
+    file = {"type": "jsonl", "path": "gone.jsonl", "task_type": "math"}
+    config = rl(
+        tmp_path,
+        [{"environment": {**TABLES["environment"], "task_pool": file}}],
+        run={"steps": 0, "episodes": 2.0},
+        environment={"task_pool": hub_data},
+        model={"path": "someone/model", "shape": None, "tokenizer": None},
+    )
+    checks = {(check.name, check.status): check.text for check in preflight(config)}
+    assert {name for name, status in checks if status == "fail"} == {"data", "hub"}
+    assert checks["data", "fail"].startswith("gone.jsonl: cannot be read: No such file")
+    why = "huggingface.co cannot be reached (Name or service not known)"
+    assert checks["hub", "fail"].startswith(f"someone/model, someone/sums: not in the cache, and {why}; fetch")
+    assert {name for name, status in checks if status == "warn"} == {
+        "learning rate",
+        "model",
+        "memory",
+        "disk",
+        "rehearsal",
+    }
+    assert " free of " in checks["memory", "warn"]
+    assert checks["device", "ok"] == "cpu"
+    assert no_network == ["huggingface.co"], "it is tried once, not at every check"
+
+
+def test_a_missing_device_hides_no_missing_model(tmp_path: Path) -> None:
+    config = rl(tmp_path, model={"path": "gone", "shape": None, "device": "cuda:7"})
+    failed = {check.name: check.text for check in preflight(config) if check.status == "fail"}
+    assert failed.keys() == {"device", "model"}
+    assert failed["model"].startswith("gone: neither a checkpoint")
+
+
+def test_without_a_network_the_cache_is_read_and_nothing_is_tried_again(
+    no_network: list[str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"hub \(huggingface.co cannot be reached \(Name or service not known\)\)"):
+            resolve_checkpoint(Path("someone/model"))
+        with pytest.raises(UserError, match=r"did not give it: huggingface.co cannot be reached \(Name or"):
+            next(read_rows("someone/sums"))
+        with pytest.raises(UserError, match=r"did not give it: huggingface.co cannot be reached \(Name or"):
+            download("someone/sums")
+    assert no_network == ["huggingface.co"]
+    assert not constants.HF_HUB_OFFLINE
+    assert "thrown while requesting" not in capfd.readouterr().err + caplog.text
+
+
+def test_a_proxy_is_left_to_the_hubs_client(no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert hub_module.why_not_asked() is None
+    assert no_network == []
 
 
 def test_a_sandbox_that_cannot_be_had_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,11 @@ def test_a_configuration_that_can_run(nmoe: Nmoe, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     first, *lines = out.splitlines()
     assert first == "nmoe rl train, run mine"
-    assert lines[0] == "ok    learning rate        100% of its peak 1e-06 by step 20"
+    assert lines[:3] == [
+        "ok    data                 none is read",
+        "ok    hub                  nothing is read from it",
+        "ok    learning rate        100% of its peak 1e-06 by step 20",
+    ]
     assert not (tmp_path / "runs").exists()
 
 
