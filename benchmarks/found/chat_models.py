@@ -133,3 +133,23 @@ def lengths() -> Result:
     names = ["the example", "the pair"]
     lines = [" and ".join(n for n, k in zip(names, kept[i : i + 2], strict=True) if k) or "nothing" for i in (0, 2)]
     return f"kept at n: {lines[0]}; at n - 1: {lines[1]}", kept == [True, True, False, False]
+
+
+@check(14, "the gold inside other text in 14 data sets of reasoning-gym", "nothing paid")
+def gold_inside_text() -> Result:
+    from nmoe.grading import gym
+
+    gym.warm_up()
+    names = (
+        "leg_counting gcd gsm_symbolic quantum_lock sokoban kakurasu survo knights_knaves letter_jumble time_intervals"
+    )
+    names += " spell_backward word_sorting tower_of_hanoi acre"
+    paid = {}
+    for name in names.split():
+        gold = gym._dataset(name, "{}", 1, 4)[2]["answer"]
+        more = (gold + "0", gold + " junk", "junk " + gold, gold + ", xyzzy", gold.split(" ")[0] + " junk")
+        most = max(gym.score(name, "{}", 1, 4, 2, text) for text in more if text != gold)
+        if most > 0:
+            paid[name] = round(most, 2)
+    full = sum(one == 1 for one in paid.values())
+    return (f"{len(paid)} of 14 pay, {full} of them in full" if paid else "nothing paid"), not paid

@@ -14,12 +14,12 @@ import json
 import math
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.grading.gym_forms import has_form
 
 VERSION = "0.1.25"
 
@@ -87,8 +87,12 @@ def entries(name: str, config: str, seed: int, size: int, start: int, count: int
     return {"entries": [[entry["question"], entry["answer"] or ""] for entry in found]}
 
 
-def score(name: str, config: str, seed: int, size: int, index: int, answer: str) -> float:
-    """Scores an answer to entry `index` with the dataset's verifier, in [0, 1]. An answer that makes the verifier raise scores 0.
+def score(name: str, config: str, seed: int, size: int, index: int, answer: str, partial: bool = False) -> float:
+    """Scores an answer to entry `index` with the dataset's verifier: 1 where it is right, else 0. An answer that makes the
+    verifier raise scores 0, as does one that is more than an answer (`nmoe.grading.gym_forms`).
+
+    With `partial`, the verifier's scores between 0 and 1 are kept, but none for the gold inside another text: by default the
+    package pays its share of the characters, 0.67 for `130` where 13 is right.
 
     If the verifier raises on the gold answer too, the verifier or its data is at fault, and the exception propagates.
     """
@@ -103,25 +107,12 @@ def score(name: str, config: str, seed: int, size: int, index: int, answer: str)
         if entry["answer"] is not None:
             verifier(entry["answer"], entry)
         return 0.0
-    if not math.isfinite(given) or not _may_be_right(name, answer, str(entry["answer"])):
+    gold, source = str(entry["answer"]), entry.get("metadata", {}).get("source_dataset", name)
+    if not math.isfinite(given) or not has_form(source, answer, gold):
+        return 0.0
+    if given < 1.0 and (not partial or gold in answer):
         return 0.0
     return min(1.0, max(0.0, given))
-
-
-def _may_be_right(name: str, answer: str, gold: str) -> bool:
-    """Checks that three verifiers lack.
-
-    One compares `bool(answer) == bool(gold)` on two texts, one gives full marks to a prefix of the gold's digits, and one
-    finds no distance between nan and any number.
-    """
-    if name == "game_of_life_halting":
-        return answer.strip().casefold() == gold.casefold()
-    if name == "coin_flip":
-        try:
-            return abs(Fraction(answer.replace(",", "")) - Fraction(gold)) <= Fraction(1, 10**4)
-        except (ValueError, ZeroDivisionError):
-            return False
-    return name != "complex_arithmetic" or not re.search("nan|inf", answer, re.IGNORECASE)
 
 
 @lru_cache(64)

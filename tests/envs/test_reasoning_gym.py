@@ -14,6 +14,7 @@ from nmoe.envs.pools import Pool
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
 from nmoe.grading import gym
+from nmoe.grading.gym_forms import has_form
 from nmoe.grading.workers.pool import WorkerPool
 from nmoe.types import Problem, Verdict
 
@@ -184,18 +185,51 @@ JUNK = ["xyzzy", "nan", "nan + nanj", "inf", "?", "None", "[xyzzy]", "{}", "()",
 SLOW = {"composite", "sudoku", "zebra_puzzles"}
 
 
+# What a policy finds that writes around an answer.
+AROUND = ["The answer is {}.", "{} junk", "junk {}", "{} or {}x", "{} // no", "{}\n{} ?", "foo: {}", "{} {} {}!"]
+
+
 @needs_package
-def test_no_dataset_accepts_junk() -> None:
-    """Every dataset of the package, on answers that are none of any."""
+def test_no_dataset_pays_for_junk_nor_for_its_gold_inside_junk() -> None:
+    """Every dataset of the package: answers that are none of any, and its right answer with more around it."""
     from reasoning_gym.factory import DATASETS
 
     # In a worker, because of what its warm-up replaces.
     pool = WorkerPool("nmoe.grading.gym:score", 1, deadline_s=60)
-    asked = [(name, answer) for name in sorted(DATASETS.keys() - SLOW) for answer in JUNK]
-    replies = [pool.submit(name, "{}", 7, 1, 0, answer) for name, answer in asked]
-    accepted = [one for one, reply in zip(asked, replies, strict=True) if reply.result().value == 1.0]
+    makers = WorkerPool("nmoe.grading.gym:entries", 1, deadline_s=60)
+    asked: list[tuple[str, str, float]] = []
+    for name in sorted(DATASETS.keys() - SLOW):
+        gold = makers.submit(name, "{}", 7, 1, 0, 1).result().value["entries"][0][1]
+        asked += [(name, answer, 0.0) for answer in JUNK]
+        asked += [(name, text.replace("{}", gold), 0.0) for text in AROUND if gold]
+        asked += [(name, gold, 1.0)] if gold else []
+    replies = [pool.submit(name, "{}", 7, 1, 0, answer) for name, answer, _ in asked]
+    wrong = [one for one, reply in zip(asked, replies, strict=True) if reply.result().value != one[2]]
     pool.close()
-    assert accepted == []
+    makers.close()
+    assert wrong == []
+    assert len({name for name, _, expected in asked if expected}) > 90
+
+
+@pytest.mark.parametrize(
+    ("dataset", "gold", "right", "wrong"),
+    [
+        ("quantum_lock", "A → B → A", ["A → B → A", "a->b->a", "A,B,A"], ["A → B → A junk", "BANANA: A → B → A"]),
+        ("time_intervals", "67 days", ["67 days", "67"], ["67 junk", "67 bananas days"]),
+        ("time_intervals", "3 days, 01:04", ["3 days, 01:04"], ["3 days, 01:04, or 9 days", "-3 days, 01:04"]),
+        ("gsm_symbolic", "1288", ["1288", "1,288", "1288.0"], ["-1288", "1288 or 3", "3, 1288", "1.288"]),
+        ("cryptarithm", "A=1,B=2", ["A=1,B=2", "B=2, A=1"], ["A=1,B=2,A=3", "A=1,B=2,"]),
+        ("word_sorting", "a, b", ["a, b", "a,b"], ["a, b, c", "A, b"]),
+        ("spell_backward", "olleh", ["olleh", "OLLEH"], ["olleh0", "ollehh"]),
+        ("knights_knaves", "Al is a hero, and Bo is a fool.", ["Al is a hero, and Bo is a fool", "Bo is a fool, Al is a hero"], ["Al is a hero, and Bo is a fool, and Al is a fool", "junk. Al is a hero, and Bo is a fool"]),  # noqa: E501
+        ("fraction_simplification", r"$\frac{1}{2}$", [r"$\dfrac{1}{2}$", "1/2", "$1/2$"], ["$1/2", "1/2 x"]),
+        ("advanced_geometry", "(1.5, -2.0)", ["(1.5,-2)", "16.9°"], ["(1.5, -2.0)0", "1.5, -2.0)"]),
+        ("survo", "1 2\n3 4", ["1 2\n3 4"], ["1 2\n3 4 junk"]),
+    ],
+)  # fmt: skip
+def test_the_form_of_a_whole_answer(dataset: str, gold: str, right: list[str], wrong: list[str]) -> None:
+    assert [answer for answer in right if not has_form(dataset, answer, gold)] == []
+    assert [answer for answer in wrong if has_form(dataset, answer, gold)] == []
 
 
 @needs_package
@@ -210,11 +244,16 @@ def test_repaired_verifiers_still_accept_the_gold(dataset: str, wrong: str) -> N
 
 
 @needs_package
-def test_partial_scores_are_kept(make_pool: MakePool) -> None:
-    problem = make_pool(table("countdown")).take(1)[0]
-    verdict = verify(problem, "1 + 1")
-    assert verdict.outcome == "incorrect"
-    assert 0 < verdict.score < 0.1
+def test_partial_scores_are_kept_where_the_pool_asks_for_them(make_pool: MakePool) -> None:
+    for partial in (False, True):
+        problem = make_pool(table("countdown", partial=partial)).take(1)[0]
+        verdict = verify(problem, "1 + 1")
+        assert verdict.outcome == "incorrect"
+        assert (0 < verdict.score < 0.1) if partial else verdict.score == 0
+        # The gold inside another text is no part of a solution.
+        problem = make_pool(table("leg_counting", partial=partial)).take(1)[0]
+        assert verify(problem, problem.gold + "0").score == 0
+        assert verify(problem, problem.gold).score == 1
 
 
 @needs_package

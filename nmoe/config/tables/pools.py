@@ -153,6 +153,10 @@ class ReasoningGymPool(Section):
     )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the order of problems")
     max_examples: int | None = Field(default=None, ge=1, description="number of problems; default: endless")
+    partial: bool = Field(
+        default=False,
+        description="whether an answer that is wrong gets the dataset's score between 0 and 1, where it has one",
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()

@@ -72,6 +72,7 @@ class ReasoningGym:
                 "dataset_seed": block.seed,
                 "dataset_size": _ENTRIES,
                 "index": index,
+                "partial": self._settings.partial,
             },
         )
 

@@ -12,7 +12,8 @@ from nmoe.types import Problem, Verdict
 class ReasoningGymTask(QuestionTask):
     """Scores with the dataset's verifier, in worker processes with a deadline (`nmoe.grading.gym`).
 
-    Some datasets give scores between 0 and 1; only 1 is correct. The answer is the whole final message.
+    Only 1 is correct; the scores between 0 and 1 that some datasets give count where the pool asks for them (`partial`). The
+    answer is the whole final message.
     """
 
     bare_final = True
@@ -30,7 +31,7 @@ class ReasoningGymTask(QuestionTask):
     async def verify(self, problem: Problem, attempt: Attempt) -> Verdict:
         known = problem.metadata
         entry = known["dataset"], known["config"], known["dataset_seed"], known["dataset_size"], known["index"]
-        reply = await self._pool().call(*entry, attempt.answer)
+        reply = await self._pool().call(*entry, attempt.answer, known.get("partial", False))
         if reply.status == "lost":
             return Verdict("error", 0.0, "score_answer", reply.value)
         if reply.status != "value":
