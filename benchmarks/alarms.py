@@ -29,7 +29,7 @@ _BEGIN, _END = "<!-- alarms: benchmarks/faults.py, benchmarks/alarms.py -->\n", 
 
 def said(run: Path) -> tuple[int, float, list[tuple[int, str, str]]]:
     """The number of steps, CPU seconds of the rules, and their alerts (step, rule, message)."""
-    rows, probes = read_metrics(run), Ledger(run).probes()
+    rows, probes = read_metrics(run), Ledger(run).probed()
     loads = next((value for name, value in rows[0].items() if name.startswith("expert_load/")), [])
     file = run / "config.toml"
     monitor = monitor_of(load_run(file, COMMANDS[command_for(file)]), len(loads), run)

@@ -104,3 +104,99 @@ def one_update_a_step() -> Result:
     fired = sorted({json.loads(line).get("rule") for line in lines} & names)
     many = len(spikes.read_text().splitlines()) if spikes.exists() else 0
     return f"{', '.join(fired) or 'none'}; {many} spikes", set(fired) == names and many > 0
+
+
+@check(
+    18,
+    "a probe out of the distribution that falls from 97% to 0% and stays there; and random orders of six equal evaluations",
+    "ended; at most 5% of the orders ended",
+)
+def one_fall_that_stays() -> Result:
+    """Of 100 problems, of which 60 are solved by chance at each of the six evaluations."""
+    import random
+    from types import SimpleNamespace
+
+    from nmoe.eval.early_stopping import rates_of
+    from nmoe.eval.probes import Probes
+
+    def result(right: list[bool]) -> list[dict[str, Any]]:
+        outcomes = {str(at): float(one) for at, one in enumerate(right)}
+        mean = sum(right) / len(right)
+        return [
+            {
+                "mode": "greedy_pass@1",
+                "dataset": "ood",
+                "value": mean,
+                "outcomes": outcomes,
+                "role": "out_of_distribution",
+            }
+        ]
+
+    section = SimpleNamespace(fatal_drops=2, role="out_of_distribution", enough=None, patience=None)
+    probe = SimpleNamespace(section=section, own=list)
+    asked = Probes.__new__(Probes)
+    asked._asked = [(probe, None)]  # type: ignore[list-item]
+    assert rates_of(result([True])) == {"ood": 1.0}
+
+    def ends(history: list[list[dict[str, Any]]]) -> bool:
+        return any(asked.reason_to_end(history[:count]) for count in range(2, len(history) + 1))
+
+    fall = ends([result([at < count for at in range(100)]) for count in (20, 97, 0, 0)])
+    draw, ended = random.Random(0), 0
+    for _ in range(200):
+        fixed = [draw.random() < 0.5 for _ in range(40)]
+        ended += ends([result(fixed + [draw.random() < 0.5 for _ in range(60)]) for _ in range(6)])
+    return f"{'ended' if fall else 'went on'}; {ended / 200:.1%} of the orders ended", fall and ended <= 10
+
+
+@check(
+    18,
+    "has_boxed at 80% and a rewarded wrong answer in a preset with pure exact match (numina_grpo): what the rules say",
+    "format, reward_hacking (a bug)",
+)
+def rules_of_exact_match() -> Result:
+    from pathlib import Path
+
+    from nmoe.config.commands import load_run
+    from nmoe.config.commands.rl import RLConfig
+    from nmoe.monitor.rules import monitor_of
+
+    monitor = monitor_of(load_run(Path("numina_grpo"), RLConfig), 0, Path())
+    row = {"reward_mean": 0.4, "advantage_std": 0.5, "correctness": 0.4, "format_ok": 0.95, "has_boxed": 0.8}
+    alerts = [one for _ in range(6) for one in monitor.observe({**row, "high_reward_but_wrong": 0.01})]
+    said = {alert.rule: "bug" in alert.message for alert in alerts}
+    shown = ", ".join(f"{name}{' (a bug)' if bug else ''}" for name, bug in sorted(said.items()))
+    return shown or "nothing", said == {"format": False, "reward_hacking": True}
+
+
+@check(
+    18,
+    'rewards that are all alike under [monitor] first_steps = "stop"',
+    "ended at step 10, where reward_stuck fires",
+)
+def first_steps_that_stop() -> Result:
+    from pathlib import Path
+
+    import nmoe
+    from nmoe.errors import RunStoppedError
+
+    def constant(completions: list[str], **columns: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    directory = tempfile.mkdtemp()
+    try:
+        nmoe.train_rl(
+            {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64},
+            env=[{"prompt": "Sing."}, {"prompt": "Hum."}],
+            rewards=[constant],
+            config={
+                "run": {"steps": 12, "name": "first", "directory": directory, "threads": 1},
+                "batch": {"prompts_per_step": 2, "group_size": 4},
+                "sampling.max_new_tokens": 4,
+                "monitor": {"first_steps": "stop", "truncation": {"level": "off"}},
+            },
+        )
+    except RunStoppedError as error:
+        taken = len((Path(directory) / "first" / "metrics.jsonl").read_text().splitlines())
+        return f"ended at step {taken}", taken == 10 and "reward_stuck" in str(error)
+    return "went on", False

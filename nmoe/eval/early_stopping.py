@@ -7,9 +7,9 @@ Each source counts by itself: the mean over three skills would hide that the thi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+from nmoe.runs.losses import lasting_loss
 from nmoe.types import GROUPS
 
 # A gain below this is within the noise of a few hundred sampled answers.
@@ -27,13 +27,17 @@ def rates_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {result["dataset"]: result["value"] for result in parts}
 
 
-def reason_of_drops(history: Sequence[float], drops: int, role: str) -> str | None:
-    """Why the run ends where a probe of this role got worse `drops` times in a row; 0 drops never end it."""
-    last = history[-drops - 1 :]
-    if not drops or len(last) <= drops or any(after >= before for before, after in pairwise(last)):
+def reason_of_drops(history: Sequence[Mapping[str, Any]], drops: int, role: str) -> str | None:
+    """Why the run ends where a probe of this role was worse than before in its last `drops` evaluations, by more than chance; 0
+    drops never end it. `history` has its results, oldest first."""
+    loss = lasting_loss(history, drops)
+    if loss is None:
         return None
-    shown = " -> ".join(f"{one:.1%}" for one in last)
-    return f"greedy_pass@1 {role.replace('_', ' ')} dropped {drops} times in a row, {shown}"
+    lasting = "in one evaluation" if drops == 1 else f"in {drops} evaluations in a row"
+    return (
+        f"greedy_pass@1 {role.replace('_', ' ')} is worse than before {lasting}, {loss.now:.1%} after {loss.before:.1%} "
+        f"(p = {loss.p:.2g}, paired by problem)"
+    )
 
 
 def reason_to_end(history: Sequence[Rates], enough: float | None, patience: int | None) -> str | None:

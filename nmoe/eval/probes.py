@@ -136,8 +136,8 @@ class Probes:
                 continue
             section = probe.section
             own = [mine for results in evaluations if (mine := probe.own(results))]
-            values: list[float] = [results[0]["value"] for results in own]
-            if (reason := reason_of_drops(values, section.fatal_drops, section.role)) is not None:
+            whole = [results[0] for results in own]
+            if (reason := reason_of_drops(whole, section.fatal_drops, section.role)) is not None:
                 return reason
             rates: list[Rates] = [rates_of(results) for results in own]
             if rates and (reason := reason_to_end(rates, section.enough, section.patience)) is not None:

@@ -8,6 +8,7 @@ from nmoe.monitor.rule import Metrics, Rule
 
 class ClipRule(Rule[ClipSection]):
     name = "clip"
+    smoke = True
     source = "training guidelines, early smoke-test criteria: ppo_clip_ratio below 40%"
     remedies = (
         "lower optimizer.learning_rate",

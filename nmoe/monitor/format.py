@@ -8,15 +8,18 @@ from nmoe.monitor.rule import Metrics, Rule
 
 class FormatRule(Rule[FormatSection]):
     name = "format"
-    source = "training guidelines, early smoke-test criteria: has_boxed above 50% and not dropping"
+    smoke = True
+    source = "training guidelines, early smoke-test criteria: has_boxed above 50% and not dropping; tier 1: has_boxed should stay above 90%"
     remedies = (
         "look at the failures in samples/ and `failures/parse_error`",
         "teach the format by a small SFT phase",
         "weigh the format more in [rubric]",
     )
 
-    def __init__(self, settings: FormatSection) -> None:
+    def __init__(self, settings: FormatSection, boxes: bool = False) -> None:
+        """With `boxes` the answer belongs in a box, and nothing but a right answer is rewarded for it."""
         super().__init__(settings)
+        self._boxes = boxes
         self._last: list[float] = []
         self._best = 0.0
 
@@ -29,4 +32,9 @@ class FormatRule(Rule[FormatSection]):
             best, self._best = self._best, max(self._best, sum(self._last) / 5)
             if rate < best - self.settings.drop:
                 return f"{rate:.0%} of the completions have the required format, and {best:.0%} had it"
-        return f"only {rate:.0%} of the completions have the required format" if rate < self.settings.below else None
+        if rate < self.settings.below:
+            return f"only {rate:.0%} of the completions have the required format"
+        boxed = metrics.get("has_boxed", 1.0)
+        if self._boxes and boxed < self.settings.boxed:
+            return f"only {boxed:.0%} of the completions have a box, which the answer belongs in"
+        return None

@@ -8,6 +8,7 @@ from nmoe.monitor.rule import Metrics, Rule
 
 class GradNormRule(Rule[GradNormSection]):
     name = "grad_norm"
+    smoke = True
     source = "training guidelines, early smoke-test criteria: grad_norm non-zero and below 100"
     remedies = (
         "at 0: see that [lora] targets or the learning rate do not freeze every weight",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nmoe.config.tables.monitor import Level
 from nmoe.monitor.rule import Rule
 
 # Steps in a row without the symptom before a rule is armed again.
 CALM_STEPS = 5
+# How long a run is a smoke test: no smoke rule needs more steps in a row by default.
+FIRST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,29 @@ class Monitor:
     """All rules of a run that are not off. A rule fires after `steps` steps in a row with its symptom, once, and again
     only after `CALM_STEPS` steps without it."""
 
-    def __init__(self, rules: Sequence[Rule[Any]]) -> None:
+    def __init__(self, rules: Sequence[Rule[Any]], first_steps: Literal["warn", "stop"] = "warn") -> None:
+        """With `first_steps = "stop"` a smoke rule that fires in the first `FIRST_STEPS` steps ends the run."""
+        self._first_steps, self._steps = first_steps, 0
         self._watched = [_Watched(rule) for rule in rules if rule.settings.level != "off"]
 
-    def observe(self, metrics: Mapping[str, Any], probe: float | None = None) -> list[Alert]:
-        """The alerts of a step. `probe` is the first result of the evaluation after it, if there was one."""
-        return _alerts(self._watched, metrics, probe)
+    def observe(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> list[Alert]:
+        """The alerts of a step. `probe` is what the evaluation after it found, if there was one (`Ledger.probed`)."""
+        return self._alerts(self._watched, metrics, probe)
 
-    def recall(self, metrics: Mapping[str, Any], probe: float | None = None) -> None:
+    def recall(self, metrics: Mapping[str, Any], probe: Mapping[str, float] | None = None) -> None:
         """Shows the rules a step of before the run was resumed, whose alerts are told already."""
-        _alerts([one for one in self._watched if not one.rule.looks_around], metrics, probe)
+        self._alerts([one for one in self._watched if not one.rule.looks_around], metrics, probe)
+
+    def _alerts(
+        self, watched: Sequence[_Watched], metrics: Mapping[str, Any], probe: Mapping[str, float] | None
+    ) -> list[Alert]:
+        self._steps += 1
+        stops = self._first_steps == "stop" and self._steps <= FIRST_STEPS
+        seen = {**metrics, **(probe or {})}
+        return [alert for one in watched if (alert := _observe(one, seen, stops and one.rule.smoke)) is not None]
 
 
-def _alerts(watched: Sequence[_Watched], metrics: Mapping[str, Any], probe: float | None) -> list[Alert]:
-    seen = metrics if probe is None else {**metrics, "probe": probe}
-    return [alert for one in watched if (alert := _observe(one, seen)) is not None]
-
-
-def _observe(watched: _Watched, metrics: Mapping[str, Any]) -> Alert | None:
+def _observe(watched: _Watched, metrics: Mapping[str, Any], stops: bool) -> Alert | None:
     rule, settings = watched.rule, watched.rule.settings
     said = rule.symptom(metrics)
     watched.bad = 0 if said is None else watched.bad + 1
@@ -81,4 +88,5 @@ def _observe(watched: _Watched, metrics: Mapping[str, Any]) -> Alert | None:
         return None
     watched.raised = True
     lasting = f", {needed} steps in a row" if needed > 1 else ""
-    return Alert(rule.name, settings.level, said + lasting, rule.remedies)
+    early = f", within the first {FIRST_STEPS} steps" if stops else ""
+    return Alert(rule.name, "stop" if stops else settings.level, said + lasting + early, rule.remedies)

@@ -1,8 +1,7 @@
-"""A reward that rises while the probe falls."""
+"""Held-out problems that are solved less than before."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from statistics import mean
 
 from nmoe.config.tables.monitor import ProbeSection
@@ -11,7 +10,7 @@ from nmoe.monitor.rule import Metrics, Rule
 
 class ProbeRule(Rule[ProbeSection]):
     name = "probe"
-    source = "training guidelines, overfitting: the OOD probe drops for two evaluations in a row"
+    source = "training guidelines, overfitting: the OOD probe is worse for two evaluations in a row"
     counts_itself = True
     remedies = (
         "take the best checkpoint, which is an earlier one, and end the run",
@@ -22,17 +21,20 @@ class ProbeRule(Rule[ProbeSection]):
     def __init__(self, settings: ProbeSection) -> None:
         super().__init__(settings)
         self._rewards: list[float] = []
-        self._probes: list[float] = []
+        self._lost = 0
 
     def symptom(self, metrics: Metrics) -> str | None:
-        self._rewards.append(metrics.get("reward_mean", 0.0))
+        if "reward_mean" in metrics:
+            self._rewards.append(metrics["reward_mean"])
         if "probe" not in metrics:
             return None
-        self._probes.append(metrics["probe"])
-        last = self._probes[-self.settings.steps - 1 :]
-        falls = len(last) > self.settings.steps and all(after < before for before, after in pairwise(last))
+        self._lost = self._lost + 1 if "probe_before" in metrics else 0
+        if self._lost < self.settings.steps:
+            return None
         half = len(self._rewards) // 2
         rises = half > 0 and mean(self._rewards[half:]) > mean(self._rewards[:half])
-        if not falls or not rises or last[0] - last[-1] < self.settings.drop:
-            return None
-        return f"held-out problems are solved at {last[-1]:.1%} after {last[0]:.1%}, while the reward rises"
+        return (
+            f"held-out problems are solved at {metrics['probe']:.1%} after {metrics['probe_before']:.1%}, which is more than chance"
+            + (f", {self._lost} evaluations in a row" if self._lost > 1 else "")
+            + (", while the reward rises" if rises else "")
+        )

@@ -23,3 +23,21 @@ class RewardHackingRule(Rule[HackingSection]):
         if share is None or early or share <= self.settings.above:
             return None
         return f"{share:.0%} of the samples are wrong and have a high reward"
+
+
+class WrongRewardRule(RewardHackingRule):
+    """The same table where right answers alone are rewarded: a wrong one then has the lowest reward there is."""
+
+    source = "training guidelines, overfitting: high_reward_but_wrong is only relevant with a judge, not with pure exact match"
+    counts_itself = True
+    remedies = (
+        "end the run: what it learns from is not what its environment says",
+        "find such a sample in samples/, and grade its answer with `nmoe env check` or `nmoe replay`",
+        "report it, if the task and the grader are those of nmoe",
+    )
+
+    def symptom(self, metrics: Metrics) -> str | None:
+        share = metrics.get("high_reward_but_wrong", 0.0)
+        if share == 0:
+            return None
+        return f"{share:.1%} of the samples are wrong and rewarded above the mean, though right answers alone are: this is a bug"

@@ -8,6 +8,7 @@ from nmoe.monitor.rule import Metrics, Rule
 
 class RewardStuckRule(Rule[RewardStuckSection]):
     name = "reward_stuck"
+    smoke = True
     source = (
         "training guidelines, early smoke-test criteria: reward_mean not stuck at 0 or 1, advantage_std not stuck at 0"
     )

@@ -27,6 +27,9 @@ class Rule(ABC, Generic[S]):
     counts_itself: ClassVar[bool] = False
     """Whether `steps` counts stretches or evaluations, so that one symptom is enough."""
 
+    smoke: ClassVar[bool] = False
+    """Whether it is one of the training guidelines' early smoke-test criteria, which `[monitor] first_steps` is about."""
+
     looks_around: ClassVar[bool] = False
     """Whether it looks at the machine as it is now, which says nothing of a recorded step."""
 

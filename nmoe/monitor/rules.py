@@ -8,6 +8,7 @@ from typing import Any
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.pools import task_types
 from nmoe.model.device import choose_device, kind_of
 from nmoe.monitor.clip import ClipRule
 from nmoe.monitor.disk import DiskRule
@@ -26,7 +27,7 @@ from nmoe.monitor.monitor import Monitor
 from nmoe.monitor.probe import ProbeRule
 from nmoe.monitor.ratios import RatiosRule
 from nmoe.monitor.reference import ReferenceRule
-from nmoe.monitor.reward_hacking import RewardHackingRule
+from nmoe.monitor.reward_hacking import RewardHackingRule, WrongRewardRule
 from nmoe.monitor.reward_stuck import RewardStuckRule
 from nmoe.monitor.rule import Rule
 from nmoe.monitor.slow_disk import SlowDiskRule
@@ -51,7 +52,7 @@ def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
     if experts:
         rules.append(ExpertsRule(watch.experts, experts))
     if isinstance(config, RLConfig):
-        own = config.monitor
+        own, exact = config.monitor, rewards_right_answers_alone(config.environment)
         rules += [
             RewardStuckRule(own.reward_stuck),
             FlatRule(own.flat),
@@ -64,11 +65,12 @@ def monitor_of(config: RunConfig, experts: int, directory: Path) -> Monitor:
             EntropyRule(own.entropy),
             LengthRule(own.length),
             ProbeRule(own.probe),
-            RewardHackingRule(own.reward_hacking),
+            (WrongRewardRule if exact else RewardHackingRule)(own.reward_hacking),
             MismatchRule(own.mismatch, half_precision=config.model.precision not in (None, "float32")),
         ]
-        if weighs_format(config.environment):
-            rules.append(FormatRule(own.format))
+        if weighs_format(config.environment) or task_types(config.environment.task_pool) != {"open"}:
+            rules.append(FormatRule(own.format, boxes=exact and asks_for_box(config.environment)))
+        return Monitor(rules, own.first_steps)
     return Monitor(rules)
 
 
@@ -77,3 +79,17 @@ def weighs_format(environment: EnvironmentSettings) -> bool:
     if environment.curriculum is not None:
         return any(stage.weights.format > 0 for stage in environment.curriculum.stages)
     return environment.rubric is not None and environment.rubric.format > 0
+
+
+def rewards_right_answers_alone(environment: EnvironmentSettings) -> bool:
+    """Whether the reward is pure exact match: nothing but correctness, and the efficiency of right answers, has a weight."""
+    if environment.curriculum is not None or any(reward.weight for reward in environment.rewards):
+        return False
+    weights = {} if environment.rubric is None else environment.rubric.model_dump()
+    return not any(weight for name, weight in weights.items() if name not in ("correctness", "efficiency"))
+
+
+def asks_for_box(environment: EnvironmentSettings) -> bool:
+    """Whether answers belong in a box: in plain text, and where a system message says so."""
+    told = (environment.system, *environment.system_by_format.model_dump().values())
+    return environment.format == "boxed" or any(r"\boxed" in text for text in told if text)

@@ -8,6 +8,7 @@ from nmoe.monitor.rule import Metrics, Rule
 
 class TruncationRule(Rule[TruncationSection]):
     name = "truncation"
+    smoke = True
     source = "training guidelines, early smoke-test criteria: truncated below 50%; tuning playbook, high truncation"
     remedies = (
         "raise sampling.max_new_tokens",

@@ -184,9 +184,7 @@ class Run:
                 if last or stopping or stopped:
                     saver.wait()
                 if stopped:
-                    raise RunStoppedError(
-                        f'step {step}: {stopped}; the run is saved and ends here, as its level = "stop" asks'
-                    )
+                    raise RunStoppedError(f"step {step}: {stopped}; the run is saved and ends here, as [monitor] asks")
                 if last:
                     return
                 if stopping:
@@ -225,7 +223,7 @@ class Run:
     def _monitor(self, recipe: Recipe, first: int) -> Monitor:
         """The rules that watch the run, which have seen what a resumed run did before."""
         monitor = monitor_of(self._config, recipe.experts, self.directory.path)
-        probes = self.ledger.probes()
+        probes = self.ledger.probed()
         for row in read_lines(self.directory.path / "metrics.jsonl") if first else ():
             monitor.recall(row, probes.get(row["step"]))
         return monitor
@@ -245,15 +243,15 @@ class Run:
             used = f"{IDLE.used_by_others:.1f} cores"
             self.note(f"step {step}: other programs use {used}, so idle threads sleep until these are free")
 
-    def _evaluate(self, recipe: Recipe, step: int) -> tuple[Mapping[str, float], float | None]:
-        """Evaluates and records; returns the figures that belong in the step's metrics, and the first result for the monitor."""
+    def _evaluate(self, recipe: Recipe, step: int) -> tuple[Mapping[str, float], Mapping[str, float] | None]:
+        """Evaluates and records; returns the figures that belong in the step's metrics, and those that the monitor sees."""
         held_out = recipe.evaluate()
         if held_out is None:
             return {}, None
         if held_out.results:
             self.ledger.evaluation(step, {"results": list(held_out.results), **held_out.record})
         self.note(f"step {step}: {held_out.note}")
-        return held_out.metrics, self.ledger.probes().get(step)
+        return held_out.metrics, self.ledger.probed().get(step)
 
 
 def _schedule_notes(parts: Mapping[str, Part]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.runs.losses import loss_of
 from nmoe.runs.storage import append_whole, remove_partials, step_name, step_of, write_atomically
 
 LINE_FILES = ("metrics.jsonl", "failures.jsonl", "alerts.jsonl", "spikes.jsonl")
@@ -67,6 +68,17 @@ class Ledger:
     def probes(self) -> dict[int, float]:
         """`probe_values` of the evaluations so far."""
         return probe_values(self.evaluations())
+
+    def probed(self) -> dict[int, dict[str, float]]:
+        """By step, what the rules see of an evaluation: `{"probe": 0.31}`, and where that is a loss (`nmoe.runs.losses.loss_of`) the value
+        that it was before, `{"probe": 0.31, "probe_before": 0.5}`."""
+        decisive = decisive_results(self.evaluations())
+        values, history, found = self.probes(), list[Mapping[str, Any]](), dict[int, dict[str, float]]()
+        for step, result in decisive.items():
+            history.append(result)
+            loss = loss_of(history)
+            found[step] = {"probe": values[step]} | ({} if loss is None else {"probe_before": loss.before})
+        return found
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of eval/, oldest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,14 @@ from fake_device import DEVICE, fake_device
 
 from nmoe.config.commands import load_run, load_run_with
 from nmoe.config.commands.rl import RLConfig
+from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.tables.monitor import (
     DiskSection,
     ExpertsSection,
     IdleSection,
     MemorySection,
     MonitorSection,
+    ProbeSection,
     SlowDiskSection,
     StalledSection,
     TruncationSection,
@@ -33,6 +36,7 @@ from nmoe.monitor.experts import ExpertsRule
 from nmoe.monitor.idle import IdleRule, Pauses
 from nmoe.monitor.memory import MemoryRule
 from nmoe.monitor.monitor import CALM_STEPS, Monitor
+from nmoe.monitor.probe import ProbeRule
 from nmoe.monitor.rules import monitor_of
 from nmoe.monitor.slow_disk import SlowDiskRule
 from nmoe.monitor.stalled import StalledRule
@@ -58,7 +62,7 @@ HEALTHY = {
 }
 
 
-def fired(rows: Sequence[Mapping[str, float]], probes: Mapping[int, float] = {}) -> list[tuple[int, str]]:
+def fired(rows: Sequence[Mapping[str, float]], probes: Mapping[int, Mapping[str, float]] = {}) -> list[tuple[int, str]]:
     """The steps, from 1, and the rules that fire under the default settings of a run of the speedrun's RL."""
     monitor = monitor_of(load_run(Path("speedrun"), RLConfig), 0, Path())
     return [
@@ -169,12 +173,100 @@ def test_gradients_that_rise_from_stretch_to_stretch() -> None:
     )
 
 
-def test_a_probe_that_falls_twice_while_the_reward_rises() -> None:
+def test_a_probe_that_is_worse_than_before_in_two_evaluations() -> None:
     better = [{**HEALTHY, "reward_mean": 0.01 * step} for step in range(40)]
-    assert fired(better, {10: 0.5, 20: 0.45, 30: 0.4}) == [(30, "probe")]
-    assert fired(better, {10: 0.5, 20: 0.45, 30: 0.46, 40: 0.44}) == [], "not in a row"
-    assert fired(better, {10: 0.5, 20: 0.495, 30: 0.49}) == [], "within the noise"
-    assert fired(rows(40), {10: 0.5, 20: 0.45, 30: 0.4}) == [], "the reward does not rise"
+    lost = {"probe": 0.0, "probe_before": 0.967}
+    assert fired(better, {10: {"probe": 0.967}, 20: lost, 30: lost}) == [(30, "probe")], "one fall that stays"
+    assert fired(better, {10: {"probe": 0.5}, 20: lost, 30: {"probe": 0.46}, 40: lost}) == [], "not in a row"
+    assert fired(better, {10: {"probe": 0.5}, 20: {"probe": 0.4}, 30: {"probe": 0.3}}) == [], "may be chance"
+    assert fired(rows(40), {10: {"probe": 0.5}, 20: lost, 30: lost}) == [(30, "probe")], "the reward need not rise"
+    monitor = Monitor([ProbeRule(ProbeSection(steps=1))])
+    rising, flat = better[39], HEALTHY
+    monitor.observe(better[0])
+    assert monitor.observe(rising, lost)[0].message == (
+        "held-out problems are solved at 0.0% after 96.7%, which is more than chance, while the reward rises"
+    )
+    assert not Monitor([ProbeRule(ProbeSection(steps=1))]).observe(flat, lost)[0].message.endswith("rises")
+
+
+def preset(text: str = "", task: str = "sort", name: str = "sort") -> RLConfig:
+    """The speedrun's RL on another environment, whose file is this text."""
+    pool = (
+        {"type": "generated", "task_type": task}
+        if task == "sort"
+        else {"type": "jsonl", "path": "p", "task_type": task}
+    )
+    environment = {"env_id": name, "task_pool": pool, **tomllib.loads(text)}
+    config = load_run(Path("speedrun"), RLConfig)
+    return config.model_copy(update={"environment": EnvironmentSettings.model_validate(environment)})
+
+
+JUDGE = '[[rewards]]\nname = "f"\ntype = "function"\ncall = "m:f"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "boxed", "step"),
+    [
+        ('format = "boxed"', "sort", 0.89, 5),  # right answers alone, which belong in a box
+        ('system_by_format.chat = "Answer in the form \\\\boxed{answer}."', "sort", 0.89, 5),
+        ('format = "boxed"', "sort", 0.91, None),
+        ("", "sort", 0.0, None),  # nobody asked for a box
+        ('format = "boxed"\n[rubric]\nformat = 0.5', "sort", 0.5, None),  # the format is learned
+        ('format = "boxed"\n' + JUDGE, "sort", 0.5, None),
+        ('format = "boxed"\n' + JUDGE, "open", 0.0, None),
+    ],
+)
+def test_boxes_are_watched_where_right_answers_alone_are_rewarded(
+    text: str, task: str, boxed: float, step: int | None
+) -> None:
+    monitor = monitor_of(preset(text, task), 0, Path())
+    seen = [[one.rule for one in monitor.observe({**HEALTHY, "has_boxed": boxed})] for _ in range(8)]
+    assert [place for place, rules in enumerate(seen, start=1) if "format" in rules] == ([] if step is None else [step])
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "watched"), [("", "sort", True), (JUDGE, "sort", True), (JUDGE, "open", False)]
+)
+def test_a_lost_form_is_a_symptom_wherever_there_are_right_answers(text: str, task: str, watched: bool) -> None:
+    monitor = monitor_of(preset(text, task), 0, Path())
+    seen = [alert.rule for _ in range(5) for alert in monitor.observe({**HEALTHY, "format_ok": 0.3})]
+    assert ("format" in seen) == watched
+
+
+def test_a_rewarded_wrong_answer_under_exact_match_is_a_bug() -> None:
+    row = {**HEALTHY, "high_reward_but_wrong": 0.001}
+    exact = monitor_of(preset("[rubric]\ncorrectness = 1.0\nefficiency = 0.2"), 0, Path())
+    assert exact.observe(HEALTHY) == []
+    (alert,) = exact.observe(row)
+    assert alert.message == (
+        "0.1% of the samples are wrong and rewarded above the mean, though right answers alone are: this is a bug"
+    )
+    assert monitor_of(preset("[rubric]\ncorrectness = 1.0\nformat = 0.2"), 0, Path()).observe(row) == []
+    assert monitor_of(preset(JUDGE), 0, Path()).observe(row) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [({"truncated": 0.6}, 5), ({"grad_norm": 0.0}, 3), ({"advantage_std": 0.0}, 10), ({"format_ok": 0.2}, 5),
+     ({"update_clip_ratio": 0.5}, 3), ({"entropy_mean": 0.0001}, None)],
+)  # fmt: skip
+def test_smoke_rules_end_a_run_in_its_first_steps(changes: dict[str, float], step: int | None) -> None:
+    config = preset()
+    stopping = config.model_copy(update={"monitor": MonitorSection(first_steps="stop")})
+    for one, levels in ((config, {"warn"}), (stopping, {"stop"})):
+        monitor = monitor_of(one, 0, Path())
+        seen = [monitor.observe(row) for row in rows(10, **changes)]
+        if step is not None:
+            assert {alert.level for alert in seen[step - 1]} == levels
+            assert seen[step - 1][0].message.endswith(", within the first 10 steps") == (levels == {"stop"})
+        assert not [alert for alerts in seen[: (step or 11) - 1] for alert in alerts]
+    late = monitor_of(stopping, 0, Path())
+    seen = [alert.level for row in [*rows(10), *rows(10, **changes)] for alert in late.observe(row)]
+    assert "stop" not in seen
+    off = stopping.model_copy(
+        update={"monitor": MonitorSection.model_validate({"first_steps": "stop", "truncation": {"level": "off"}})}
+    )
+    assert not [1 for row in rows(8, truncated=0.9) for _ in monitor_of(off, 0, Path()).observe(row)]
 
 
 def collapse(violation: float, dead: float = 0.0) -> dict[str, float]:

@@ -149,11 +149,19 @@ def test_each_rule_that_ends_a_run_reads_its_own_probe(
 
     def results(inside: float, beyond: float | None) -> list[dict[str, Any]]:
         rows = [("beyond", beyond), ("reverse", inside)]
-        return [{"mode": "greedy_pass@1", "dataset": name, "value": value} for name, value in rows if value is not None]
+        of = {"mode": "greedy_pass@1"}
+        return [
+            {**of, "dataset": name, "value": value, "outcomes": {str(at): float(at < 10 * value) for at in range(10)}}
+            for name, value in rows
+            if value is not None
+        ]
 
-    falling = [results(0.1, 0.5), results(0.2, 0.4), results(0.3, None), results(0.4, 0.3)]
+    falling = [results(0.1, 0.9), results(0.2, 0.1), results(0.3, None), results(0.4, 0.1)]
     assert found[0].reason_to_end(falling[:3]) is None
-    said = "greedy_pass@1 out of distribution dropped 2 times in a row, 50.0% -> 40.0% -> 30.0%"
-    assert found[0].reason_to_end(falling) == said
+    reason = found[0].reason_to_end(falling)
+    assert reason is not None
+    assert reason.startswith(
+        "greedy_pass@1 out of distribution is worse than before in 2 evaluations in a row, 10.0% after 90.0%"
+    )
     assert found[0].reason_to_end([results(0.5, 0.95)]) is None
     assert found[0].reason_to_end([results(0.9, 0.1)]) == "every source is solved at 90% or more"

@@ -57,7 +57,8 @@ class ProbeSection(CountedEvalSection):
     drops: int | None = Field(
         default=None,
         ge=0,
-        description="end the run when greedy_pass@1 drops this many times in a row; 0: never; default: 2 out of the distribution",
+        description="end the run after this many evaluations in a row whose greedy_pass@1 is worse than the best before, or than "
+        "that before the first step, by more than chance; 0: never; default: 2 out of the distribution",
     )
 
     @property
@@ -67,7 +68,7 @@ class ProbeSection(CountedEvalSection):
 
     @property
     def fatal_drops(self) -> int:
-        """After how many drops in a row the run ends; 0: never."""
+        """After how many evaluations in a row that are worse than before the run ends; 0: never."""
         if self.drops is not None:
             return self.drops
         return 2 if self.role == "out_of_distribution" and self.sampled.name == "greedy_pass@1" else 0

@@ -145,9 +145,16 @@ class RatiosSection(AboveSection):
 
 
 class FormatSection(RuleSection):
-    """[monitor.format]: the required format is rare, or is being lost. Only where a reward weighs the format."""
+    """[monitor.format]: the required format is rare, or is being lost. Only with right answers, or a reward for the format."""
 
     below: float = Field(default=0.5, ge=0, le=1, description="share of the completions in the required format")
+    boxed: float = Field(
+        default=0.9,
+        ge=0,
+        le=1,
+        description="share of the completions with a box (has_boxed), where the environment asks for one and rewards right answers "
+        "alone",
+    )
     drop: float = Field(default=0.2, gt=0, le=1, description="loss, against the best five steps before")
 
 
@@ -189,14 +196,18 @@ class LengthSection(RuleSection):
 
 
 class ProbeSection(RuleSection):
-    """[monitor.probe]: the reward rises while held-out problems are solved less and less."""
+    """[monitor.probe]: held-out problems are solved less than before."""
 
-    steps: int = Field(default=2, gt=0, description="evaluations in a row, each worse than the one before")
-    drop: float = Field(default=0.02, ge=0, le=1, description="least loss over these evaluations")
+    steps: int = Field(
+        default=2,
+        gt=0,
+        description="evaluations in a row, each worse than the best before or the first by more than chance, paired by problem",
+    )
 
 
 class HackingSection(AboveSection):
-    """[monitor.reward_hacking]: samples that are wrong earn a high reward, after the format is learned."""
+    """[monitor.reward_hacking]: samples that are wrong earn a high reward, after the format is learned. Where right answers alone
+    are rewarded one such sample is a bug, and is told at once."""
 
     above: float = Field(default=0.2, ge=0, le=1, description="share of the samples that are wrong and highly rewarded")
 
@@ -235,6 +246,11 @@ class SampleRateSection(WatchSection):
 class MonitorSection(SampleRateSection):
     """[monitor]: the rules that watch a run, and which rollouts it keeps as replay bundles."""
 
+    first_steps: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="stop: the smoke rules (reward_stuck, format, truncation, grad_norm, clip) end the run if they fire in its first "
+        "10 steps; warn: their levels decide",
+    )
     replays_per_failure: int = Field(
         default=1, ge=0, description="additional replay bundles per step and failure class"
     )
@@ -253,6 +269,6 @@ class MonitorSection(SampleRateSection):
     )
     entropy: EntropySection = Field(default=EntropySection(), description="samples that become alike")
     length: LengthSection = Field(default=LengthSection(), description="completions that shrink or grow")
-    probe: ProbeSection = Field(default=ProbeSection(), description="a reward that rises while the probe falls")
+    probe: ProbeSection = Field(default=ProbeSection(), description="held-out problems that are lost again")
     reward_hacking: HackingSection = Field(default=HackingSection(), description="high rewards for wrong answers")
     mismatch: MismatchSection = Field(default=MismatchSection(), description="an engine that is not the learner")
