@@ -50,11 +50,40 @@ def _nmoe(*arguments: str, **variables: str) -> tuple[str, float]:
     """What `nmoe` prints on both streams, and its CPU seconds."""
     before = os.times()
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | variables
+    environment["PYTHONUNBUFFERED"] = "1"
     command = [sys.executable, "-m", "nmoe", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system
-    return done.stdout + done.stderr, used
+    return done.stdout, used
+
+
+@check(
+    5,
+    "the first run on a machine: what it says before it compiles, and when",
+    "a line says so before step 1, whose time has no compiling",
+)
+def first_run_compiles() -> Result:
+    Path("problems.toml").write_text(
+        '[run]\nsteps = 2\n[model]\ntokenizer = "bytes"\n[model.shape]\nhidden_size = 32\nlayers = 1\nheads = 2\nkv_heads = 2\n'
+        'head_dim = 16\nintermediate_size = 64\ncontext_tokens = 64\n[environment]\npath = "sort"\nformat = "boxed"\n'
+        "[sampling]\nmax_new_tokens = 8\n[batch]\nprompts_per_step = 2\ngroup_size = 2\n"
+    )
+    said, _ = _nmoe("rl", "train", "problems.toml", XDG_CACHE_HOME=os.getcwd())
+    lines = said.splitlines()
+    announced = next((at for at, line in enumerate(lines) if line.startswith("compiling the C++ kernels")), None)
+    first = next((at for at, line in enumerate(lines) if " 1/2 " in line), None)
+    if first is None:
+        return f"no step: {lines[-1]}", False
+    rows = [json.loads(line) for line in next(Path("runs").glob("*/metrics.jsonl")).read_text().splitlines()]
+    step = rows[0]["time_step_s"]
+    when = "no line" if announced is None else f"a line {'before' if announced < first else 'after'} step 1"
+    return (
+        f"{when}, which takes {'less' if step < 5 else 'more'} than 5 s",
+        announced is not None and announced < first and step < 5,
+    )
 
 
 @check(

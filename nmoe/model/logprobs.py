@@ -159,7 +159,7 @@ def _in_pieces(
 def _plus_weight_gradient(sum_VD: Tensor | None, x_nD: Tensor, grad_nV: Tensor, dtype: torch.dtype) -> Tensor:
     """Adds a piece's gradient of the head to those of earlier pieces, in `dtype`. With a wide vocabulary the gradient is as
     large as the head, so it is added to in place if possible, in the head's layout, which saves a copy."""
-    if _is_wide(grad_nV.shape[-1]) and grad_nV.dtype == dtype:
+    if is_wide(grad_nV.shape[-1]) and grad_nV.dtype == dtype:
         return grad_nV.t() @ x_nD if sum_VD is None else sum_VD.addmm_(grad_nV.t(), x_nD)
     if sum_VD is None:
         sum_VD = torch.zeros(grad_nV.shape[-1], x_nD.shape[-1], dtype=dtype, device=x_nD.device)
@@ -187,7 +187,7 @@ def _shifted(
     return logits_nV.sub_(found_n1)
 
 
-def _is_wide(vocabulary: int) -> bool:
+def is_wide(vocabulary: int) -> bool:
     """Whether the minimum of rows makes a piece larger than 2^20 logits."""
     return vocabulary * _LEAST_ROWS > _PIECE_LOGITS
 
@@ -218,7 +218,7 @@ def head_logprobs(
 
     `kept_NM` restricts each row's support, as `restrict_to_kept` does. `exact` is that of `ops_for`.
     """
-    if kept_NM is None and _is_wide(weight_VD.shape[0]) and ops_for(x_ND).takes_head(x_ND, weight_VD):
+    if kept_NM is None and is_wide(weight_VD.shape[0]) and ops_for(x_ND).takes_head(x_ND, weight_VD):
         logprobs_N, entropy_N = _WideHeadLogprobs.apply(x_ND, weight_VD, targets_N, temperature, exact)
         return logprobs_N, entropy_N
     needs_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)

@@ -156,6 +156,7 @@ class Run:
             sinks = self._sinks = _sinks_of(self._config, self.directory)
             monitor = self._monitor(recipe, first)
             saving: dict[str, float] = {}
+            self._progress.begin(first)
             for step in range(first + 1, self._steps + 1):
                 saver.check()
                 done = recipe.step(step)

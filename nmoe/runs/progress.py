@@ -77,6 +77,11 @@ class Progress:
     ) -> None:
         self._live.stop()
 
+    def begin(self, done: int) -> None:
+        """Says that the steps after `done` begin now: the time left follows their pace, and not that of what came before."""
+        self._paces.clear()
+        self._paces.append((self._clock(), done))
+
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows that `step` is done and its few numbers that matter: reward, correctness, format, length, tokens/s and
         mismatch have a format of their own, other names are shown with four digits."""

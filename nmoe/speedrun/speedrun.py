@@ -21,6 +21,7 @@ from nmoe.config.tables.documents import DataSection
 from nmoe.data.prm.labelled import split_steps
 from nmoe.errors import ShortfallError, UserError
 from nmoe.model.device import choose_device
+from nmoe.model.ops.table import make_ready
 from nmoe.recipes.pretrain import pretrain
 from nmoe.recipes.sft import sft
 from nmoe.rl.train import train
@@ -69,7 +70,7 @@ def speedrun(
     """
     if find_spec("matplotlib") is None:
         raise UserError("the report needs matplotlib, which is not installed; run: pip install 'nmoe[report]'")
-    choose_device(device, "--device")  # said before anything is made
+    make_ready(choose_device(device, "--device"))  # said before anything is made
     pipeline = Pipeline(out, seed, full, resume, device)
     with Stages(out, pipeline.stages(), {"seed": seed, "full": full}, resume, replace, REPORTS) as stages:
         stages.run()

@@ -43,6 +43,16 @@ def test_plain_lines_are_first_last_and_every_ten_seconds(tmp_path: Path) -> Non
     assert (tmp_path / "log.txt").read_text() == out.getvalue()
 
 
+def test_what_comes_before_the_first_step_is_not_its_pace(tmp_path: Path) -> None:
+    clock = Clock()
+    with Progress(30, tmp_path / "log.txt", "grpo", 0, Console(file=io.StringIO()), clock) as progress:
+        clock.now += 100.0  # kernels are compiled, the baseline is evaluated
+        progress.begin(0)
+        clock.now += 1.0
+        progress.step(1, {})
+    assert (tmp_path / "log.txt").read_text() == "grpo 1/30    left 0:00:29\n"
+
+
 def test_numbers_have_the_format_of_their_name(tmp_path: Path) -> None:
     numbers = {"correctness": 0.125, "format": 1.0, "length": 61.6, "tokens/s": 5200.4, "mismatch": 3.2e-8, "loss": 2.0}
     with Progress(10, tmp_path / "log.txt", "sft", console=Console(file=io.StringIO())) as progress:

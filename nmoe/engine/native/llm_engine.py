@@ -25,6 +25,7 @@ from nmoe.engine.native.sequence import Sequence, SequenceGroup, Status
 from nmoe.errors import UserError
 from nmoe.model.device import kind_of
 from nmoe.model.idle_threads import IDLE
+from nmoe.model.ops.table import make_ready
 from nmoe.model.transformer import Transformer
 from nmoe.types import FinishReason, Sample, Sampling
 
@@ -48,6 +49,7 @@ class LLMEngine:
     ) -> None:
         weight = model.embedding.weight
         self.model = model
+        make_ready(weight.device)
         size = cache_size(model.config, weight.dtype, max_sequences, cache_bytes, _most_bytes(model))
         # The decode kernels of an accelerator depend on the batch, and exact numerics run without them.
         recorded = not (kind_of(weight.device).on_host or model.exact)

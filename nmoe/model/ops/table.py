@@ -38,6 +38,13 @@ def kernels_in_use() -> Iterator[None]:
         _here.kernels = outer
 
 
+def make_ready(device: torch.device) -> None:
+    """Compiles the C++ kernels for a CPU, with a line that says so, if no earlier process has. What needs them asks as it is made:
+    no step waits for a compiler."""
+    if device.type == "cpu":
+        library.library()
+
+
 def ops_for(x: Tensor, exact: bool = False) -> TorchOps:
     """The table for `x`. `exact` asks for bits that do not depend on the batch. It changes nothing in fp64, which tests compute in:
     what depends on the batch is below all they show."""

@@ -8,18 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from paged_cases import SHAPES, Cache
-from tiny_models import tiny_family
+from tiny_models import DENSE, tiny_family
 from torch import Tensor, nn
 
+from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.engine.api import Request
 from nmoe.engine.native.llm_engine import LLMEngine
 from nmoe.engine.native.sampler import SamplingColumns, kept_mask, sample
 from nmoe.errors import DivergenceError
+from nmoe.learner.learner import Learner
+from nmoe.model.checkpoint import new_model
+from nmoe.model.config import ModelConfig
 from nmoe.model.moe import MoE, Router, RouterTrace
 from nmoe.model.ops.attention import AttentionLayer, causal_attention, paged_attention
 from nmoe.model.ops.cpu import library, operations
@@ -436,6 +441,39 @@ def compiler_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return runs
+
+
+def test_a_line_says_so_before_it_compiles(
+    compiler_runs: list[list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said_before = subprocess.run, list[str]()
+
+    def watched(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if "-o" in command:
+            said_before.append(capsys.readouterr().err)
+        return run(command, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    for _ in range(2):
+        library._compiled(["g++"], "AVX512")
+    assert said_before == ["compiling the C++ kernels, once on this machine: some 15 s of CPU time\n"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "numerics", "expected"), [(64, "fast", False), (64, "exact", True), (8192, "fast", True)]
+)
+def test_what_needs_the_kernels_has_them_compiled_as_it_is_made(
+    vocabulary: int, numerics: Literal["fast", "exact"], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    model = new_model(ModelConfig(**DENSE | {"vocab_size": vocabulary}), torch.float32, "cpu").set_numerics(numerics)
+    monkeypatch.setattr(library, "library", lambda: asked.append(True))
+    Learner(model, OptimizerSection(learning_rate=1e-3), total_steps=1, tokens_per_microbatch=64)
+    assert bool(asked) == expected
+    asked.clear()
+    LLMEngine(model, max_sequences=2)
+    assert asked
 
 
 def test_compiled_once_per_cache(compiler_runs: list[list[str]], tmp_path: Path) -> None:

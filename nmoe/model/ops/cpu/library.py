@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -82,6 +83,8 @@ def _compiled(compiler: Sequence[str], instructions: str) -> Path:
     if _is_whole(library):
         return library
     _remove_left_behind(directory)
+    # On stderr, as it may come in the middle of any command's output.
+    print("compiling the C++ kernels, once on this machine: some 15 s of CPU time", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=_COMPILING) as made:
         out = Path(made) / library.name
         command = [*compiler, *flags, *(str(_SOURCES / unit) for unit in _UNITS), "-o", str(out)]
