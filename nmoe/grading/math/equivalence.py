@@ -31,6 +31,8 @@ from nmoe.types import Verdict
 
 # Matching two sets takes time proportional to the product of their sizes.
 _MAX_SET = 30
+# One sign like a half becomes eleven characters.
+_MAX_NORMALIZED_CHARS = 2 * MAX_ANSWER_CHARS
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
 # A choice has a sign of its own around or after its letter, and something between it and its value.
@@ -84,6 +86,8 @@ def settle(gold: str, answer: str, policy: Policy = DEFAULT) -> Verdict | None:
     if "box" in answer or "box" in gold:
         return _structural(compare(gold, answer, UNDECIDED, policy))
     gold_text, answer_text = normalize(gold), normalize(answer)
+    if len(answer_text) > _MAX_NORMALIZED_CHARS:
+        return Verdict.of(False, "exact", f"longer than {_MAX_NORMALIZED_CHARS} characters as LaTeX")
     if not answer_text:
         return Verdict.of(False, "exact", "empty without its typesetting")
     if "$" not in answer or dollars(answer) is None:  # a dollar sign is a unit if the question asks for another unit

@@ -103,7 +103,7 @@ _REPEATING_DOTS = re.compile(r"(?<=[0-9]\.)([0-9]*)\\dot\{?([0-9])\}?(?:([0-9]*)
 _ENDLESS = re.compile(
     r"(?<=[0-9]\.)(?:([0-9]{0,12}?)([0-9]{1,12}?)\2{2,}|([0-9]{2,12}?)\3)(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"
 )
-_ITEM_PLUS = re.compile(r"(^|[(\[{,;=<>]|\\(?:cup|le|ge|in)(?![A-Za-z])) ?\+")
+_ITEM_PLUS = re.compile(r"(^|[(\[{,;=<>]|\\(?:cup|le|ge|in)(?![A-Za-z]))(?: ?\+)+")
 _DROPPED = re.compile(r"\\(?:left|right)\.|\\(?:left|right|thinspace|big|Big|bigg|Bigg)(?![A-Za-z]) ?|\\! ?|\\[,;:]")
 _SPACES = re.compile(r"\\(?:displaystyle|quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~")
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")

@@ -27,7 +27,7 @@ MARKS = re.compile(f"[{UNIT_OPEN}{UNIT_CLOSE}]")
 _DEGREE = re.compile(r"(.+?)(?:\^\\circ|\\degree)")
 _PERCENT = re.compile(r"(.+?)\\?%")
 _BARE_UNIT = re.compile(r"(.*[0-9}\])]|.*\\pi) ?([A-Za-z][A-Za-z ]*(?:/[A-Za-z]+)?)(?:\^\{?([0-9])\}?)?")
-_LETTER_UNIT = re.compile(r"([0-9.,]+) ?([a-z])")
+_LETTER_UNIT = re.compile(r"([0-9.,]+) ?([a-z])(?:\^\{?([23])\}?)?")
 _TIME = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))? ?([ap])\.? ?m\.?", re.IGNORECASE)
 _DOLLARS = re.compile(r"\s*(\$?)[+-]?\\?\$\s?[0-9.,]+\1\s*")
 # Degrees are a unit of an angle, but in a function's argument they are not the unit of its value.
@@ -114,7 +114,7 @@ def _with_unit(text: str, unit: str) -> Scalar:
 def letter_unit(scalar: Scalar) -> Scalar | None:
     """A number with one letter, "7 m", as a number with a unit, which it is if the question asks for that; else None."""
     match = _LETTER_UNIT.fullmatch(scalar.text)
-    return None if match is None else _with_unit(match[1], spell_unit(match[2], ""))
+    return None if match is None else _with_unit(match[1], spell_unit(match[2], match[3] or ""))
 
 
 def percent_value(number: Number) -> Number:

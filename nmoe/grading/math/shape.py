@@ -12,7 +12,8 @@ depth.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,8 @@ from nmoe.grading.math.normalization import normalize
 Shape = Any  # Fraction | str | tuple[str, Shape, ...]
 
 _MAX_DEPTH = 30
+# Longer expressions are compared as texts and by the symbolic layer only.
+_MAX_TOKENS = 400
 _TOKEN = re.compile(
     r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)|\\(?P<command>[A-Za-z]+)|(?P<letter>[A-Za-z])|(?P<sign>[-+*/^_(){}\[\]|!])| "
 )
@@ -57,10 +60,7 @@ def add(terms: list[Shape]) -> Shape:
     flat = [part for term in terms for part in (term[1:] if isinstance(term, tuple) and term[0] == "+" else [term])]
     number = sum((term for term in flat if isinstance(term, Fraction)), Fraction(0))
     others = [term for term in flat if not isinstance(term, Fraction)]
-    for term in list(others):
-        if term in others and (less := multiply([Fraction(-1), term])) in others:
-            others.remove(term)
-            others.remove(less)
+    others = _without_pairs(others, lambda term: multiply([Fraction(-1), term]))
     if number or not others:
         others.append(number)
     return others[0] if len(others) == 1 else ("+", *sorted(others, key=repr))
@@ -70,10 +70,7 @@ def multiply(factors: list[Shape]) -> Shape:
     flat = [part for one in factors for part in (one[1:] if isinstance(one, tuple) and one[0] == "*" else [one])]
     if Fraction(0) in flat:
         return Fraction(0)
-    for one in list(flat):
-        if one in flat and (inverse := power(one, Fraction(-1))) in flat and inverse != one:
-            flat.remove(one)
-            flat.remove(inverse)
+    flat = _without_pairs(flat, lambda one: power(one, Fraction(-1)))
     sign = -1 if sum(isinstance(one, Fraction) and one < 0 for one in flat) % 2 else 1
     kept = [abs(one) if isinstance(one, Fraction) else one for one in flat]
     kept = [one for one in kept if one != 1]
@@ -85,6 +82,21 @@ def multiply(factors: list[Shape]) -> Shape:
     elif sign < 0:
         kept.append(Fraction(-1))
     return kept[0] if len(kept) == 1 else ("*", *sorted(kept, key=repr))
+
+
+def _without_pairs(items: list[Shape], inverse: Callable[[Shape], Shape]) -> list[Shape]:
+    """The items without those that cancel one another."""
+    left = Counter(items)
+    for one in items:
+        if left[one] and left[other := inverse(one)] and other != one:
+            left[one] -= 1
+            left[other] -= 1
+    kept = []
+    for one in reversed(items):
+        if left[one]:
+            left[one] -= 1
+            kept.append(one)
+    return kept[::-1]
 
 
 def power(base: Shape, exponent: Shape) -> Shape:
@@ -105,7 +117,8 @@ class Parser:
     def __init__(self, text: str) -> None:
         source = _WORDS.sub(r"\\\1 ", normalize(text).replace("**", "^"))
         tokens = list(_TOKEN.finditer(source))
-        self._is_readable = bool(tokens) and sum(len(token.group()) for token in tokens) == len(source)
+        whole = sum(len(token.group()) for token in tokens) == len(source)
+        self._is_readable = 0 < len(tokens) <= _MAX_TOKENS and whole
         self._tokens = [token for token in tokens if token.group() != " "]
         self._place = 0
 
@@ -126,6 +139,10 @@ class Parser:
     def multiplied(self, factors: list[Shape]) -> Shape:
         """The shape of a product as written, divisors being powers of -1."""
         return multiply(factors)
+
+    def divisor(self, by: Shape) -> Shape:
+        """The factor that a division by a shape is, as written."""
+        return power(by, Fraction(-1))
 
     def raised(self, base: Shape, exponent: Shape) -> Shape:
         """The shape of a power or root as written."""
@@ -166,7 +183,7 @@ class Parser:
                 factors.append(self._signed(depth))
             elif token in ("/", r"\div"):
                 self._place += 1
-                factors.append(power(self._signed(depth), Fraction(-1)))
+                factors.append(self.divisor(self._signed(depth)))
             elif token is not None and token not in _ENDS:
                 factors.append(self._factor(depth))
             else:
@@ -181,6 +198,9 @@ class Parser:
     def _factor(self, depth: int) -> Shape:
         found = self._atom(depth)
         while self.token in ("^", "!"):
+            depth += 1  # what is raised lies deeper than what is not
+            if depth > _MAX_DEPTH:
+                raise _NoExpressionError
             if self.token == "!":
                 self._place += 1
                 found = self.applied(("!", found))
@@ -242,7 +262,7 @@ class Parser:
             degree = self._bracketed(depth) if self.token == "[" else Fraction(2)
             return self.raised(self._command_argument(depth), power(degree, Fraction(-1)))
         if command == "frac":
-            return self.multiplied([self._command_argument(depth), power(self._command_argument(depth), Fraction(-1))])
+            return self.multiplied([self._command_argument(depth), self.divisor(self._command_argument(depth))])
         if command == "binom":
             return self.applied(("binom", self._command_argument(depth), self._command_argument(depth)))
         if command in _ROUNDINGS:

@@ -30,12 +30,14 @@ _UNITS = {
     "day": "",
     "degree": "deg",
     "%": "percent percentage pct",
-    "mph": "milesperhour",
+    "mph": "mi/hr",
+    "km/hr": "kmh kph",
     "dollar": "",
     "cent": "",
     "unit": "",
 }
 _UNIT_NAMES = {spelling: name for name, spellings in _UNITS.items() for spelling in [name, *spellings.split()]}
+_PER = re.compile(r"\s+per\s+|\s*/\s*", re.IGNORECASE)
 _POWER_WORDS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
 # Words in a unit's place that change the number: an answer that leaves one out has not given the number.
 _FACTOR_WORDS = """
@@ -87,6 +89,10 @@ def spell_unit(words: str, power: str) -> str:
 
     An unknown unit is its words without a plural s. A unit with a word that changes the number starts with a star: "*million".
     """
+    over, per, under = _PER.sub("/", words).partition("/")
+    if per and over.strip() and under.strip():
+        unit = f"{spell_unit(over, '')}/{spell_unit(under, power)}"
+        return _UNIT_NAMES.get(unit, unit)
     names = words.lower().replace(".", " ").split()
     powers = [_POWER_WORDS[name] for name in names if name in _POWER_WORDS]
     spelled = "".join(name for name in names if name not in _POWER_WORDS)

@@ -58,7 +58,7 @@ class _Reader(Parser):
 
     def added(self, terms: list[Shape]) -> Shape:
         flat = list(_flat("+", terms))
-        rests = [multiply(rest) for _, rest in map(_split, flat)]
+        rests = [multiply([_without_square(factor)[1] for factor in rest]) for _, rest in map(_split, flat)]
         if len(flat) > 1 and (Fraction(0) in flat or len(set(rests)) < len(rests)):
             self.left.add("sum")
         return super().added(terms)
@@ -68,17 +68,24 @@ class _Reader(Parser):
         numbers = [[one for one in side if isinstance(one, Fraction) and abs(one) != 1] for side in (over, under)]
         above, below = (side[0] if side else Fraction(1) for side in numbers)
         decimal = above.denominator > 1 and below != 1
-        common = math.gcd(above.numerator, below.numerator) > 1
-        if max(map(len, numbers)) > 1 or below.denominator > 1 or decimal or common:
+        if max(map(len, numbers)) > 1 or below.denominator > 1 or decimal:
             self.left.add("product")
-        contents = [_content(one) for one in over if isinstance(one, tuple) and one[0] == "+"]
-        if below.denominator == 1 and any(math.gcd(content, below.numerator) > 1 for content in contents):
+        contents = [
+            math.prod(map(_content, side), start=abs(one.numerator)) for side, one in ((over, above), (under, below))
+        ]
+        if math.gcd(*contents) > 1:
             self.left.add("product")
         bases = [{_base(one) for one in side if isinstance(one, str | tuple)} for side in (over, under)]
         roots = [one for one in over if isinstance(one, tuple) and one[0] == "^" and isinstance(one[1], Fraction)]
         if bases[0] & bases[1] or len(set(roots)) < len(roots):
             self.left.add("product")
         return super().multiplied(factors)
+
+    def divisor(self, by: Shape) -> Shape:
+        value = constant(by)
+        if value is not None and (value.denominator > 1 or abs(value) == 1):
+            self.left.add("product")
+        return super().divisor(by)
 
     def raised(self, base: Shape, exponent: Shape) -> Shape:
         value, degree = constant(base), constant(exponent)
@@ -131,12 +138,28 @@ def _base(one: Shape) -> Shape:
     return one[1] if isinstance(one, tuple) and one[0] == "^" and constant(one[2]) is not None else one
 
 
-def _content(total: Shape) -> int:
-    """The largest integer that divides all coefficients of a sum; 1 if one of them is no integer."""
-    coefficients = [_split(term)[0] for term in total[1:]]
+def _content(factor: Shape) -> int:
+    """The largest integer that can be taken out of a factor that is no number: of a sum, or of the root of an integer."""
+    if not isinstance(factor, tuple) or factor[0] != "+":
+        return _without_square(factor)[0]
+    coefficients = [_split(term)[0] for term in factor[1:]]
     return (
         math.gcd(*(one.numerator for one in coefficients)) if all(one.denominator == 1 for one in coefficients) else 1
     )
+
+
+def _without_square(factor: Shape) -> tuple[int, Shape]:
+    """A square root of an integer as what can be taken out of it and what is left under it; 1 and the factor for any other."""
+    if not isinstance(factor, tuple) or factor[0] != "^" or constant(factor[2]) != Fraction(1, 2):
+        return 1, factor
+    value = constant(factor[1])
+    if value is None or value <= 0 or value.denominator > 1 or not _is_small(value, Fraction(2)):
+        return 1, factor
+    outside, inside = 1, value.numerator
+    for prime in _PRIMES:
+        while inside % prime**2 == 0:
+            outside, inside = outside * prime, inside // prime**2
+    return outside, ("^", Fraction(inside), Fraction(1, 2))
 
 
 def constant(one: Shape) -> Fraction | None:
@@ -162,7 +185,7 @@ def _is_rational(base: Fraction, exponent: Fraction) -> bool:
     """Whether a power of a number is a rational number to be worked out."""
     if exponent.denominator == 1:
         power_of_ten = base == 10 and not 0 <= exponent < _FIRST_POWER_OF_TEN
-        return abs(base) != 1 and exponent != -1 and not power_of_ten and _is_small(base, exponent)
+        return exponent != -1 and not power_of_ten and _is_small(base, exponent)
     return _root(base, exponent.denominator) is not None
 
 
