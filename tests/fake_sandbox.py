@@ -33,7 +33,9 @@ class FakeSandbox:
     async def bash(self, script: str, *, limits: Limits | None = None) -> Result:
         return await self.run(["bash", "-c", script], limits=limits)
 
-    async def python(self, code: str, *, limits: Limits | None = None, channel: socket.socket | None = None) -> Result:
+    async def python(
+        self, code: str, *, stdin: bytes = b"", limits: Limits | None = None, channel: socket.socket | None = None
+    ) -> Result:
         return await self.run(["python", "-c", code], limits=limits)
 
     async def read(self, path: str) -> bytes:

@@ -114,3 +114,46 @@ def answers_that_are_objects() -> Result:
     said, took = asyncio.run(all_of_them())
     within = "within 5 s" if took < 5 else f"after {took:.0f} s"
     return ", ".join([*said, within]), said == ["incorrect"] * 3 and took < 5
+
+
+_CONTEST = {
+    "APPS": {"input_output": '{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}'},
+    "TACO": {"input_output": '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}'},
+    "LiveCodeBench": {"public_test_cases": '[{"input": "1 2\\n", "output": "3\\n", "testtype": "stdin"}]'},
+    "DeepCoder": {"tests": [{"type": "stdin_stdout", "input": "1 2\n", "output": "3\n"}]},
+    "CodeContests": {"public_tests": {"input": ["1 2\n"], "output": ["3\n"]}},
+}
+_ADD = "print(sum(map(int, input().split())))"
+
+
+@check(
+    11,
+    "tests by standard input and output: a right and two wrong programs in five forms of records",
+    "5 right, 10 wrong",
+)
+def programs() -> Result:
+    from nmoe.envs.tasks import TASKS, Attempt
+    from nmoe.types import Problem
+
+    task = TASKS["program"]
+    opened = _sandboxes()
+
+    async def judged(record: dict[str, Any], answer: str) -> str:
+        read = task.read_record({"question": "Add.", **record})
+        assert read is not None
+        question, gold, metadata = read
+        problem = Problem("demo/0", "program", question, gold, "demo", metadata)
+        return (await task.verify(problem, Attempt(answer, None, (), opened))).outcome
+
+    async def all_of_them() -> list[str]:
+        said = []
+        for name, record in _CONTEST.items():
+            right = "def add(a, b):\n    return a + b" if name == "TACO" else _ADD
+            for answer in (right, "import os\nos._exit(0)", f"{right}\nraise SystemExit(1)"):
+                said.append(await judged(record, answer))
+        await opened.close()
+        return said
+
+    said = asyncio.run(all_of_them())
+    right, wrong = said.count("correct"), said.count("incorrect")
+    return f"{right} right, {wrong} wrong", said == ["correct", "incorrect", "incorrect"] * 5

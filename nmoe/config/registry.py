@@ -225,6 +225,7 @@ DATASET_TASKS: Mapping[str, str] = {
     "prm_solution": f"{_TASKS}.prm:PrmSolutionTask",
     "humaneval": f"{_TASKS}.humaneval:HumanEvalTask",
     "mbpp": f"{_TASKS}.mbpp:MbppTask",
+    "program": f"{_TASKS}.program:ProgramTask",
     "code_edit": f"{_TASKS}.code_edit:CodeEditTask",
     "file_search": f"{_TASKS}.file_search:FileSearchTask",
     "text_match": f"{_TASKS}.text_match:TextMatchTask",

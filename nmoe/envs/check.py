@@ -74,6 +74,11 @@ _STAND_IN_RECORDS: dict[str, dict[str, Any]] = {
         "code": "def add(a, b):\n    return a + b",
         "test_list": ["assert add(2, 3) == 5"],
     },
+    "program": {
+        "problem": "Add the two numbers on the first line.",
+        "solutions": ["print(sum(map(int, input().split())))"],
+        "tests": [{"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}],
+    },
 }
 _DATALESS = GeneratedPool(type="generated", task_type="sort")
 
@@ -160,13 +165,14 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
         if not TASKS[problem.task_type].has_gold:
             yield f"problem {problem.id}: open, so that no answer to it is right or wrong"
             continue
-        if TASKS[problem.task_type].knows_answers:
+        if TASKS[problem.task_type].knows_answer(problem):
             yield f"problem {problem.id}, gold {_short(problem.gold)}"
             yield f"  right answer {_short(right.answer)}: {right.said}"
             yield f"  wrong answer {_short(wrong.answer)}: {wrong.said}"
             mistakes += _verdict_mistakes(problem, right, wrong)
         else:
-            yield f"problem {problem.id}: its task names no right answer, so that none was graded"
+            which = "record" if TASKS[problem.task_type].knows_answers else "task"
+            yield f"problem {problem.id}: its {which} names no right answer, so that none was graded"
         if isinstance(TASKS[problem.task_type], ConversationTask):
             try:
                 yield from _conversation(environment, tokenizer, problem, wrong)

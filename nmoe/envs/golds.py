@@ -82,7 +82,8 @@ def _problems(order: Order) -> list[Problem]:
 
 async def _check(problems: Sequence[Problem], sandboxes: OpensSandboxes | None, note: Callable[[str], None]) -> None:
     passed = Passed(sandboxes)
-    waiting = [problem for problem in problems if not passed.has(problem)]
+    known = [problem for problem in problems if TASKS[problem.task_type].knows_answer(problem)]
+    waiting = [problem for problem in known if not passed.has(problem)]
     rest, failed, done, told = iter(waiting), dict[str, str](), 0, time.monotonic()
 
     async def grade_the_rest() -> None:

@@ -95,7 +95,7 @@ def template(environment: Environment, tokenizer: Tokenizer, problem: Problem, m
                 f"the prompt of {problem.id} does not have the {message.role} message {message.content[:40]!r} as it is"
             )
             return Check(name, "fail", f"{lost}: the tokenizer loses text, or the template changes it; use another one")
-    if not TASKS[problem.task_type].knows_answers:
+    if not TASKS[problem.task_type].knows_answer(problem):
         return Check(name, "ok", f"the prompt of {problem.id} has {len(prompt)} tokens; its task names no right answer")
     right, _ = TASKS[problem.task_type].example_answers(problem)
     ids, limit = environment.answer_ids(problem, right), environment.token_limit(max_new_tokens)
@@ -114,7 +114,7 @@ def rewards(
 ) -> Check:
     """Whether the same samples get the same rewards twice, and the right answer more than the wrong one."""
     name, task = "rewards", TASKS[problem.task_type]
-    if not task.knows_answers:
+    if not task.knows_answer(problem):
         return Check(name, "ok", "not graded: the task names no right answer")
     limit = environment.token_limit(config.sampling.max_new_tokens)
     answers = [environment.answer_ids(problem, answer) for answer in task.example_answers(problem)]

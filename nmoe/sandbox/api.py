@@ -91,7 +91,9 @@ class Sandbox(Protocol):
     async def bash(self, script: str, *, limits: Limits | None = None) -> Result:
         """Runs a bash script. The next call starts in the directory where it ends, as in a shell that stays open."""
 
-    async def python(self, code: str, *, limits: Limits | None = None, channel: socket.socket | None = None) -> Result:
+    async def python(
+        self, code: str, *, stdin: bytes = b"", limits: Limits | None = None, channel: socket.socket | None = None
+    ) -> Result:
         """Runs code in a fresh state of an interpreter that is already running, which takes milliseconds.
 
         The next call inherits an `os.chdir`. `channel` is a connected socket, which the code finds as file descriptor 3.

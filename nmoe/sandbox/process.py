@@ -207,8 +207,10 @@ class ProcessSandbox:
     async def bash(self, script: str, *, limits: Limits | None = None) -> Result:
         return await self._call({"op": "bash", "script": script}, [], limits)
 
-    async def python(self, code: str, *, limits: Limits | None = None, channel: socket.socket | None = None) -> Result:
-        return await self._call({"op": "python"}, [code.encode(errors="replace")], limits, channel)
+    async def python(
+        self, code: str, *, stdin: bytes = b"", limits: Limits | None = None, channel: socket.socket | None = None
+    ) -> Result:
+        return await self._call({"op": "python"}, [code.encode(errors="replace"), stdin], limits, channel)
 
     async def read(self, path: str) -> bytes:
         result = await self._call({"op": "read", "path": path}, [], self._file_limits())

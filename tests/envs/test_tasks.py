@@ -20,7 +20,7 @@ from nmoe.types import Message, Problem
 SEEDS = st.integers(0, 2**32)
 DIFFICULTIES = st.integers(1, 12)
 
-OWN_RECORDS = {"humaneval", "mbpp", "code_edit", "file_search"}
+OWN_RECORDS = {"humaneval", "mbpp", "program", "code_edit", "file_search"}
 
 
 def problem(task_type: str, gold: str, question: str = "?") -> Problem:

@@ -317,7 +317,9 @@ class CrowdedSandbox(FakeSandbox):
 
     running = most = 0
 
-    async def python(self, code: str, *, limits: Limits | None = None, channel: socket.socket | None = None) -> Result:
+    async def python(
+        self, code: str, *, stdin: bytes = b"", limits: Limits | None = None, channel: socket.socket | None = None
+    ) -> Result:
         CrowdedSandbox.running += 1
         CrowdedSandbox.most = max(CrowdedSandbox.most, CrowdedSandbox.running)
         try:

@@ -90,7 +90,15 @@ SEARCH = {
     "answer": "8421",
     "files": {"etc/server.toml": "port = 8421\n"},
 }
-RECORDS = {"humaneval": HUMANEVAL, "mbpp": MBPP, "code_edit": EDIT, "file_search": SEARCH}
+PROGRAM = {
+    "problem": "Print the sum of the numbers.",
+    "tests": [
+        {"type": "stdin_stdout", "input": "1 2\n", "output": "3\n"},
+        {"input": "8 8400 13\n", "output": "8421\n"},
+    ],
+    "solutions": ["print(sum(map(int, input().split())))"],
+}
+RECORDS = {"humaneval": HUMANEVAL, "mbpp": MBPP, "program": PROGRAM, "code_edit": EDIT, "file_search": SEARCH}
 
 
 Judge = Callable[..., Verdict]
@@ -489,7 +497,7 @@ class Cannot:
         raise SandboxSetupError("no more processes")
 
 
-@pytest.mark.parametrize("task_type", ["humaneval", "mbpp", "code_edit"])
+@pytest.mark.parametrize("task_type", ["humaneval", "mbpp", "program", "code_edit"])
 def test_a_sandbox_that_does_not_open_is_no_verdict(task_type: str) -> None:
     problem = problem_of(task_type, RECORDS[task_type])
     right, _ = TASKS[task_type].example_answers(problem)
@@ -552,7 +560,7 @@ def test_an_environment_of_records_checks_out(tmp_path: Path, task_type: str) ->
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed (apt-get install bubblewrap)")
-@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+@pytest.mark.parametrize("name", ["humaneval", "mbpp", "deepcoder"])
 def test_packaged_environments_name_these_tasks(name: str) -> None:
     """Without their data, a problem of the same form stands in for them, and is run."""
     lines = list(check_environment(Path(name), None))

@@ -32,7 +32,7 @@ class HumanEvalTask(SolutionTask):
         }
         return _REQUEST.format(prompt=prompt.strip("\n")), prompt + text(record, "canonical_solution"), metadata
 
-    def tests(self, problem: Problem) -> Tests:
+    def tests(self, problem: Problem, code: str) -> Tests:
         prompt, test, entry_point = (str(problem.metadata[name]) for name in ("prompt", "test", "entry_point"))
         if "check" not in definitions(test):
             raise UserError("field 'test' does not define check(candidate)")

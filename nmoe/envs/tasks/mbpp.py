@@ -36,7 +36,7 @@ class MbppTask(SolutionTask):
         metadata = {"tests": json.dumps(tests), "setup": setup, "names": json.dumps(names)}
         return request, code, metadata
 
-    def tests(self, problem: Problem) -> Tests:
+    def tests(self, problem: Problem, code: str) -> Tests:
         known = problem.metadata
         tests, names = json.loads(str(known["tests"])), json.loads(str(known["names"]))
         return Tests("asserts", tuple(tests), str(known["setup"]), tuple(names), methods(problem.gold))

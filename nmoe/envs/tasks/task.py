@@ -69,6 +69,9 @@ class TaskProtocol(Protocol):
     def knows_answers(self) -> bool:
         """Whether `example_answers` has a right answer and a wrong one, so that the gold can be graded before a run starts."""
 
+    def knows_answer(self, problem: Problem) -> bool:
+        """Whether it has them for this problem: some records have tests and no solution."""
+
     @property
     def own_records(self) -> bool:
         """Whether `read_record` reads the task's records, by `record_fields` alone."""
@@ -138,6 +141,9 @@ class QuestionTask:
 
     def messages(self, problem: Problem) -> list[Message]:
         return [Message("user", problem.question)]
+
+    def knows_answer(self, problem: Problem) -> bool:
+        return self.knows_answers
 
     def split_key(self, question: str) -> str:
         return question

@@ -113,13 +113,13 @@ def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
         if line.startswith(f"{nonce} "):
             said = json.loads(line.removeprefix(nonce))
             reason = said["reason"]
-            if not said["passed"] and (starved := _starved(judged, solved)):
-                return starved
+            if not said["passed"] and (overloaded := starved(LIMITS, solved, judged)):
+                return overloaded
             if not said["passed"] and solved.failure in ("timeout", "out_of_memory"):
                 reason = f"{solved.failure}: {reason}"
             return Verdict.of(said["passed"], "tests", reason)
-    if starved := _starved(judged, solved):
-        return starved
+    if overloaded := starved(LIMITS, solved, judged):
+        return overloaded
     tail = judged.stderr.decode(errors="replace").strip()[-200:]
     # SIGKILL does not come from the sandbox, which would name its limit, but from the host.
     if judged.failure == "internal_error" or judged.exit_code == -signal.SIGKILL:
@@ -128,23 +128,23 @@ def _verdict(judged: Result, solved: Result, nonce: str) -> Verdict:
     return Verdict.of(False, "tests", f"the tests did not end: {judged.failure} {tail}".strip())
 
 
-def _starved(judged: Result, solved: Result) -> Verdict | None:
-    """An "error" verdict if a deadline passed only because of the machine's load; else None.
+def starved(limits: Limits, *ended: Result) -> Verdict | None:
+    """An "error" verdict if a deadline passed only because of the machine's load; else None. `ended` waited for one another.
 
-    That is so if CPU time was left, and solution and judge were ready to run, but starved, for more than half of the time
-    limit. Then the answer's correctness is unknown.
+    That is so if CPU time was left, and they were ready to run, but starved, for more than half of the time limit. Then the
+    answer's correctness is unknown.
     """
-    late = next((one for one in (solved, judged) if one.failure == "timeout"), None)
-    if late is None or max(judged.cpu_s, solved.cpu_s) >= 0.9 * LIMITS.cpu_s:
+    late = next((one for one in ended if one.failure == "timeout"), None)
+    if late is None or max(one.cpu_s for one in ended) >= 0.9 * limits.cpu_s:
         return None
-    # At any time one of the two waits for the other, so the starved times add up.
-    starved_s = judged.starved_s + solved.starved_s
-    if late.wall_s - starved_s >= LIMITS.wall_s / 2:
+    # At any time one of them waits for the others, so the starved times add up.
+    starved_s = sum(one.starved_s for one in ended)
+    if late.wall_s - starved_s >= limits.wall_s / 2:
         return None
     return Verdict(
         "error",
         0.0,
         "tests",
         f"the machine is overloaded: for {starved_s:.1f} of {late.wall_s:.1f} s others had the CPUs, after which the tests had "
-        f"taken {judged.cpu_s + solved.cpu_s:.1f} s of CPU time and were not done",
+        f"taken {sum(one.cpu_s for one in ended):.1f} s of CPU time and were not done",
     )

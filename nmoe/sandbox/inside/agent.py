@@ -103,7 +103,7 @@ class Agent:
                     raise ValueError(f"no request {unknown!r}")
             if header.get("cwd"):
                 self._cwd = os.path.normpath(os.path.join(self._cwd, header["cwd"]))
-            stdin = blobs[0] if header["op"] == "run" else b""
+            stdin = blobs[-1] if header["op"] in ("run", "python") else b""
             self._call(act, header["limits"], stdin, channel)
 
     def _access_rules(self, read: list[str] | None, write: list[str] | None) -> list[tuple[str, int]]:

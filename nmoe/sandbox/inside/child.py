@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import sys
@@ -76,6 +77,9 @@ def python(code: str) -> Callable[[], None]:
     def act() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "nmoe"]:
             del sys.modules[name]
+        # The interpreter was started without the module site, which defines these two, and its standard input was another one.
+        builtins.__dict__.update({name: _Quitter(name) for name in ("exit", "quit")})
+        sys.stdin = os.fdopen(0, closefd=False)
         main = type(sys)("__main__")
         main.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = main
@@ -92,6 +96,19 @@ def python(code: str) -> Callable[[], None]:
         os._exit(_finish(exit_code))
 
     return act
+
+
+class _Quitter:
+    """`exit` and `quit`, as in any interpreter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"Use {self._name}() to exit"
+
+    def __call__(self, code: object = None) -> NoReturn:
+        raise SystemExit(code)
 
 
 def _show(error: BaseException, code: str) -> None:

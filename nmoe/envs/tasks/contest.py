@@ -1,0 +1,279 @@
+"""Reads the tests of programming contests from the records that datasets have of them.
+
+| dataset | fields |
+|---|---|
+| APPS, TACO | `input_output`: {"inputs": [...], "outputs": [...], "fn_name"} as JSON text |
+| LiveCodeBench | `public_test_cases`, `private_test_cases` (also packed): lists of {"input", "output", "testtype"}; `metadata` |
+| DeepCoder, PRIME | `tests`: such a list with "type", or an object as in APPS; as JSON text or not |
+| SYNTHETIC-1 | `verification_info`: {"language", "test_cases"} |
+| CodeContests | `public_tests`, `private_tests`, `generated_tests`: {"input": [...], "output": [...]} |
+| Codeforces of Open-R1 | `official_tests`: a list of {"input", "output"} |
+| verl | `reward_model.ground_truth`, any of these as JSON text |
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pickletools
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nmoe.envs.tasks.records import Record
+from nmoe.errors import UserError
+
+FIELDS = (
+    "input_output",
+    "tests",
+    "public_test_cases",
+    "private_test_cases",
+    "public_tests",
+    "private_tests",
+    "generated_tests",
+    "official_tests",
+    "verification_info",
+    "reward_model",
+    "reward_spec",
+    "metadata",
+    "fn_name",
+    "checker",
+    "generated_checker",
+    "input_file",
+    "output_file",
+    "time_limit",
+    "memory_limit",
+    "memory_limit_bytes",
+    "tolerance",
+)
+MAX_BYTES = 8 << 20
+"""The most that the tests of a record may hold together; larger ones are left out."""
+
+_MAX_UNPACKED = 256 << 20
+_STDIN, _CALL = ("stdin_stdout", "stdin", "stdio"), ("functional", "function_call")
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The tests of a record. Two tests by standard input, and two calls of `add`:
+
+        Contest(inputs=("1 2\\n", "3 4\\n"), outputs=("3\\n", "7\\n"))
+        Contest(inputs=([1, 2], [3, 4]), outputs=(3, 7), function="add")
+
+    `left_out` tests were too large.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    function: str = ""
+    left_out: int = 0
+
+
+def contest_of(record: Record) -> Contest:
+    """Reads the tests of a record. Raises UserError for a record without tests, or with tests that cannot be run here."""
+    for name in ("checker", "generated_checker"):
+        if record.get(name):
+            raise UserError(
+                f"field {name!r}: several outputs are right, and a program decides which; drop such records"
+            )
+    for name in ("input_file", "output_file"):
+        if record.get(name):
+            raise UserError(f"field {name!r}: the program reads or writes a file, not standard input and output")
+    tests = list(_tests(record))
+    if not tests:
+        raise UserError(f"no tests in any of the fields {', '.join(FIELDS[:9])}; the fields are {', '.join(record)}")
+    functions = {function for _, _, function in tests}
+    if len(functions) > 1:
+        raise UserError(
+            f"the tests are of several kinds: {', '.join(sorted(one or 'standard input' for one in functions))}"
+        )
+    (function,) = functions
+    if function and not function.isidentifier():
+        raise UserError(f"the tests call {function!r}, which is no name of a function")
+    kept, room = [], MAX_BYTES
+    for given, wanted, _ in tests:
+        size = len(json.dumps((given, wanted)))
+        if size <= room:
+            kept.append((given, wanted))
+            room -= size
+    if not kept:
+        raise UserError(f"no test has less than {MAX_BYTES >> 20} MB")
+    if not function and not any(wanted.strip() for _, wanted in kept):
+        raise UserError("the tests expect no output, so that they prove nothing")
+    return Contest(tuple(one for one, _ in kept), tuple(one for _, one in kept), function, len(tests) - len(kept))
+
+
+def _tests(record: Record) -> Iterator[tuple[Any, Any, str]]:
+    """Yields input, output and the name of the function, which is empty for a test by standard input."""
+    function = _function(record)
+    for name in ("input_output", "tests", "public_test_cases", "private_test_cases", "official_tests"):
+        if record.get(name):
+            yield from _read(name, _plain(name, record[name]), function)
+    for name in ("public_tests", "private_tests", "generated_tests"):
+        if record.get(name):
+            yield from _read(name, _plain(name, record[name]), function)
+    if record.get("verification_info"):
+        name = "verification_info"
+        found = _plain(name, record[name])
+        if not isinstance(found, Mapping) or "test_cases" not in found:
+            raise UserError(f"field {name!r} has no test_cases")
+        if found.get("language", "python") not in ("python", "python3"):
+            raise UserError(f"field {name!r} is for {found['language']}; only Python is run here")
+        yield from _read(name, found["test_cases"], function)
+    for name in ("reward_model", "reward_spec"):
+        found = record.get(name)
+        if isinstance(found, Mapping) and found.get("ground_truth"):
+            yield from _read(f"{name}.ground_truth", _plain(f"{name}.ground_truth", found["ground_truth"]), function)
+
+
+def _read(field: str, found: Any, function: str) -> Iterator[tuple[Any, Any, str]]:
+    """Reads an object of parallel lists, or a list of objects."""
+    if isinstance(found, Mapping):
+        inputs, outputs = (found.get(f"{name}s", found.get(name)) for name in ("input", "output"))
+        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+            raise UserError(f"field {field!r} has no inputs and as many outputs")
+        named = found.get("fn_name") or function
+        if named and all(isinstance(one, list) and len(one) == 1 for one in outputs):
+            outputs = [one[0] for one in outputs]  # APPS wraps each result of a call in a list
+        for given, wanted in zip(inputs, outputs, strict=True):
+            yield _call(field, given, wanted, named) if named else _stdin(field, given, wanted)
+    elif isinstance(found, Sequence) and not isinstance(found, str):
+        for case in found:
+            if not isinstance(case, Mapping) or "input" not in case or "output" not in case:
+                raise UserError(f"field {field!r}: a test has no input and output")
+            kind = case.get("testtype") or case.get("type") or (_CALL if case.get("fn_name") else _STDIN)[0]
+            inner = case.get("metadata")
+            named = case.get("fn_name") or (inner.get("func_name") if isinstance(inner, Mapping) else "") or function
+            if kind in _CALL and named:
+                yield _call(field, case["input"], case["output"], named)
+            elif kind in _STDIN:
+                yield _stdin(field, case["input"], case["output"])
+            else:
+                lacks = (
+                    "names no function"
+                    if kind in _CALL
+                    else f"is of type {kind!r}, not {' or '.join((*_STDIN, *_CALL))}"
+                )
+                raise UserError(f"field {field!r}: a test {lacks}")
+    else:
+        raise UserError(f"field {field!r} holds {type(found).__name__}, not tests")
+
+
+def _stdin(field: str, given: Any, wanted: Any) -> tuple[str, str, str]:
+    texts = []
+    for value in (given, wanted):
+        if isinstance(value, list) and all(isinstance(line, str) for line in value):
+            value = "\n".join(value)
+        if not isinstance(value, str):
+            raise UserError(f"field {field!r}: an input or output of a program is {type(value).__name__}, not text")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"field {field!r}: a text with a lone surrogate, which no program can be given") from None
+        texts.append(value)
+    return texts[0], texts[1], ""
+
+
+def _call(field: str, given: Any, wanted: Any, function: str) -> tuple[list[Any], Any, str]:
+    """Reads a call: a list of arguments, or texts of JSON with an argument in each line (LiveCodeBench)."""
+    if isinstance(given, str):
+        try:
+            given = [json.loads(line) for line in given.split("\n") if line.strip()]
+            wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        except ValueError as error:
+            raise UserError(f"field {field!r}: the call of {function} is no JSON: {error}") from None
+    if not isinstance(given, list):
+        raise UserError(f"field {field!r}: the arguments of {function} are {type(given).__name__}, not a list")
+    return given, wanted, function
+
+
+def _function(record: Record) -> str:
+    """The function that the record itself names."""
+    if isinstance(record.get("fn_name"), str):
+        return str(record["fn_name"])
+    found = record.get("metadata")
+    if isinstance(found, str) and found.lstrip().startswith("{"):
+        found = _plain("metadata", found)
+    return str(found.get("func_name") or "") if isinstance(found, Mapping) else ""
+
+
+def _plain(field: str, value: Any) -> Any:
+    """The value, or what its JSON text says; texts packed as LiveCodeBench does it are unpacked."""
+    if not isinstance(value, str):
+        return value
+    try:
+        text = value if value.lstrip()[:1] in ("{", "[") else _unpacked(field, value)
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"field {field!r} is no JSON: {error}") from None
+
+
+def _unpacked(field: str, packed: str) -> str:
+    """Unpacks base64 of zlib of a pickled text, without unpickling: only a pickle of one text is read, by its opcodes."""
+    try:
+        unzip = zlib.decompressobj()
+        data = unzip.decompress(base64.b64decode(packed, validate=True), _MAX_UNPACKED)
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise UserError(f"field {field!r} is neither JSON nor packed tests: {error}") from None
+    if unzip.unconsumed_tail:
+        raise UserError(f"field {field!r} unpacks to more than {_MAX_UNPACKED >> 20} MB")
+    if data[:1] in (b"[", b"{"):
+        return data.decode()
+    texts = []
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"):
+                texts.append(str(argument))
+            elif opcode.name not in ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"):
+                raise UserError(
+                    f"field {field!r} is a pickle with the opcode {opcode.name}; only one text is read, because unpickling more "
+                    "could run code: store the tests as JSON"
+                )
+    except (ValueError, IndexError) as error:
+        raise UserError(f"field {field!r} is no pickle of a text: {error}") from None
+    if len(texts) != 1:
+        raise UserError(f"field {field!r} is a pickle of {len(texts)} texts, not of one")
+    return texts[0]
+
+
+def seconds_of(record: Record) -> float | None:
+    """The record's time limit: 2.0 for `{"time_limit": "2 seconds"}`, 2, and {"seconds": 2, "nanos": 0}; None without one."""
+    value = record.get("time_limit")
+    if isinstance(value, Mapping):
+        seconds, nanos = value.get("seconds") or 0, value.get("nanos") or 0
+        return float(seconds) + float(nanos) / 1e9 or None
+    return _amount(
+        "time_limit", value, {"": 1.0, "s": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "milliseconds": 1e-3}
+    )
+
+
+def memory_mb_of(record: Record) -> float | None:
+    """The record's memory limit in MB: 256.0 for `{"memory_limit": "256 megabytes"}`; None without one."""
+    if record.get("memory_limit_bytes"):
+        return _amount("memory_limit_bytes", record["memory_limit_bytes"], {"": 1 / (1 << 20)})
+    megabytes = dict.fromkeys(("", "mb", "mib", "megabyte", "megabytes"), 1.0)
+    return _amount(
+        "memory_limit", record.get("memory_limit"), {**megabytes, "kb": 1 / 1024, "gb": 1024.0, "gigabytes": 1024.0}
+    )
+
+
+def tolerance_of(record: Record) -> float | None:
+    """The error that the record allows a number of the output; None if numbers are compared as text."""
+    value = record.get("tolerance")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise UserError(f"field 'tolerance' is {value!r}, not a number between 0 and 1")
+    return float(value)
+
+
+def _amount(field: str, value: Any, units: Mapping[str, float]) -> float | None:
+    if value is None or value == "" or value == 0:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if isinstance(value, bool) or found is None or found[2].lower() not in units:
+        raise UserError(f"field {field!r} is {value!r}, not a number of {max(units, key=len) or 'bytes'}")
+    return float(found[1]) * units[found[2].lower()]
