@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 
 FILE = "generation_config.json"
 
@@ -68,8 +69,8 @@ def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        raw = json_of(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: not a JSON object")

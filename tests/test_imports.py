@@ -31,7 +31,7 @@ LEVELS = [
     {"model", "text"},
     {"parallel"},
     {"config", "trajectory", "generation"},
-    {"types", "errors", "statistics", "cores"},
+    {"types", "errors", "statistics", "cores", "parsing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 

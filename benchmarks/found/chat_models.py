@@ -153,3 +153,34 @@ def gold_inside_text() -> Result:
             paid[name] = round(most, 2)
     full = sum(one == 1 for one in paid.values())
     return (f"{len(paid)} of 14 pay, {full} of them in full" if paid else "nothing paid"), not paid
+
+
+@check(14, "200,000 brackets in a replay bundle, a TOML, metrics and a config.json", "4 of 4 refused by name")
+def deep_brackets() -> Result:
+    from nmoe.config.commands.rl import RLConfig
+    from nmoe.config.loader import load
+    from nmoe.errors import UserError
+    from nmoe.model.checkpoint import read_config
+    from nmoe.rollout.bundle import read_bundle
+    from nmoe.runs.record import read_run
+
+    deep = "[" * 200_000
+    for name in ("bundle.json", "config.json"):
+        Path(name).write_text(deep)
+    Path("x.toml").write_text(f"a = {deep}")
+    Path("config.toml").write_text(f"a = {deep}")
+    readers = {
+        "bundle.json": read_bundle,
+        "config.json": read_config,
+        "config.toml": read_run,
+        "x.toml": lambda path: load(path / "x.toml", RLConfig, []),
+    }
+    refused = 0
+    for name, read in readers.items():
+        try:
+            read(Path())
+        except UserError as error:
+            refused += name in str(error)
+        except RecursionError:
+            pass
+    return f"{refused} of 4 refused by name", refused == 4

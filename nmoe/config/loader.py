@@ -2,7 +2,6 @@
 
 import copy
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant, r
 from nmoe.config.schema import follow, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
 from nmoe.errors import UserError
+from nmoe.parsing import toml_of
 
 S = TypeVar("S", bound=Section)
 
@@ -253,7 +253,7 @@ def _read(path: Path, schema: type[Section], named_at: str = "") -> tuple[dict[s
     except (OSError, ValueError) as error:  # a ValueError if the name holds a null character
         raise ConfigError([Mistake(place, f"cannot be read: {error}{by}")]) from None
     try:
-        return tomllib.loads(text), locate(text, path)
+        return toml_of(text), locate(text, path)
     except RecursionError:
         raise ConfigError([Mistake(place, f"arrays or tables nested too deeply{by}")]) from None
     except ValueError as error:  # a TOMLDecodeError, or an integer of more digits than Python reads

@@ -5,10 +5,11 @@ header opens, where a string ends, how deep an array goes. It decodes nothing bu
 """
 
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from nmoe.parsing import toml_of
 
 KeyPath = tuple[str | int, ...]
 """The way to a value from the top of a document: `("task_pool", "sources", 1, "weight")`."""
@@ -126,7 +127,7 @@ class _Scanner:
         while True:
             self._take(_BLANK)
             if self.text[self.at] == '"':
-                parts.append(tomllib.loads(f"key = {self._take(_BASIC_STRING)}")["key"])
+                parts.append(toml_of(f"key = {self._take(_BASIC_STRING)}")["key"])
             elif self.text[self.at] == "'":
                 parts.append(self._take(_LITERAL_STRING)[1:-1])
             else:

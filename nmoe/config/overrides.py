@@ -1,13 +1,13 @@
 """Reads `--section.key=value` from the command line into a document of its own, ready to be laid over the file's."""
 
 import re
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 from nmoe.config.base import Section
 from nmoe.config.locate import KeyPath, Locator, Place
 from nmoe.config.schema import TAG, item_of, sections_of
+from nmoe.parsing import toml_of
 
 _KEY = re.compile(r"--[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)+")
 _OVERRIDE = re.compile(r"--([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
@@ -23,11 +23,8 @@ def read_value(text: str) -> Any:
     """`text` as the TOML value it spells, else as the string it is: `1e-6`, `[1, 2]`, `true`, `"7"`, `grpo`."""
     try:
         # Inside an inline table a value has to be complete: neither a comment nor a second key can follow it.
-        document = tomllib.loads("table = {value = " + text + "}")
-    except (
-        ValueError,
-        RecursionError,
-    ):  # not TOML, an integer of more digits than Python reads, or brackets without end
+        document = toml_of("table = {value = " + text + "}")
+    except ValueError:  # not TOML, an integer of more digits than Python reads, or brackets without end
         return text
     if document.keys() != {"table"} or document["table"].keys() != {"value"}:
         return text

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.text.conversation import ChatMessage, FunctionCall, ToolDefinition
 from nmoe.text.harmony_format import CHANNELS, ROLES
 
@@ -39,8 +39,8 @@ def listed(value: object, column: str) -> Sequence[Any]:
     """A list, or a list written as JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = json_of(value)
+        except ValueError:
             raise UserError(f"{column!r} is the text {shown(value)}, not a list nor the JSON of one") from None
     if not isinstance(value, list | tuple):
         raise UserError(f"{column!r} holds {held(value)}, not a list")
@@ -53,8 +53,8 @@ def text_or_messages(value: object, column: str) -> object:
     if not isinstance(value, str) or not _OBJECTS.fullmatch(value):
         return value
     try:
-        objects = json.loads(value)
-    except (ValueError, RecursionError):
+        objects = json_of(value)
+    except ValueError:
         if _PRINTED_ROLE.search(value):
             raise UserError(
                 f"{column!r} is {shown(value)}, messages as Python prints them; write them as JSON"
@@ -153,8 +153,8 @@ def _content(value: object, where: str, *, needed: bool) -> str:
 def _written_calls(content: object, where: str) -> tuple[FunctionCall, ...]:
     """The calls that a message of the role `function_call` writes as JSON, one or a list of them."""
     try:
-        written = json.loads(content) if isinstance(content, str) else content
-    except (ValueError, RecursionError):
+        written = json_of(content) if isinstance(content, str) else content
+    except ValueError:
         raise UserError(
             f'{where}: a function_call is {shown(content)}, not the JSON of {{"name": "f", "arguments": {{}}}}'
         ) from None

@@ -24,7 +24,6 @@ import difflib
 import errno
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -35,6 +34,7 @@ from nmoe.config.slices import Slice, rows_of, split_name, split_path
 from nmoe.data.hub import how_to_fetch, hub_or_cache, kept_datasets
 from nmoe.data.messages import json_word
 from nmoe.errors import MissingInputError, StorageError, UserError
+from nmoe.parsing import json_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -115,10 +115,10 @@ def read_lines(name: str, lines: Iterable[bytes]) -> Iterator[Row]:
 def _object(where: str, line: bytes) -> dict[str, object]:
     try:
         # A byte order mark may stand before the first line, as some editors write it.
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json_of(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8: {error}; convert the file") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}; each line holds one object") from error
     if not isinstance(value, dict):
         raise UserError(f"{where}: {json_word(value)}, not an object; each line holds one object, {{...}}")
@@ -206,10 +206,10 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Row]:
         yield from read_lines(str(path), file)
         return
     try:
-        rows = json.loads(file.read().decode("utf-8-sig"))
+        rows = json_of(file.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: {error}; convert the file") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     for number, row in enumerate(rows, start=1):
         where = f"{path}: row {number}"

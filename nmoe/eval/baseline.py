@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nmoe.config.modes import why_not_comparable
+from nmoe.parsing import json_of
 from nmoe.runs.comparison import difference_of_results
 from nmoe.runs.storage import step_name
 
@@ -16,7 +16,7 @@ def since_baseline(results: Sequence[Mapping[str, Any]], evaluations: Path) -> l
     """The results, each with `since_start` where the run's step 0 asked the same problems in the same mode: the difference and,
     where there are problems enough, its 95% interval, paired by problem. `evaluations` is the run's directory `eval`."""
     file = evaluations / f"{step_name(0)}.json"
-    before = json.loads(file.read_text())["results"] if file.exists() else []
+    before = json_of(file.read_text())["results"] if file.exists() else []
     known = {(one["mode"], one["dataset"], one.get("role")): one for one in before}
     return [_since(result, known.get((result["mode"], result["dataset"], result.get("role")))) for result in results]
 

@@ -23,6 +23,7 @@ from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outco
 from nmoe.eval.outcomes import Outcome, outcomes_of
 from nmoe.eval.overlap import refuse_overlap
 from nmoe.eval.subject import open_subject
+from nmoe.parsing import json_of
 from nmoe.runs.resolve import trained_on
 from nmoe.runs.storage import append_whole, write_atomically
 from nmoe.text.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ class Pair:
         if torn:
             write_atomically(self.file, b"\n".join([*lines, b""]))
         try:
-            return [record for record in map(json.loads, lines) if "key" in record]
+            return [record for record in map(json_of, lines) if "key" in record]
         except (ValueError, TypeError) as error:
             raise UserError(f"{self.file}: not the results of an evaluation ({error!r}); remove the file") from error
 

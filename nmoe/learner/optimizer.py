@@ -29,6 +29,7 @@ from nmoe.learner.adamw import AdamW
 from nmoe.learner.schedule import Schedule, resumed_schedule
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.parallel.ranks import clip, like, local, own_part, sharded_as, total_norm, whole
+from nmoe.parsing import json_of
 
 # The files of its state.
 TENSORS, SETTINGS = "optimizer.safetensors", "optimizer.json"
@@ -213,7 +214,7 @@ class Optimizer:
         settings = self.settings
         try:
             stored = safe_open(directory / TENSORS, "pt")
-            state = json.loads((directory / SETTINGS).read_text())
+            state = json_of((directory / SETTINGS).read_text())
             self.steps, self.good_steps = int(state["steps"]), int(state["good_steps"])
             self.loss_scale = float(state["loss_scale"])
             asked, peak = settings.schedule_steps > 0, settings.learning_rate

@@ -28,6 +28,7 @@ from nmoe.model.shards import Shards, files_of, write_index, write_shards
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
 from nmoe.parallel.parts import is_sharded
+from nmoe.parsing import json_of
 from nmoe.types import ExpertWeightsForm
 
 # As large as the shards that transformers writes.
@@ -255,7 +256,7 @@ def _write_settings(config: dict[str, Any], generation: dict[str, Any], director
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
+        raw = json_of(path.read_text())
     except FileNotFoundError:
         raise UserError(
             f"{path}: no such file; a checkpoint is a directory with config.json and model.safetensors"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nmoe.errors import UserError
 from nmoe.model.ops.table import ops_for
 from nmoe.model.snapshot import Snapshot, hold
+from nmoe.parsing import json_of
 
 HeadKind = Literal["value", "reward", "step", "score"]
 
@@ -76,7 +77,7 @@ def load_head(directory: Path, hidden_size: int, kind: HeadKind) -> Head:
     """
     path = directory / DESCRIPTION
     try:
-        raw = json.loads(path.read_text())
+        raw = json_of(path.read_text())
         found, width, outputs = raw["kind"], int(raw["hidden_size"]), int(raw["outputs"])
     except FileNotFoundError:
         raise UserError(

@@ -26,6 +26,7 @@ from nmoe.model.families.base import identity
 from nmoe.model.lora import EXPERTS, Lora, LoraSettings, Site, sites
 from nmoe.model.snapshot import Snapshot, hold
 from nmoe.model.transformer import Transformer
+from nmoe.parsing import json_of
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 
@@ -319,7 +320,7 @@ def _row_orders(model: Transformer) -> dict[str, Tensor]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(file.read_text())
+        raw = json_of(file.read_text())
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; an adapter is {CONFIG} and {WEIGHTS}") from None
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -109,7 +110,7 @@ class Shards:
 def _read_index(path: Path) -> dict[Path, list[str]]:
     """The tensors of each shard that an index names. Shards must lie beside the index."""
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json_of(path.read_bytes())
         weight_map = raw["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

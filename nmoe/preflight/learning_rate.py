@@ -8,7 +8,6 @@ given as many as the playbook's own warm-up takes, 5% of the run, if these are m
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.schedule import Schedule, resumed_schedule
+from nmoe.parsing import json_of
 from nmoe.preflight.check import Check
 from nmoe.recipes.setup import optimizer_settings, run_path
 from nmoe.runs.checkpoint import latest_checkpoint
@@ -70,7 +70,7 @@ def _resumed(config: RunConfig, first: int, checkpoint: Path) -> str:
     settings = optimizer_settings(config, updates, first)
     file, note = checkpoint / "optimizer.json", None
     if file.exists():  # of self-play each role has its own
-        state = json.loads(file.read_text())
+        state = json_of(file.read_text())
         asked, done = settings.schedule_steps > 0, state["steps"]
         planned = _planned(settings, (config.run.steps - first) * updates)
         _, note = resumed_schedule(state.get("schedule"), planned, asked, done, settings.learning_rate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from nmoe.envs.pools import build_order
 from nmoe.errors import UserError
 from nmoe.grading.gym import check_installed
 from nmoe.model.shards import INDEX, SINGLE
+from nmoe.parsing import json_of
 from nmoe.preflight.check import Check, failure
 from nmoe.runs.resolve import maker_of
 
@@ -221,7 +221,7 @@ def _lost_weights(snapshot: Path) -> str:
     if not (snapshot / INDEX).is_file():
         return SINGLE
     try:
-        named = sorted(set(json.loads((snapshot / INDEX).read_text())["weight_map"].values()))
+        named = sorted(set(json_of((snapshot / INDEX).read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError):
         return f"a readable {INDEX}"
     return next((file for file in named if not (snapshot / file).is_file()), "")

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.storage import storage_errors
 from nmoe.trajectory import Trajectory
 from nmoe.types import (
@@ -303,7 +304,7 @@ def read_bundle(path: Path) -> Bundle:
     """Reads a bundle. Raises UserError for a path that is not a bundle, or a bundle of another format version."""
     file = path / FILE
     try:
-        raw = json.loads(file.read_bytes())
+        raw = json_of(file.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{path}: no replay bundle (no {FILE} in it); a run's are the directories in its replay/"

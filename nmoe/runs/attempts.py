@@ -17,6 +17,7 @@ from nmoe.config.commands import COMMANDS, command_for, load_run
 from nmoe.config.locate import Locator, Place
 from nmoe.config.overrides import lay_over, override_document, read_override
 from nmoe.errors import UserError
+from nmoe.parsing import toml_of
 from nmoe.runs.directory import flat_keys
 from nmoe.runs.git import changed_files, git, run_git
 from nmoe.runs.storage import write_atomically
@@ -162,7 +163,7 @@ def _keys(tables: dict[str, Any], config: Path) -> dict[str, Any]:
 
 def _tables(text: str, where: str, overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text)
+        tables = toml_of(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where}: not readable as TOML ({error})") from error
     for override in overrides:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.storage import step_name, step_of, storage_errors
 
 MANIFEST = "manifest.json"
@@ -78,7 +79,7 @@ def verify_checkpoint(path: Path) -> None:
     manifest = path / MANIFEST
     remedy = "remove this checkpoint to go on from the one before"
     try:
-        files = json.loads(manifest.read_bytes())["files"]
+        files = json_of(manifest.read_bytes())["files"]
         listed = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
     except FileNotFoundError as error:
         raise UserError(f"{manifest}: missing, so {path} is not a whole checkpoint; {remedy}") from error

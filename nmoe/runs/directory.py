@@ -14,6 +14,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from nmoe.errors import UserError
+from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import checkpoint_step, latest_checkpoint, remove_leftovers, verify_checkpoint
 from nmoe.runs.ledger import Ledger, read_lines
 from nmoe.runs.places import refuse_missing
@@ -244,7 +245,7 @@ def _refuse_lost_checkpoints(path: Path) -> None:
     checkpoints, metrics = path / "checkpoints", read_lines(path / "metrics.jsonl")
     if latest_checkpoint(checkpoints) is not None or not metrics:
         return
-    every = flat_keys(tomllib.loads((path / "config.toml").read_text())).get("checkpoint.every_steps")
+    every = flat_keys(toml_of((path / "config.toml").read_text())).get("checkpoint.every_steps")
     # The first may not have been whole when the run was killed; before a second is begun, it is.
     saved = every is not None and metrics[-1]["step"] >= 2 * every
     if saved or (checkpoints / "latest").is_symlink() or not checkpoints.is_dir():
@@ -274,10 +275,10 @@ def _cut_replays(directory: Path, step: int) -> None:
 
 def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collection[str]) -> None:
     try:
-        stored = flat_keys(tomllib.loads(stored_path.read_text()))
+        stored = flat_keys(toml_of(stored_path.read_text()))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{stored_path}: not readable as TOML ({error}); put back the file the run wrote") from error
-    now = flat_keys(tomllib.loads(config_toml))
+    now = flat_keys(toml_of(config_toml))
     differing = [
         f"  {key}: {_shown(stored, key)} in the run, {_shown(now, key)} now"
         for key in sorted(stored.keys() | now.keys())
@@ -297,7 +298,7 @@ def _refuse_other_config(stored_path: Path, config_toml: str, defaults: Collecti
 
 def _changes(before: str, now: str) -> dict[str, list[Any]]:
     """The dotted keys in which two configurations differ, with both values; None stands for one that is absent."""
-    old, new = flat_keys(tomllib.loads(before)), flat_keys(tomllib.loads(now))
+    old, new = flat_keys(toml_of(before)), flat_keys(toml_of(now))
     return {
         key: [old.get(key), new.get(key)] for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }

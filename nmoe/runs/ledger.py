@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.losses import loss_of
 from nmoe.runs.storage import append_whole, remove_partials, step_name, step_of, write_atomically
 
@@ -82,7 +83,7 @@ class Ledger:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of eval/, oldest first."""
-        return [json.loads(path.read_text()) for path in sorted((self._directory / "eval").glob("step_*.json"))]
+        return [json_of(path.read_text()) for path in sorted((self._directory / "eval").glob("step_*.json"))]
 
     def failure(self, record: Mapping[str, Any]) -> None:
         """Appends to failures.jsonl: `{"step": 10, "failure": "timeout", ...}`."""
@@ -172,7 +173,7 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     pairs = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = json_of(line)
         except ValueError:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):

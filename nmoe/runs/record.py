@@ -1,7 +1,6 @@
 """A run as its files tell of it: configuration, steps, evaluations, and whether it runs, is finished or was interrupted."""
 
 import fcntl
-import json
 import os
 import re
 import tomllib
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from nmoe.config.commands import COMMANDS, command_for
 from nmoe.errors import UserError
+from nmoe.parsing import json_of, toml_of
 from nmoe.runs.directory import LOCK, flat_keys
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
@@ -70,7 +70,7 @@ def _read_run(path: Path) -> RunRecord:
     if not file.exists():
         raise UserError(f"{path}: not the directory of a run (no config.toml); `nmoe runs list` shows those there are")
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = toml_of(file.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not readable as TOML ({error}); put back the file the run wrote") from error
     run = tables.get("run", {})
@@ -101,7 +101,7 @@ def read_evaluations(directory: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(directory.glob("step_*.json")):
         try:
-            record = json.loads(path.read_text())
+            record = json_of(path.read_text())
             for result in record["results"]:
                 result["mode"], result["dataset"], result["problems"]
                 float(result["value"])

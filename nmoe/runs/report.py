@@ -1,6 +1,5 @@
 """The report of a run: results, curves and times, as report.md with plots beside it."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.places import refuse_missing
 from nmoe.runs.plots import plot_curves
@@ -168,7 +168,7 @@ def _evaluations_table(directory: Path) -> str:
 
 def _calibration_table(directory: Path) -> str:
     """The calibration table of the last evaluation that has one: how often a prediction of some probability was right."""
-    records = [json.loads(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
+    records = [json_of(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
     measured = [record for record in records if "calibration" in record]
     if not measured:
         return ""

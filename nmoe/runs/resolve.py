@@ -4,13 +4,13 @@ to the environment that the run was trained on."""
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError
+from nmoe.parsing import toml_of
 from nmoe.runs.checkpoint import best_checkpoint, latest_checkpoint
 
 # What `nmoe speedrun` makes in its directory, and how the names begin of what only the stages of --full make.
@@ -113,6 +113,6 @@ def trained_on(path: Path) -> EnvironmentSettings | None:
     of_checkpoint = [path.parent.parent] if path.parent.name == "checkpoints" else []
     for run in (path, path / "rl", *of_checkpoint):
         file = run / "config.toml"
-        if file.is_file() and isinstance(table := tomllib.loads(file.read_text()).get("environment"), dict):
+        if file.is_file() and isinstance(table := toml_of(file.read_text()).get("environment"), dict):
             return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
     return None

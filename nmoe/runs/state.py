@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from nmoe.errors import UserError
 from nmoe.model.snapshot import Snapshot
+from nmoe.parsing import json_of
 
 STATE = "state.json"
 
@@ -118,7 +119,7 @@ def saved_version(directory: Path) -> int | None:
 
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / STATE
-    state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    state: dict[str, Any] = json_of(path.read_text()) if path.exists() else {}
     for key, part in _MOVED.items():
         if key in state:
             state.setdefault(part, {})[key] = state.pop(key)

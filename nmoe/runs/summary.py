@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.parsing import json_of
 from nmoe.runs.ledger import decisive_results, probe_values, read_lines
 from nmoe.runs.record import interval_of
 
@@ -65,7 +65,7 @@ def headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping
 
 def _evaluated(directory: Path) -> Iterator[str]:
     """The first and the last evaluation of each kind."""
-    records = [json.loads(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
+    records = [json_of(path.read_text()) for path in sorted(directory.glob("step_*.json"))]
     if not records:
         return
     first = {(result["mode"], result["dataset"]): result for result in records[0]["results"]}

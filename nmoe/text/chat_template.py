@@ -294,7 +294,8 @@ class ChatTemplate:
                 date_string=_DATE,
                 **self._names,
             )
-        except (TemplateError, TypeError) as error:  # a TypeError where it joins a text and a content that is none
+        # A TypeError where it joins a text and a content that is none; some nest too deeply to be compiled.
+        except (TemplateError, TypeError, RecursionError) as error:
             roles = " ".join(message["role"] for message in messages)
             raise UserError(f"the chat template refuses a conversation of {roles}: {error}") from error
 

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 
 FILE, CONFIG = "tiktoken.model", "tokenizer_config.json"
 
@@ -87,7 +88,7 @@ def read(directory: Path) -> tuple[tokenizers.Tokenizer, str]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_of(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(config, dict):

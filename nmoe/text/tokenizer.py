@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 
 from nmoe import generation
 from nmoe.errors import MissingInputError, StorageError, UserError
+from nmoe.parsing import json_of
 from nmoe.text import tiktoken_model
 from nmoe.text.harmony_format import CONTROL_TOKENS, END_OF_TEXT, RETURN
 
@@ -170,7 +171,7 @@ class Tokenizer:
         text = self._backend.to_str(pretty=pretty)
         if not self._shown_ids:
             return text
-        definition = json.loads(text)
+        definition = json_of(text)
         for token in definition["added_tokens"]:
             token["special"] = token["id"] not in self._shown_ids
         return json.dumps(definition, ensure_ascii=False, indent=2 if pretty else None)
@@ -276,7 +277,7 @@ class Tokenizer:
     @cached_property
     def _config(self) -> dict[str, Any]:
         try:
-            config: dict[str, Any] = json.loads(self._side_files.get("tokenizer_config.json", "{}"))
+            config: dict[str, Any] = json_of(self._side_files.get("tokenizer_config.json", "{}"))
         except ValueError as error:
             raise UserError(f"{self._origin}/tokenizer_config.json: not JSON: {error}") from error
         if not isinstance(config, dict):

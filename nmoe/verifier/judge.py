@@ -21,6 +21,7 @@ from nmoe.model.device import choose_device
 from nmoe.model.head import Head, load_head
 from nmoe.model.policy import load_policy
 from nmoe.model.transformer import Transformer
+from nmoe.parsing import json_of
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.text.harmony import HarmonyTokenizer
 from nmoe.text.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class Description:
         """Reads the description from a checkpoint. Raises UserError if the checkpoint is not a verifier."""
         path = directory / DESCRIPTION
         try:
-            raw = json.loads(path.read_text())
+            raw = json_of(path.read_text())
             described = cls(raw["mode"], raw["head"], raw["neutral"], raw.get("reads", "last"))
         except FileNotFoundError:
             raise UserError(

@@ -243,7 +243,7 @@ def test_a_key_missing_from_a_section_that_only_an_override_opens(write: Write) 
         (b"a = [", "x.toml: TOML syntax: Invalid value (at end of document)"),
         (b"a = 1\na = 2\n", "x.toml:2:6: TOML syntax: Cannot overwrite a value"),
         (b"a = 1\nb = '\xff'\n", "x.toml:2: not UTF-8 text: invalid start byte"),
-        (b"a = " + b"[" * 9000 + b"]" * 9000, "x.toml: arrays or tables nested too deeply"),
+        (b"a = " + b"[" * 9000 + b"]" * 9000, "x.toml: TOML syntax: arrays or tables nested too deeply"),
     ],
 )
 def test_files_that_are_not_toml(write: Write, content: bytes, expected: str) -> None:

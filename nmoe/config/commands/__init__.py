@@ -1,7 +1,6 @@
 """The schema of each command's configuration, and how one is loaded."""
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from nmoe.config.problems import at
 from nmoe.config.slices import split_path
 from nmoe.config.tables.optimizer import LORA_LEARNING_RATE_FACTOR
 from nmoe.errors import MissingInputError, UserError
+from nmoe.parsing import toml_of
 
 __all__ = ["COMMANDS", "RunConfig", "command_for", "load_run", "located"]
 
@@ -78,7 +78,7 @@ def command_for(path: Path, overrides: Sequence[str] = ()) -> str:
     the first of `COMMANDS` where several do. Raises UserError for a file that cannot be read."""
     path = find_configuration(str(path))
     try:
-        tables = set(tomllib.loads(path.read_text()))
+        tables = set(toml_of(path.read_text()))
     except (OSError, ValueError):
         tables = set()  # loading it says what is wrong
     tables |= {str(override[0][0]) for text in overrides if (override := read_override(text)) is not None}

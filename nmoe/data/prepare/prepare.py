@@ -18,6 +18,7 @@ from nmoe.data.prepare.problems import digest, ends_in_box, integer
 from nmoe.data.prepare.source import parquet_files, read_batches, sha256_of
 from nmoe.data.prepare.survivors import Survivors, columns_of, priority
 from nmoe.errors import StorageError, UserError
+from nmoe.parsing import json_of
 from nmoe.text.tokenizer import Tokenizer
 
 _MANIFEST = "manifest.json"
@@ -97,12 +98,12 @@ def _earlier_files(directory: Path) -> list[str] | None:
     """The names of the files that the preparation in a directory wrote, or was writing when it was killed; None without one.
     A manifest.json may be another program's."""
     try:
-        unfinished = json.loads((directory / _UNFINISHED).read_bytes())
+        unfinished = json_of((directory / _UNFINISHED).read_bytes())
         return [name for name in unfinished["files"] if Path(name).name == name]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     try:
-        manifest = json.loads((directory / _MANIFEST).read_bytes())
+        manifest = json_of((directory / _MANIFEST).read_bytes())
     except (OSError, ValueError):
         return None
     if not isinstance(manifest, dict) or not {"settings", "source", "stages"} <= manifest.keys():
@@ -206,7 +207,7 @@ def _line(record: Mapping[str, str]) -> str:
 
 def _problems_md5(lines: Sequence[str]) -> str:
     """A digest of the set of problems in a file."""
-    hashed = sorted(digest(json.loads(line)["input"]) for line in lines)
+    hashed = sorted(digest(json_of(line)["input"]) for line in lines)
     return hashlib.md5(b"".join(hashed), usedforsecurity=False).hexdigest()
 
 

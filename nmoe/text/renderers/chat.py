@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from nmoe.errors import UserError
+from nmoe.parsing import json_of
 from nmoe.text.chat_template import TAGS, ChatTemplate, ChatTurn, ToolAnswer, read_turn
 from nmoe.text.conversation import END_THINK, THINK, ChatMessage, FunctionCall, ToolDefinition, split_reasoning
 from nmoe.text.harmony_format import HarmonyTokenizer
@@ -198,8 +199,8 @@ def _as_function_call(call: FunctionCall) -> dict[str, Any]:
     arguments = call.arguments
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
+            parsed = json_of(arguments)
+        except ValueError:
             parsed = None
         arguments = parsed if isinstance(parsed, Mapping) else arguments
     taken: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
@@ -209,8 +210,8 @@ def _as_function_call(call: FunctionCall) -> dict[str, Any]:
 def _chat_call(body: str, call_id: str) -> ToolCall:
     """Parses a call from the text between its tags."""
     try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        call = json_of(body)
+    except ValueError as error:
         fault = f"a call is a JSON object between <tool_call> and </tool_call>: {error}"
         return ToolCall("", body.strip(), call_id, fault)
     name = call.get("name") if isinstance(call, dict) else None

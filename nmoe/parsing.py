@@ -1,0 +1,32 @@
+"""JSON and TOML, where nesting too deep for Python is a fault of the text like any other: `[` 200,000 times is no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import Any
+
+# A key of n parts takes n squared memory to read.
+_MOST_PARTS = 100
+_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_MOST_PARTS}}}""")
+
+
+def json_of(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("arrays or objects nested too deeply") from None
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """The tables of a TOML document. Raises tomllib.TOMLDecodeError, a ValueError."""
+    if found := _LONG_KEY.search(text):
+        raise tomllib.TOMLDecodeError(
+            f"a key of more than {_MOST_PARTS} parts (at line {text.count(chr(10), 0, found.start()) + 1}, column 1)"
+        )
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("arrays or tables nested too deeply") from None
