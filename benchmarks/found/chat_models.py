@@ -184,3 +184,20 @@ def deep_brackets() -> Result:
         except RecursionError:
             pass
     return f"{refused} of 4 refused by name", refused == 4
+
+
+@check(14, "<script> in an alert and a name, and a fence in the configuration, in report.md", "no markup")
+def markup_in_reports() -> Result:
+    from markdown_it import MarkdownIt
+
+    from nmoe.runs.report import write_report
+
+    attack = "<script>alert(1)</script> ![x](http://e/x)\n```\n<img src=x>"
+    Path("config.toml").write_text(f"a = '''\n{attack}'''\n")
+    Path("metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
+    Path("alerts.jsonl").write_text(json.dumps({"step": 1, "message": attack}) + "\n")
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(write_report(Path()).read_text())
+    tokens += [child for token in tokens for child in token.children or ()]
+    found = sum(token.type in ("html_block", "html_inline", "link_open") for token in tokens)
+    found += sum(token.type == "image" and "http" in str(token.attrs["src"]) for token in tokens)
+    return f"{found} pieces of markup" if found else "no markup", found == 0

@@ -74,7 +74,7 @@ def write_report(run: Path) -> Path:
     refuse_missing(run)
     metrics = read_lines(run / "metrics.jsonl")
     parts = [
-        f"# Run {run.resolve().name}\n",
+        f"# Run {markdown_text(run.resolve().name)}\n",
         _headline(read_evaluations(run / "eval"), metrics),
         _steps_line(metrics),
         _section("Start and end", _ends_table(metrics)),
@@ -85,7 +85,7 @@ def write_report(run: Path) -> Path:
         _section("Samples", _samples(run)),
         _section("Last alerts", _alerts_table(read_lines(run / "alerts.jsonl"))),
         _section("Provenance", _provenance_table(read_provenance(run))),
-        _section("Configuration", f"```toml\n{config.read_text().strip()}\n```\n"),
+        _section("Configuration", fenced(config.read_text(errors="replace").strip(), "toml")),
     ]
     report = run / "report.md"
     write_atomically(report, "\n".join(part for part in parts if part).encode(errors="replace"))
@@ -107,10 +107,20 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
+def markdown_text(text: str) -> str:
+    """The text for a line of Markdown or a cell of a table: neither HTML, nor a link, nor code."""
+    plain = re.sub(r"([\\|`]|\](?=\())", r"\\\1", " ".join(text.splitlines()))
+    return plain.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def fenced(text: str, language: str) -> str:
+    """The text as a block of code, whose fence is longer than any run of backticks in it."""
+    fence = "`" * max([3, *(1 + len(run) for run in re.findall("`+", text))])
+    return f"{fence}{language}\n{text}\n{fence}\n"
+
+
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    return f"{value:.4g}" if isinstance(value, float) else markdown_text(str(value))
 
 
 def _section(title: str, body: str) -> str:
@@ -119,17 +129,13 @@ def _section(title: str, body: str) -> str:
 
 def _headline(evaluations: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> str:
     result = headline(evaluations, metrics)
-    return f"{_cell(result)}\n" if result else ""
+    return f"{markdown_text(result)}\n" if result else ""
 
 
 def _samples(run: Path) -> str:
-    """Samples of several problems. A fence is longer than any run of backticks in the text that it holds."""
-    blocks = []
-    for record in latest_samples(run):
-        body = "\n".join(sample_lines(record, _SAMPLE_CHARACTERS))
-        fence = "`" * max(3, *(1 + len(one) for one in re.findall("`+", body)), 0)
-        blocks.append(f"{fence}text\n{body}\n{fence}\n")
-    return "\n".join(blocks)
+    """Samples of several problems."""
+    bodies = ("\n".join(sample_lines(record, _SAMPLE_CHARACTERS)) for record in latest_samples(run))
+    return "\n".join(fenced(body, "text") for body in bodies)
 
 
 def _steps_line(metrics: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from nmoe.eval.evaluate import Evaluation
 from nmoe.runs.plots import plot_curves
 from nmoe.runs.recorded import read_provenance
-from nmoe.runs.report import markdown_table
+from nmoe.runs.report import fenced, markdown_table, markdown_text
 from nmoe.runs.storage import storage_errors, write_atomically
 from nmoe.speedrun.examination import Examination
 from nmoe.speedrun.stages import StageRecord
@@ -117,8 +117,8 @@ def _shown(evaluation: Evaluation) -> str:
 def _transcripts(before: Examination, after: Examination) -> list[str]:
     parts = []
     for base, trained in zip(before.transcripts, after.transcripts, strict=True):
-        parts.append(f"**{base.question}** (gold: {base.gold})\n")
+        parts.append(f"**{markdown_text(base.question)}** (gold: {markdown_text(base.gold)})\n")
         for who, transcript in (("base", base), ("trained", trained)):
             verdict = "correct" if transcript.correct else "wrong"
-            parts.append(f"{who}, {verdict}:\n\n```\n{transcript.text}\n```\n")
+            parts.append(f"{who}, {verdict}:\n\n{fenced(transcript.text, 'text')}")
     return parts

@@ -8,7 +8,7 @@ import pytest
 
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
-from nmoe.runs.report import PLOTS, markdown_table, write_report
+from nmoe.runs.report import PLOTS, fenced, markdown_table, markdown_text, write_report
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
@@ -120,3 +120,44 @@ def test_every_metric_of_the_pictures_and_of_the_guidelines_is_documented() -> N
         "router_entropy dead_experts"
     )
     assert {*guidelines.split(), *(name for plot in PLOTS for name in plot.names)} <= documented
+
+
+ATTACK = (
+    "<script>alert(1)</script> ![x](http://e/x) `c` <http://e> [a](http://e)\n```\n<img src=x onerror=alert(1)>\n# H"
+)
+
+
+def test_nothing_that_a_policy_or_a_user_wrote_is_markup_in_the_report(tmp_path: Path) -> None:
+    """Read by a renderer of CommonMark that lets HTML through, as many do."""
+    from markdown_it import MarkdownIt
+
+    provenance = {"seed": 3, "threads": 1, "started_utc": "2026-01-02T03:04:05Z", "argv": ["nmoe", ATTACK]}
+    config = f"[run]\nsteps = 1\n[environment]\nsystem = {json.dumps(ATTACK)}\nlines = '''\n{ATTACK}'''\n"
+    with RunDirectory.create(tmp_path / "a <b>bold<b>", config, provenance, resume=False) as run:
+        run.ledger.metrics(1, {"reward_mean": 0.5})
+        result = {"mode": "greedy_pass@1", "dataset": ATTACK, "problems": 200, "value": 0.5, "low": 0.4, "high": 0.6}
+        run.ledger.evaluation(1, {"results": [result]})
+        run.ledger.alert({"step": 1, "message": ATTACK})
+        sample = {"step": 1, "problem": ATTACK, "question": ATTACK, "text": ATTACK, "answer": ATTACK, "reward": 1.0}
+        run.ledger.samples(1, [sample])
+    text = write_report(tmp_path / "a <b>bold<b>").read_text()
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
+    tokens += [child for token in tokens for child in token.children or ()]
+    kinds = {token.type for token in tokens}
+    assert kinds.isdisjoint({"html_block", "html_inline", "link_open", "code_inline"})
+    assert {token.attrs["src"] for token in tokens if token.type == "image"} == {"plots/reward.png"}
+    titles = [token.children[0].content for token in tokens if token.type == "inline" and token.map]
+    assert "H" not in titles
+    # It is all there, as text.
+    shown = [token.content for token in tokens if token.type == "text"]
+    assert "Run a <b>bold<b>" in shown
+    assert any("<script>alert(1)</script>" in one for one in shown)
+    assert sum(ATTACK in token.content for token in tokens if token.type == "fence") == 1  # the configuration, verbatim
+
+
+def test_fences_are_longer_than_those_inside() -> None:
+    assert fenced("a", "text") == "```text\na\n```\n"
+    assert fenced("a\n````\nb `c`", "") == "`````\na\n````\nb `c`\n`````\n"
+    assert markdown_text("a|b\\c\n`d` [e](f) [0.1, 0.2] x_y <z> &lt;") == (
+        "a\\|b\\\\c \\`d\\` [e\\](f) [0.1, 0.2] x_y &lt;z> &amp;lt;"
+    )
