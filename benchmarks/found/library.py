@@ -93,3 +93,75 @@ def messages_name_the_thing_meant() -> Result:
     missing = [command for command, part in MESSAGES if found[command][0] != 2 or part not in found[command][1]]
     right = len(MESSAGES) - len(missing)
     return f"{right} of {len(MESSAGES)}" + (f", not {missing[0]!r}" if missing else ""), not missing
+
+
+@check(26, "rewards= beside records with a right answer", "the answer is graded, and the reward is added")
+def rewards_leave_the_gold_graded() -> Result:
+    import json
+
+    import nmoe
+
+    def one(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = nmoe.train_rl(TINY, env=[{"prompt": "2+2=", "answer": "4"}], rewards=[one], config=SHORT)
+    sample = json.loads((run.path / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    graded = "correctness" in sample["components"]
+    return f"task {sample['task_type']}, gold {sample['gold']!r}, graded: {graded}", graded and sample["gold"] == "4"
+
+
+@check(26, "contradictions and foreign objects in a call of train_rl", "9 of 9 refused with the way that works")
+def contradictions_are_refused() -> Result:
+    import torch
+
+    import nmoe
+    from nmoe.errors import UserError
+
+    cases: dict[str, dict[str, Any]] = {
+        "model.path": {"model": "a", "config": {"model.path": "b"}},
+        "shape": {"config": {"model.shape.layers": 3}},
+        "environment.path": {
+            "env": [{"prompt": "1+1=", "answer": "2"}],
+            "config": SHORT | {"environment.path": "sort"},
+        },
+        "run.steps": {"config": SHORT | {"run": {"steps": 2}}},
+        "module": {"model": torch.nn.Linear(2, 2)},
+        "optimizer": {"optimizer": 1},
+        "lr": {"lr": 1e-5},
+        "agent": {"generate_fn": lambda prompt: "x"},
+        "tools": {"tools": torch.nn.Linear},
+    }
+    ignored = []
+    for name, arguments in cases.items():
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                nmoe.train_rl(**({"model": TINY, "env": "sort", "config": SHORT} | arguments))
+            ignored.append(name)
+        except UserError as error:
+            if name == "model.path" and "drop one" not in str(error):
+                ignored.append(name)
+        except Exception:
+            ignored.append(name)
+    refused = len(cases) - len(ignored)
+    return f"{refused} of {len(cases)} refused" + (f", not {', '.join(ignored)}" if ignored else ""), not ignored
+
+
+@check(26, "records as a datasets.Dataset, and a lambda as a reward", "both train")
+def datasets_and_lambdas_train() -> Result:
+    import datasets
+
+    import nmoe
+
+    def trains(**arguments: Any) -> bool:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                nmoe.train_rl(TINY, config=SHORT, **arguments)
+        except Exception:
+            return False
+        return True
+
+    records = [{"prompt": "2+2=", "answer": "4"}]
+    dataset = trains(env=datasets.Dataset.from_list(records))
+    reward = trains(env=[{"prompt": "a"}], rewards=[lambda completions, **columns: [1.0] * len(completions)])
+    return f"Dataset {dataset}, lambda {reward}", dataset and reward

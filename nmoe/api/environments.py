@@ -3,32 +3,38 @@ rewards."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nmoe.api.given import rows_of, settings
 from nmoe.config.environment import load_environment
-from nmoe.config.registry import hand_over
+from nmoe.config.registry import hand_over, load_object
+from nmoe.config.tables.pools import DatasetKeys
+from nmoe.data.rows import read_rows
 from nmoe.envs.decorators import SETTINGS
 from nmoe.envs.environment import Environment
+from nmoe.envs.pools.fields import has_gold
 from nmoe.envs.rewards.function import check_signature
 from nmoe.envs.tasks.own import MultiTurnEnv, Task
 from nmoe.errors import UserError
 
 Reward = Callable[..., Any] | Mapping[str, Any]
-Env = str | Path | Environment | Task | MultiTurnEnv | type | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Data = Iterable[Mapping[str, Any]] | str | Path
+Env = str | Path | Environment | Task | MultiTurnEnv | type | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
 
 def environment_table(
     env: Env | None,
     rewards: Sequence[Reward] = (),
     tools: Sequence[Callable[..., Any] | str] = (),
-    data: Sequence[Mapping[str, Any]] | str | Path | None = None,
+    data: Data | None = None,
 ) -> dict[str, Any]:
     """The `[environment]` table that says the same as these arguments of `nmoe.train_rl`.
 
-    Raises UserError for anything that is not an environment, a reward or a tool.
+    Raises UserError for anything that is not an environment, a reward, a tool or records, and where `env` and `data` name
+    different problems.
     """
     table = _table(env)
     for key in ("task_pool", "tools"):
@@ -36,21 +42,49 @@ def environment_table(
             raise UserError(f"env: {key} = {table[key]!r} is not a table; write a dict")
     if data is not None:
         table.setdefault("env_id", "records")
-        # Other problems of the same task.
-        task_type = {key: value for key, value in table.get("task_pool", {}).items() if key == "task_type"}
+        pool = table.get("task_pool", {})
+        if isinstance(env, Mapping) and (other := [key for key in _PLACES if key in pool and "path" not in env]):
+            raise UserError(
+                f"env: task_pool.{other[0]} = {pool[other[0]]!r} names problems, and data names others: drop either"
+            )
+        # Other problems, which are read and graded as those of `env`.
+        kept = {key: value for key, value in pool.items() if key in DatasetKeys.model_fields}
         if isinstance(data, str | Path):
-            table["task_pool"] = {**_pool(Path(data)), **task_type}
+            table["task_pool"] = {**_pool(Path(data)), **kept}
         else:
-            table["task_pool"] = {"type": "python", "call": hand_over(_records(data))[0], **task_type}
+            table["task_pool"] = {"type": "python", "call": hand_over(_records(data, "data"))[0], **kept}
     if rewards:
         table["rewards"] = [*table.get("rewards", ()), *_rewards(rewards, _names(table))]
     if tools:
+        if callable(tools) or isinstance(tools, str):
+            raise UserError(f"tools = {tools!r} is not a list; write tools=[...]")
         used = table.get("tools", {}).get("use", ())
         table["tools"] = {**table.get("tools", {}), "use": [*used, *_tools(tools, _names(table))]}
     pool = table.get("task_pool", {})
     if (data is not None or pool.get("type") == "python") and "task" not in table and "task_type" not in pool:
-        table["task"] = "open" if rewards else "math"
+        # Rewards are added to the grade where there is a right answer, as [[rewards]] are.
+        table["task"] = "open" if rewards and not _has_gold(pool) else "math"
     return table
+
+
+# The keys of a task pool that say which problems there are.
+_PLACES = ("path", "dataset", "call", "source", "sources")
+
+
+def _has_gold(pool: Mapping[str, Any]) -> bool:
+    """Whether the first record of the pool has a right answer, in the field that is named or in one of those that are known."""
+    if "answer_field" in pool:
+        return True
+    try:
+        if pool["type"] == "python":
+            records = load_object("pool", pool["call"])
+            first = next(iter(records() if callable(records) else records))
+        else:
+            subset, split = pool.get("subset"), pool.get("split", "train")
+            _, first = next(read_rows(pool.get("path") or pool["dataset"], subset=subset, split=split))
+    except (UserError, StopIteration):  # reading all of it says what is wrong
+        return False
+    return has_gold(first)
 
 
 def _names(table: Mapping[str, Any]) -> set[str]:
@@ -66,18 +100,31 @@ def _table(env: Env | None) -> dict[str, Any]:
         env = env.settings.model_dump(exclude_unset=True)
     if isinstance(env, str | Path):
         return load_environment(Path(env)).model_dump(exclude_unset=True)
-    if isinstance(env, Mapping):
+    if isinstance(env, Mapping) and not (env and all(hasattr(split, "column_names") for split in env.values())):
+        if isinstance(named := env.get("path"), str | Path):
+            beside = {key: value for key, value in env.items() if key != "path"}
+            return joined(_table(named), _table(beside))
         task = env.get("task")
         return {**_table(task), **env, "task": hand_over(task)[0]} if _is_task(task) else dict(env)
     if _is_task(env):
         name = (env if isinstance(env, type) else type(env)).__name__
         return {"env_id": name, "task": hand_over(env)[0]}
-    if isinstance(env, Sequence) and not isinstance(env, str | bytes):
-        return {"env_id": "records", "task_pool": {"type": "python", "call": hand_over(_records(env))[0]}}
+    if (isinstance(env, Iterable) or hasattr(env, "to_pylist")) and not isinstance(env, bytes | type):
+        return {"env_id": "records", "task_pool": {"type": "python", "call": hand_over(_records(env, "env"))[0]}}
     raise UserError(
-        f"env = {env!r} is not an environment: pass a TOML file or packaged name, a Task or MultiTurnEnv, an Environment, "
-        "the table of one as a dict, or a list of records"
+        f"env = {env!r} is not an environment: pass a TOML file or packaged name, a Task or MultiTurnEnv, an Environment, the "
+        "table of one as a dict, or records; what answers the policy turn by turn is a MultiTurnEnv, and what samples in its "
+        "place is generate_fn"
     )
+
+
+def joined(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with the keys of the other over it, table by table."""
+    both = {
+        key: joined(table[key], value) if isinstance(value, Mapping) and isinstance(table.get(key), Mapping) else value
+        for key, value in over.items()
+    }
+    return {**table, **both}
 
 
 def _is_task(part: Any) -> bool:
@@ -90,13 +137,8 @@ class Records(list[dict[str, Any]]):
     __module__ = "passed"
 
 
-def _records(records: Sequence[Mapping[str, Any]]) -> Records:
-    for number, record in enumerate(records):
-        if not isinstance(record, Mapping):
-            raise UserError(f"record {number} is {record!r}, not a dict such as {{'prompt': '...', 'answer': '...'}}")
-    if not records:
-        raise UserError("there are no records; an environment needs at least one")
-    return Records(dict(record) for record in records)
+def _records(records: Any, what: str) -> Records:
+    return Records(rows_of(records, what))
 
 
 def _pool(path: Path) -> dict[str, Any]:
@@ -119,11 +161,22 @@ def _rewards(rewards: Sequence[Reward], beside: set[str]) -> list[dict[str, Any]
         elif callable(one):
             check_signature(one)
             settings = getattr(one, SETTINGS, {})
-            name = getattr(one, "__name__", type(one).__name__)
+            name = _reward_name(one, {str(table.get("name")) for table in tables})
             tables.append({"type": "function", "name": name, "call": calls[id(one)], **settings})
         else:
             raise UserError(f"rewards has {one!r}, which is neither a function nor the table of a reward as a dict")
     return tables
+
+
+def _reward_name(function: Callable[..., Any], taken: set[str]) -> str:
+    """A function's own name; of a lambda, which has none, "lambda", "lambda_2" and so on."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if name.isidentifier():
+        return name
+    name, number = re.sub(r"\W", "", name) or "reward", 1
+    while (numbered := f"{name}_{number}" if number > 1 else name) in taken:
+        number += 1
+    return numbered
 
 
 def _tools(tools: Sequence[Callable[..., Any] | str], beside: set[str]) -> list[str]:
@@ -145,21 +198,25 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> tuple[Path | N
     tables: dict[str, Any] = {}
     for key, value in config.items():
         *above, last = str(key).split(".")
+        value = settings(str(key), value)
         for name in reversed(above):
             last, value = name, {last: value}
-        _merge(tables, last, value)
-    for name, table in tables.items():
-        tables_in_array = isinstance(table, list | tuple) and all(isinstance(one, dict) for one in table)
-        if not isinstance(table, dict) and not tables_in_array and name != "environment":
+        _merge(tables, last, value, last)
+    for name in ("run", "model", "records"):  # which the library itself writes into
+        if not isinstance(table := tables.get(name, {}), dict):
             raise UserError(f"config: {name} = {table!r} is not a table; write a dict, or a key in it as '{name}.KEY'")
     return None, tables
 
 
-def _merge(table: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a value; of two tables, all values. A path may be a path object or a run."""
+def _merge(table: dict[str, Any], name: str, value: Any, path: str) -> None:
+    """Sets a value; of two tables, all values. Raises UserError for a key that is given twice, with different values."""
     if isinstance(value, Mapping):
-        inside = table[name] = table[name] if isinstance(table.get(name), dict) else {}
+        if name in table and not isinstance(table[name], dict):
+            raise UserError(f"config: {path} = {table[name]!r}, and it is a table, too: drop one of the two")
+        inside = table.setdefault(name, {})
         for key, one in value.items():
-            _merge(inside, str(key), one)
+            _merge(inside, str(key), one, f"{path}.{key}")
+    elif name in table and table[name] != value:
+        raise UserError(f"config: {path} is given twice, as {table[name]!r} and as {value!r}: drop one of the two")
     else:
-        table[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        table[name] = value

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from nmoe.api.environments import Env, environment_table
+from nmoe.api.environments import Data, Env, environment_table
+from nmoe.api.given import explained, model_path
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings, held_out
 from nmoe.config.registry import names_of_one_call
@@ -65,7 +66,7 @@ def load_model(
 
     Raises UserError for a path that holds no model, a model of an unknown family, and a device that is not there.
     """
-    return _loaded(resolve_checkpoint(Path(path)), device, expert_weights)
+    return _loaded(resolve_checkpoint(model_path(path, "path")), device, expert_weights)
 
 
 def _loaded(directory: Path, device: str, expert_weights: ExpertWeightsForm) -> Transformer:
@@ -74,6 +75,7 @@ def _loaded(directory: Path, device: str, expert_weights: ExpertWeightsForm) -> 
     return load_policy_on(directory, device, expert_weights, "device")
 
 
+@explained
 def generate(
     model: str | Path,
     prompts: Prompt | Sequence[Prompt],
@@ -100,10 +102,11 @@ def generate(
     those of `load_model`.
     Raises UserError for a prompt that leaves no room in the model's context.
     """
-    directory = resolve_checkpoint(Path(model))
+    path = model_path(model)
+    directory = resolve_checkpoint(path)
     tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device, expert_weights)
     loaded.requires_grad_(False)
-    trained = trained_on(Path(model))
+    trained = trained_on(path)
     form = natural_format(tokenizer) or "text" if trained is None else in_format(trained, tokenizer).format
     renderer = RENDERERS[form](tokenizer)
     requests = []
@@ -130,12 +133,13 @@ def generate(
     return [[completion(sample) for sample in samples] for samples in engine.run(sample())]
 
 
+@explained
 @names_of_one_call()
 def evaluate(
     model: str | Path,
     env: Env,
     *,
-    data: Sequence[Mapping[str, Any]] | str | Path | None = None,
+    data: Data | None = None,
     problems: int = 200,
     samples: int = 1,
     temperature: float = 0.0,
@@ -162,7 +166,8 @@ def evaluate(
         raise UserError(
             f"problems = {problems}, samples = {samples}, max_new_tokens = {max_new_tokens}: each is at least 1"
         )
-    directory = resolve_checkpoint(Path(model))
+    path = model_path(model)
+    directory = resolve_checkpoint(path)
     tokenizer, loaded = Tokenizer.load(directory), _loaded(directory, device, expert_weights)
     loaded.requires_grad_(False)
     settings = parse(environment_table(env, data=data), EnvironmentSettings, Locator(Place("evaluate")))

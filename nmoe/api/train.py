@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nmoe.api.environments import Env, Reward, environment_table, read_config
+from nmoe.api.environments import Data, Env, Reward, environment_table, joined, read_config
+from nmoe.api.given import checked_generate_fn, explained, model_path, refuse_contradiction, rows_of
 from nmoe.config.commands import RunConfig, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig, SFTConfig
@@ -31,7 +32,6 @@ from nmoe.runs.storage import write_atomically
 C = TypeVar("C", bound=RunConfig)
 
 Model = str | Path | Mapping[str, Any]
-Data = str | Path | Sequence[Mapping[str, Any]]
 Config = Mapping[str, Any] | str | Path
 
 # Steps of a run whose length nothing says.
@@ -68,6 +68,7 @@ class TrainedRun:
         return str(self.path)
 
 
+@explained
 @names_of_one_call()
 def train_rl(
     model: Model | None = None,
@@ -96,8 +97,10 @@ def train_rl(
     `model` is a run, a checkpoint or the name of a model on the Hugging Face hub; a dict is the `[model.shape]` of a
     new model over bytes, which begins with plain text (`format = "boxed"`). `env` is an environment's file or
     packaged name, a `Task` or `MultiTurnEnv` (class or instance), an `Environment`, the table of an environment as a
-    dict, or a list of records. Records with `rewards` need a `prompt` alone; without `rewards` they are graded
-    against their `answer`, as mathematics. `data` has the records of a `Task`: a list or a file.
+    dict, or records. Records are graded against their `answer`, as mathematics, and `rewards` are added to that grade;
+    with `rewards` they need a `prompt` alone. `env={"task": "open"}` with `data` grades by `rewards` alone, whatever fields
+    there are. `data` has records to use in place of the environment's. Records are a list of dicts, a file, a generator, a
+    `datasets.Dataset`, a table of Arrow or a DataFrame.
 
     `rewards` are functions with TRL's signature, or tables of `[[rewards]]` as dicts; `tools` are functions or names.
     Functions and objects are used as such, wherever they were defined. `generate_fn(request, engine)` samples in place of
@@ -112,13 +115,21 @@ def train_rl(
     """
     from nmoe.rl.train import train
 
+    if generate_fn is not None:
+        checked_generate_fn(generate_fn)
     file, tables = read_config(config)
-    if isinstance(named := tables.get("environment"), str):
-        if env is not None:
+    said = tables.pop("environment", None)
+    if env is None:
+        env = said
+    elif said is not None:
+        if isinstance(said, str) or "path" in said:
+            named = said if isinstance(said, str) else said["path"]
             raise UserError(f"config: environment = {named!r}, and env names one as well; drop either")
-        env = tables.pop("environment")
+        given = environment_table(env)
+        refuse_contradiction(said, given, "environment", "env")
+        env = joined(given, said)
     if (environment := environment_table(env, rewards, tools, data)) or file is None:
-        tables["environment"] = {**tables.get("environment", {}), **environment}
+        tables["environment"] = environment
     if isinstance(model, Mapping) and "environment" in tables:
         # A new model has no format yet, and plain text asks for none.
         tables["environment"].setdefault("format", "boxed")
@@ -130,6 +141,7 @@ def train_rl(
         return TrainedRun(train(checked, generate_fn))
 
 
+@explained
 def train_sft(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
     """Fine-tunes a model on examples and returns the run: one epoch, unless `config` says otherwise.
 
@@ -151,6 +163,7 @@ def train_sft(model: Model | None = None, data: Data | None = None, *, config: C
         return TrainedRun(sft(_on_records(SFTConfig, model, data, config, "sft")))
 
 
+@explained
 def train_dpo(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
     """Trains a model on preference pairs by DPO and returns the run: one epoch, unless `config` says otherwise.
 
@@ -172,6 +185,7 @@ def train_dpo(model: Model | None = None, data: Data | None = None, *, config: C
         return TrainedRun(dpo(_on_records(DPOConfig, model, data, config, "dpo")))
 
 
+@explained
 def train_reward(model: Model | None = None, data: Data | None = None, *, config: Config | None = None) -> TrainedRun:
     """Trains a reward model on preference pairs and returns the run, which `[[rewards]] type = "reward_model"` takes as
     its path.
@@ -212,10 +226,13 @@ def _torch_as_it_was() -> Iterator[None]:
 def _on_records(schema: type[C], model: Model | None, data: Data | None, config: Config | None, verb: str) -> C:
     file, tables = read_config(config)
     run, records = tables.setdefault("run", {}), tables.setdefault("records", {})
-    if isinstance(data, str | Path):
-        records["path"] = str(data)
-    elif data is not None:
-        records["path"] = str(_written(data, Path(run.get("directory", "runs"))))
+    if data is not None:
+        if other := [key for key in ("path", "sources") if key in records]:
+            raise UserError(
+                f"config: records.{other[0]} = {records[other[0]]!r}, and data names records as well; drop either"
+            )
+        path = data if isinstance(data, str | Path) else _written(data, Path(run.get("directory", "runs")))
+        records["path"] = str(path)
     if file is None and "steps" not in run:
         records.setdefault("epochs", 1.0)
     return _config(schema, model, file, tables, f"train_{verb}", verb)
@@ -227,10 +244,12 @@ def _config(
     """The checked configuration: the model, and a name that no run has where none was given. Refuses what the commands refuse."""
     from nmoe.preflight.preflight import refuse_to_start
 
-    if isinstance(model, Mapping):
-        tables["model"] = {"tokenizer": BYTES, **tables.get("model", {}), "shape": _shape(model)}
-    elif model is not None:
-        tables["model"] = {**tables.get("model", {}), "path": str(Path(model))}
+    if model is not None:
+        given = {"shape": _shape(model)} if isinstance(model, Mapping) else {"path": str(model_path(model))}
+        said = tables.get("model", {})
+        refuse_contradiction(said, given, "model", "model")
+        over_bytes = {"tokenizer": BYTES} if isinstance(model, Mapping) else {}
+        tables["model"] = {**over_bytes, **joined(said, given)}
     named = "name" in tables.get("run", {})
     config = load_run_with(file, schema, tables, source, name)
     free, number = config.run, 2
@@ -255,19 +274,15 @@ def _shape(model: Mapping[str, Any]) -> dict[str, Any]:
     return shape
 
 
-def _written(data: Sequence[Mapping[str, Any]], directory: Path) -> Path:
+def _written(data: Iterable[Mapping[str, Any]], directory: Path) -> Path:
     """Writes records where the run can read them again when it is resumed: `runs/data/0a1b2c3d4e5f.jsonl`, named by their
     content."""
     lines = []
-    for number, record in enumerate(data):
-        if not isinstance(record, Mapping):
-            raise UserError(f"record {number} of the data is {record!r}, not a dict")
+    for number, record in enumerate(rows_of(data, "data")):
         try:
-            lines.append(json.dumps(dict(record)) + "\n")
+            lines.append(json.dumps(record) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(f"record {number} of the data has no JSON form: {error}") from None
-    if not lines:
-        raise UserError("the data has no records")
     text = "".join(lines)
     path = directory / "data" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

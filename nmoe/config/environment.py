@@ -90,6 +90,9 @@ class EnvironmentSettings(Section):
         yield from super().conflicts()
         if self.rubric is not None and self.curriculum is not None:
             yield Conflict("rubric", "the weights of the curriculum's stages apply; drop [rubric] or [curriculum]")
+        own = getattr(self.task_pool, "task_type", None)
+        if self.task is not None and own not in (None, self.task):
+            yield Conflict("task", f"task_pool.task_type = {own!r} says another task; drop one of the two")
         if self.tools is not None and self.format == "boxed":
             yield Conflict("tools", "the boxed format has no tool calls; use harmony or chat")
         if self.reasoning_effort is not None and self.format == "boxed":

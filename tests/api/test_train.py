@@ -481,8 +481,8 @@ def by(value: Any) -> Wrong:
     ("arguments", "said"),
     [
         ({"env": 3}, "env = 3 is not an environment"),
-        ({"env": []}, "there are no records"),
-        ({"env": ["a"]}, "record 0 is 'a', not a dict"),
+        ({"env": []}, "env has no records"),
+        ({"env": ["a"]}, "record 0 of env is 'a', not a dict"),
         ({"env": [{"prompt": "a"}]}, "no field 'answer'"),
         ({"env": [{"question": "1 + 1", "answer": None}]}, "answer"),
         ({"env": NoGrade}, "NoGrade.* is not an environment"),
@@ -553,9 +553,9 @@ def test_supervised_runs_read_lists_and_end_after_an_epoch() -> None:
         nmoe.train_sft(TINY, [{"prompt": "a\ud800", "completion": "b"}])
     with pytest.raises(UserError, match="problems = 0, samples = 1, max_new_tokens = 256: each is at least 1"):
         nmoe.evaluate(dpo, "sort", problems=0)
-    with pytest.raises(UserError, match="record 1 of the data is 3, not a dict"):
+    with pytest.raises(UserError, match="record 1 of data is 3, not a dict"):
         nmoe.train_sft(TINY, [{"prompt": "a", "completion": "b"}, 3])  # type: ignore[list-item]
-    with pytest.raises(UserError, match="the data has no records"):
+    with pytest.raises(UserError, match="data has no records"):
         nmoe.train_dpo(TINY, [])
 
 

@@ -50,7 +50,7 @@ def test_code_lines_are_counted_without_comments_and_docstrings() -> None:
 
 def test_each_example_says_how_it_is_run() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert len(scripts) == 6
+    assert len(scripts) == 8
     for script in scripts:
         assert f"    python examples/{script.name}   " in (ast.get_docstring(ast.parse(script.read_text())) or "")
 
@@ -116,3 +116,21 @@ def test_the_margin_of_the_preferred_answer_rises(example: ModuleType) -> None:
     assert margins[-1] > 0.05  # 0.083
     assert tuned.metrics[-1]["rewards/accuracies"] == 1
     assert example.share(tuned) > example.share(base)  # 0.63 against 0.48
+
+
+# documented: python examples/run_sft.py
+@pytest.mark.parametrize("example", ["run_sft"], indirect=True)
+def test_fine_tuning_as_one_call(example: ModuleType) -> None:
+    run = example.main(epochs=60.0)
+    assert run.metrics[0]["loss"] > 5
+    assert run.metrics[-1]["loss"] < 0.3  # 0.22 after 40 epochs, below 0.01 after 100
+    assert len(code_lines(Path(str(example.__file__)).read_text())) <= 30
+
+
+# documented: python examples/run_rl.py
+@pytest.mark.parametrize("example", ["run_rl"], indirect=True)
+def test_reinforcement_learning_as_one_call(example: ModuleType) -> None:
+    run = example.main(steps=30)
+    assert run.metrics[0]["reward_mean"] < 0.1
+    assert run.metrics[-1]["reward_mean"] > 0.2  # 0.35; 0.86 after the 60 steps of the example
+    assert len(code_lines(Path(str(example.__file__)).read_text())) <= 40

@@ -51,6 +51,11 @@ def fields_of(settings: DatasetKeys, record: Mapping[str, Any], has_gold: bool) 
     return Fields(question, settings.answer_field or _found(record, GOLD_FIELDS, "answer_field"))
 
 
+def has_gold(record: Mapping[str, Any]) -> bool:
+    """Whether one of the known fields of a gold answer has a value."""
+    return any(_at(record, field) is not None for field in GOLD_FIELDS)
+
+
 def question_of(record: Mapping[str, Any], field: str) -> tuple[tuple[Message, ...], str]:
     """Returns the messages before the question, and the question."""
     return split_prompt(_value(record, field, "problem_field"), field)
@@ -72,12 +77,14 @@ def gold_of(record: Mapping[str, Any], field: str, types: tuple[type, ...] = (st
 
 def _found(record: Mapping[str, Any], known: Sequence[str], setting: str) -> str:
     there = [field for field in known if _at(record, field) is not None]
+    or_none = ', or task_type = "open" where no answer is the right one' if setting == "answer_field" else ""
     if len(there) > 1:
-        raise UserError(f"the fields {' and '.join(map(repr, there))} may both be meant: set {setting} to one of them")
+        raise UserError(
+            f"the fields {' and '.join(map(repr, there))} may both be meant: set {setting} to one of them{or_none}"
+        )
     if not there and (null := [field for field in known if field in record]):
         raise UserError(f"the field {null[0]!r} is null; fill it in or remove the record")
     if not there:
-        or_none = ', or task_type = "open" where no answer is the right one' if setting == "answer_field" else ""
         raise UserError(
             f"no field {' or '.join(map(repr, known))}; the fields are {_names(record)}: set {setting} to one of them{or_none}"
         )

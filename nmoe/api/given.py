@@ -1,0 +1,162 @@
+"""What a program hands over: made into what a run reads, or refused with the way that works."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from nmoe.config.elsewhere import keys_meant
+from nmoe.errors import UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Parameters of TRL's trainers, and ours.
+_PARAMETERS = {
+    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_func", "reward", "reward_function"), "rewards"),
+    **dict.fromkeys(("train_dataset", "dataset", "records", "prompts"), "data"),
+    **dict.fromkeys(("environment", "task", "task_pool"), "env"),
+    **dict.fromkeys(("args", "settings", "training_args", "cfg"), "config"),
+    **dict.fromkeys(("rollout_func", "rollout_fn", "sample_fn", "agent", "generate"), "generate_fn"),
+    **dict.fromkeys(("model_name", "checkpoint", "policy", "model_name_or_path"), "model"),
+}
+_OWN_LOOP = "a run makes its own AdamW by [optimizer]; with another optimizer, write the loop: examples/rl_loop.py"
+
+
+def explained(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which answers an argument that it does not take with the one that is meant, as a UserError."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if unknown := [name for name in kwargs if name not in known]:
+            raise UserError(f"{function.__name__}: {unknown[0]}: {_argument_meant(unknown[0], list(known))}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _argument_meant(name: str, known: list[str]) -> str:
+    if name == "optimizer":
+        return f"no such argument; {_OWN_LOOP}"
+    if (meant := _PARAMETERS.get(name)) in known:
+        return f"no such argument; did you mean {meant}?"
+    keys = keys_meant((name,))
+    if keys and "config" in known:
+        return f"no such argument; a setting is passed as config={{{keys[0]!r}: ...}}"
+    return f"no such argument; there are {', '.join(known)}"
+
+
+def model_path(model: Any, what: str = "model") -> Path:
+    """The path of a run or checkpoint, or a name on the hub. Raises UserError for anything else, such as a module in memory."""
+    if isinstance(model, str | os.PathLike):
+        return Path(model)
+    kind = type(model).__name__
+    if isinstance(model, Mapping):
+        raise UserError(
+            f"{what}: a dict is the shape of a new model, which has learned nothing yet; pass a run or checkpoint"
+        )
+    if hasattr(model, "save_pretrained"):
+        way = f'{what}.save_pretrained("start") and tokenizer.save_pretrained("start"), then pass "start"'
+    elif type(model).__module__.startswith("nmoe."):
+        way = (
+            "pass the path that it was loaded from; a loop of your own saves by Learner.save, as in examples/rl_loop.py"
+        )
+    else:
+        way = "pass the directory of a checkpoint, a name on the hub, or the shape of a new model as a dict"
+    raise UserError(f"{what} is a {kind} in memory, and a run starts from a path: {way}")
+
+
+def rows_of(data: Any, what: str) -> list[dict[str, Any]]:
+    """Records as a list of dicts: from a list, a generator, a `datasets.Dataset`, a table of Arrow or a DataFrame.
+
+    Raises UserError for anything else, an empty one among them, with `what` as its name.
+    """
+    if isinstance(data, Mapping):
+        first = next(iter(data), None)
+        if first is not None and not isinstance(data[first], list | tuple | str) and isinstance(data[first], Iterable):
+            raise UserError(f"{what} is a {type(data).__name__} of several splits; pass one, {what}[{first!r}]")
+        raise UserError(f"{what} is a dict of columns, or one record; pass a list of dicts, one for each record")
+    if hasattr(data, "to_pylist"):
+        data = data.to_pylist()
+    elif hasattr(data, "to_dict") and hasattr(data, "columns"):
+        data = data.to_dict("records")
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise UserError(f"{what} is {_shown(data)}, and no records: pass a list of dicts, a datasets.Dataset or a file")
+    rows = []
+    for number, record in enumerate(data):
+        if not isinstance(record, Mapping):
+            raise UserError(f"record {number} of {what} is {_shown(record)}, not a dict")
+        rows.append(dict(record))
+    if not rows:
+        raise UserError(f"{what} has no records")
+    return rows
+
+
+def checked_generate_fn(function: Any) -> None:
+    """Raises UserError for a `generate_fn` that cannot be called with a request and an engine."""
+    way = "pass a function (request, engine) that returns a list of nmoe.Sample, sync or async (docs/guides/library.md)"
+    if not callable(function):
+        raise UserError(f"generate_fn is a {type(function).__name__}, which is no function; {way}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UserError(
+            f"generate_fn: {name}{inspect.signature(function)} does not take a request and an engine; {way}"
+        ) from None
+    except ValueError:  # a function in C tells nothing of its arguments
+        return
+
+
+def settings(path: str, value: Any) -> Any:
+    """A value of a configuration: paths as texts, numbers of other libraries as Python's. Raises UserError, with `path` as its
+    name, for what no configuration can hold."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {str(key): settings(f"{path}.{key}", one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [settings(f"{path}[{index}]", one) for index, one in enumerate(value)]
+    if isinstance(value, str | int | float | datetime.date | datetime.time) or _is_task_or_record(path):
+        return value
+    if tuple(getattr(value, "shape", (0,))) == () and hasattr(value, "item"):
+        return value.item()
+    raise UserError(f"config: {path} = {_shown(value)} is no setting; {_way_of(value)}")
+
+
+def _is_task_or_record(path: str) -> bool:
+    """Whether a value stands in the table of an environment, which has checks of its own for the objects in it."""
+    return path.partition(".")[0] == "environment"
+
+
+def _way_of(value: Any) -> str:
+    if value is None:
+        return "leave it out for its default"
+    if hasattr(value, "param_groups"):
+        return _OWN_LOOP
+    if callable(value):
+        return "functions and objects are arguments: model, env, rewards, tools, generate_fn"
+    return "settings are numbers, texts, true or false, and lists and dicts of them"
+
+
+def refuse_contradiction(said: Mapping[str, Any], given: Mapping[str, Any], path: str, argument: str) -> None:
+    """Raises UserError where `config` and an argument say different things of one key."""
+    for key in said.keys() & given.keys():
+        one, other = said[key], given[key]
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            refuse_contradiction(one, other, f"{path}.{key}", argument)
+        elif one != other:
+            raise UserError(
+                f"config: {path}.{key} = {_shown(one)}, and {argument} says {_shown(other)}: drop one of the two"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
