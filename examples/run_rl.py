@@ -1,7 +1,7 @@
 """Reinforcement learning on an environment, as one call.
 
-    python examples/run_rl.py --base runs/speedrun/base --env sort --steps 200     minutes, by the model
-    python examples/run_rl.py                                                      five seconds on a core
+    python examples/run_rl.py                   five seconds on a core
+    python examples/run_rl.py --base runs/speedrun/base --env sort --steps 200
 
 Without arguments a new model over bytes learns a task of six lines: to say capital letters other than the one that it reads. The
 mean score rises from 0 to above 0.8. The command `nmoe rl train` does the same from a TOML file; `rl_loop.py` shows the parts

@@ -1,9 +1,10 @@
 """Supervised fine-tuning on a file of conversations or completions, as one call.
 
-    python examples/run_sft.py --base runs/speedrun/base --data train.jsonl     the time depends on the file
+    python examples/run_sft.py                  five seconds on a core
+    python examples/run_sft.py --base runs/speedrun/base --data train.jsonl --epochs 2
 
-Without arguments a new model over bytes learns three sums, in five seconds on a core: the loss falls from 5.6 to below 0.1. The
-command `nmoe sft` does the same from a TOML file; `rl_loop.py` shows the parts beneath.
+Without arguments a new model over bytes learns three sums: the loss falls from 5.6 to below 0.1. The command `nmoe sft` does the
+same from a TOML file; `rl_loop.py` shows the parts beneath.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from nmoe.config.base import DataPath, FromFile, Section
 from nmoe.config.locate import KeyPath, Locator, Place, locate
 from nmoe.config.overrides import indexed, lay_over, malformed, override_document, read_override
 from nmoe.config.problems import ConfigError, Mistake, at, explain, key_meant, renamed_key
-from nmoe.config.schema import follow, item_of, section_for, sections_of
+from nmoe.config.schema import follow, has_several_types, item_of, section_for, sections_of
 from nmoe.config.slices import split_path
 from nmoe.errors import UserError
 from nmoe.parsing import toml_of
@@ -100,8 +100,13 @@ def _check(
     try:
         settings = schema.model_validate(data)
     except ValidationError as errors:
+        of_several_types = set()
         for error in errors.errors(include_url=False):
-            path, _ = follow(schema, error["loc"])
+            path, annotations = follow(schema, error["loc"])
+            if has_several_types(annotations[-1]):  # each type has an error of its own
+                if path in of_several_types:
+                    continue
+                of_several_types.add(path)
             if not _follows_from(unread, path, error["type"]):
                 problems.extend(explain(error, schema, where, commands))
     if problems:

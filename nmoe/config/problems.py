@@ -236,7 +236,8 @@ def _one_of(value: Any, choices: Sequence[str], path: KeyPath) -> str:
 
 
 def _wrong_type(kind: str, value: Any, path: KeyPath, where: Locator, annotation: Any) -> str:
-    message = f"expected {_EXPECTED[kind]}, got {_type_words(value)}"
+    others = "".join(f", or {toml_value(choice)}" for choice in choices_of(annotation))
+    message = f"expected {_EXPECTED[kind]}{others}, got {_type_words(value)}"
     if isinstance(value, dict) and sections_of(item_of(annotation, 0)):
         name = key_name(path[where.place(path).root :], is_table=True)
         message += f"; write [{name}], once for each table"

@@ -50,7 +50,8 @@ def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]
     """Turns pydantic's location of an error into a key path, with the annotation met at each step.
 
     In a location the tag of a union's member stands between the key and what lies below it:
-    `("task_pool", "jsonl", "path")` becomes `("task_pool", "path")`. The list begins with `schema` itself, so that it is
+    `("task_pool", "jsonl", "path")` becomes `("task_pool", "path")`. The name of a type stands behind a key that has
+    several, `("run", "resume", "bool")`, and is left out likewise. The list begins with `schema` itself, so that it is
     one longer than the path; an unknown key's annotation is None.
     """
     path: KeyPath = ()
@@ -60,6 +61,8 @@ def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]
         if len(sections) > 1:
             annotations[-1] = next((section for section in sections if tag_of(section) == step), None)
             continue
+        if has_several_types(annotations[-1]):
+            continue
         path = (*path, step)
         if sections:
             known = sections[0].model_fields.get(str(step))
@@ -67,6 +70,16 @@ def follow(schema: type[Section], location: KeyPath) -> tuple[KeyPath, list[Any]
         else:
             annotations.append(item_of(annotations[-1], step))
     return path, annotations
+
+
+def has_several_types(annotation: Any) -> bool:
+    """Whether a value may have one of several types that are neither sections nor arrays: `bool | Literal["auto"]`."""
+    if get_origin(annotation) is Annotated:
+        return has_several_types(get_args(annotation)[0])
+    if get_origin(annotation) not in (Union, UnionType):
+        return False
+    members = [member for member in get_args(annotation) if member is not NoneType]
+    return len(members) > 1 and not any(sections_of(member) or get_origin(member) is tuple for member in members)
 
 
 def item_of(annotation: Any, index: str | int) -> Any:
