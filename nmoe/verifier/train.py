@@ -16,7 +16,7 @@ from typing import Any
 
 from nmoe.config.commands.supervised import VerifierConfig
 from nmoe.config.tables.verifier import VerifierSection
-from nmoe.data.prm import LabelledSteps, StepDataset, normal, read_source
+from nmoe.data.prm import LabelledSteps, StepDataset, read_source
 from nmoe.data.prm.labelled import prefix_keys
 from nmoe.data.stream import ExampleStream
 from nmoe.envs.pools.order import stable_hash
@@ -31,6 +31,7 @@ from nmoe.recipes.run_loop import HeldOut
 from nmoe.recipes.setup import Start, load_tokenizer, settle
 from nmoe.recipes.supervised import Supervised, supervise
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.question import question_key
 from nmoe.types import Message
 from nmoe.verifier.form import Form, Group, form_batch
 from nmoe.verifier.judge import Description, Judge
@@ -122,15 +123,15 @@ def read_data(section: VerifierSection) -> tuple[StepDataset, StepDataset]:
     reading = read_source(section.prm_source, section.prm_split, *places, neutral_is)
     if section.held_out_source is not None:
         held_out = read_source(section.held_out_source, section.held_out_split, *places, neutral_is)
-        problems = {normal(one.problem) for one in held_out.solutions}
-        kept = [one for one in reading.solutions if normal(one.problem) not in problems]
+        problems = {question_key(one.problem) for one in held_out.solutions}
+        kept = [one for one in reading.solutions if question_key(one.problem) not in problems]
         dropped = reading.dropped + Counter(
             {"solutions to problems that are evaluated on": len(reading.solutions) - len(kept)}
         )
         return StepDataset(kept, reading.records, dropped), held_out
     parts: dict[bool, list[LabelledSteps]] = {True: [], False: []}
     for one in reading.solutions:
-        drawn = stable_hash("held out", normal(one.problem)) / 2**64
+        drawn = stable_hash("held out", question_key(one.problem)) / 2**64
         parts[drawn < section.held_out_share].append(one)
     return StepDataset(parts[False], reading.records, reading.dropped), StepDataset(parts[True])
 

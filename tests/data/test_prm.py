@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stepwise_cases import write_stepwise
 
-from nmoe.data.prm import LabelledSteps, StepDataset, read_source
+from nmoe.data.prm import LabelledSteps, StepDataset, read_source, split_steps
 from nmoe.errors import UserError
 from nmoe.speedrun import steps as domain
 
@@ -226,6 +226,34 @@ def test_stepwise_records(tmp_path: Path) -> None:
     (one,) = (reading := read(tmp_path, record)).solutions
     assert one == LabelledSteps(PROBLEM, ("a", "b"), ("+", "-"), False, one.where, rest=("c",))
     assert reading.dropped == Counter({"steps after the first wrong one": 1})
+
+
+MULTILINE = {"prompt": PROBLEM, "completions": ["a\nb", "c\n\n# d\n\n e "], "labels": [True, True]}
+SHEPHERD = "3 + 4? Step 1: a\nb ки\nStep 2: c\n\n# d\n\n e ки"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        MULTILINE,
+        {"input": SHEPHERD, "label": SHEPHERD.replace("ки", "+"), "task": "GSM8K"},
+        prm800k([step(completion("a\nb", 1)), step(completion("c\n\n# d\n\n e ", 1))]),
+    ],
+)
+def test_each_line_of_a_step_is_a_step_as_it_is_of_an_answer(tmp_path: Path, record: dict[str, Any]) -> None:
+    (one,) = read(tmp_path, record).solutions
+    assert one.steps == ("a", "b", "c", "# d", "e")
+    assert one.labels == ("+",) * 5
+    assert list(one.steps) == split_steps("\n".join(one.steps)) == split_steps("a\nb\nc\n\n# d\n\n e ")
+
+
+def test_a_wrong_step_is_wrong_at_its_last_line_and_its_other_lines_have_no_label(tmp_path: Path) -> None:
+    (one,) = read(tmp_path, MULTILINE | {"labels": [True, False]}).solutions
+    assert (one.labels, one.first_wrong, one.score) == (("+", "+", None, None, "-"), 4, 0)
+    (one,) = read(tmp_path, MULTILINE | {"labels": ["neutral", "correct"]}, neutral_is=None).solutions
+    assert (one.labels, one.score) == (("0", "0", "+", "+", "+"), 1)
+    (one,) = read(tmp_path, MULTILINE | {"labels": [False, True]}).solutions
+    assert (one.steps, one.labels, one.rest) == (("a", "b"), (None, "-"), ("c", "# d", "e"))
 
 
 @pytest.mark.parametrize(

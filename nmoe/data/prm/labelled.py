@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from nmoe.text.question import question_key
+
 LABELS = ("+", "0", "-")
 """Right, neutral, wrong (`nmoe.data.records.STEP_LABELS`)."""
 
@@ -30,6 +32,32 @@ class LabelledSteps:
     where: str
     rest: tuple[str, ...] = ()
     alternative: bool = False
+
+    @classmethod
+    def of_record(
+        cls,
+        problem: str,
+        steps: Sequence[str],
+        labels: Sequence[str | None],
+        finished: bool,
+        where: str,
+        rest: Sequence[str] = (),
+        alternative: bool = False,
+    ) -> LabelledSteps:
+        """The solution of a record, whose steps may hold line breaks: each line is a step, as it is of an answer (`split_steps`),
+        so that a verifier is trained at the positions where it will judge.
+
+        All lines of a right step are right, and of a neutral one neutral. That a step is wrong stands at its last line, where the
+        whole step has been read; the lines before have no label, because the record does not say which of them is wrong.
+        """
+        lines: list[str] = []
+        of_lines: list[str | None] = []
+        for step, label in zip(steps, labels, strict=True):
+            parts = _lines_of(step)
+            lines += parts
+            of_lines += [None if label == "-" else label] * (len(parts) - 1) + [label]
+        behind = [line for step in rest for line in _lines_of(step)]
+        return cls(problem, tuple(lines), tuple(of_lines), finished, where, tuple(behind), alternative)
 
     @property
     def first_wrong(self) -> int | None:
@@ -69,13 +97,18 @@ class StepDataset:
 
 
 def normal(text: str) -> str:
-    """A step or problem with normalised spaces, for comparison."""
+    """A step with normalised spaces, for comparison."""
     return " ".join(text.split())
 
 
 def split_steps(text: str) -> list[str]:
     """The steps of a solution's text: its non-blank lines."""
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _lines_of(step: str) -> list[str]:
+    """The lines of a record's step; a blank one stays a step, whose label would be lost otherwise."""
+    return split_steps(step) or [step]
 
 
 def settle(reading: StepDataset, neutral_is: str | None) -> StepDataset:
@@ -112,5 +145,5 @@ def _keyed(solution: LabelledSteps, neutral_is: str | None) -> Iterator[tuple[tu
 
 def prefix_keys(problem: str, steps: Sequence[str]) -> list[tuple[str, ...]]:
     """For every step what tells its prefix from others: problem and steps, as they are compared."""
-    told = [normal(problem), *map(normal, steps)]
+    told = [question_key(problem), *map(normal, steps)]
     return [tuple(told[: end + 2]) for end in range(len(steps))]

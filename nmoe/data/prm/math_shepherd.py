@@ -46,7 +46,7 @@ def read_math_shepherd(rows: Iterable[Row]) -> StepDataset:
         else:
             rest = []
         if steps:
-            solution = LabelledSteps(problem, tuple(steps), tuple(labels), finished, where, tuple(rest))
+            solution = LabelledSteps.of_record(problem, steps, labels, finished, where, rest)
             reading.solutions.append(solution)
     return reading
 

@@ -76,7 +76,7 @@ def _solutions(where: str, record: Mapping[str, Any], dropped: Counter[str]) -> 
                 dropped["completions without a rating"] += 1
                 continue
             told, rated = (*steps, completion.text), (*labels, completion.label)
-            alternatives.append(LabelledSteps(problem, told, rated, finished=False, where=where, alternative=True))
+            alternatives.append(LabelledSteps.of_record(problem, told, rated, False, where, alternative=True))
         if taken is None or _dropped(taken, dropped):
             finished = False
             break
@@ -92,7 +92,7 @@ def _solutions(where: str, record: Mapping[str, Any], dropped: Counter[str]) -> 
         if generated[: len(steps)] == steps:
             rest = generated[len(steps) :]
             dropped["steps after the first wrong one"] += len(rest)
-    whole = LabelledSteps(problem, tuple(steps), tuple(labels), finished, where, tuple(rest))
+    whole = LabelledSteps.of_record(problem, steps, labels, finished, where, rest)
     return [whole, *alternatives] if any(one is not None for one in labels) else alternatives
 
 

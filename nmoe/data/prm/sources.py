@@ -72,7 +72,7 @@ def _read_stepwise(path: str, split: str) -> StepDataset:
         problem = "\n\n".join(message.content for message in record.prompt if message.role != "system")
         end = record.labels.index("-") + 1 if "-" in record.labels else len(record.steps)
         reading.dropped["steps after the first wrong one"] += len(record.steps) - end
-        solution = LabelledSteps(
+        solution = LabelledSteps.of_record(
             problem,
             record.steps[:end],
             record.labels[:end],
