@@ -78,3 +78,81 @@ def difference_of_shares_stays_in_range() -> Result:
     (line,) = [one for one in compare_runs(f"{place}/a*", f"{place}/b*") if one.startswith("  correctness")]
     low, high = (float(part.strip("[,]")) for part in line.split()[4:6])
     return f"[{low:+.4g}, {high:+.4g}]", -1 <= low <= high <= 1
+
+
+@check(20, "200 questions under two system messages: held-out records whose question is trained on", "0 of 40")
+def a_system_message_makes_no_other_question() -> Result:
+    from nmoe.data.held_out import held_out, prompt_of
+    from nmoe.data.records import PromptCompletion
+    from nmoe.text.conversation import ChatMessage
+
+    records = [
+        PromptCompletion(
+            f"{system}{number}",
+            (ChatMessage("system", system), ChatMessage("user", f"What is {number} + 1?")),
+            (ChatMessage("assistant", str(number + 1)),),
+        )
+        for system in ("Be brief.", "Think first.")
+        for number in range(200)
+    ]
+    drawn = held_out([prompt_of(record) for record in records], 0.1, 0)
+    trained = {one.prompt[1].content for place, one in enumerate(records) if place not in drawn}
+    leaked = sum(records[place].prompt[1].content in trained for place in drawn)
+    return f"{leaked} of {len(drawn)}", leaked == 0
+
+
+@check(
+    20, "`nmoe rl train` with three training problems among those of an [[eval]]", "refused, with the number and one"
+)
+def evaluation_on_training_problems_is_refused() -> Result:
+    import json
+
+    from nmoe.config.commands import load_run_with
+    from nmoe.config.commands.rl import RLConfig
+    from nmoe.errors import UserError
+    from nmoe.preflight.preflight import refuse_to_start
+    from nmoe.text.tokenizer import Tokenizer
+
+    def pool(name: str, numbers: range) -> dict[str, object]:
+        rows = [json.dumps({"question": f"What is {n} + 1?", "answer": str(n + 1)}) + "\n" for n in numbers]
+        Path(f"{name}.jsonl").write_text("".join(rows))
+        source = {"type": "jsonl", "path": f"{name}.jsonl", "task_type": "math"}
+        return {"env_id": name, "format": "boxed", "task_pool": source}
+
+    Tokenizer.train((), 264).save(Path("tokenizer"))
+    shape = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "intermediate_size": 64}
+    tables = {
+        "run": {"steps": 4},
+        "model": {"tokenizer": "tokenizer", "shape": shape | {"context_tokens": 4096}},
+        "environment": pool("training", range(10)),
+        "eval": [{"environment": pool("held_out", range(7, 17))}],
+    }
+    try:
+        refuse_to_start(load_run_with(None, RLConfig, tables, "test", "run"))
+    except UserError as error:
+        said = str(error)
+        return said[:140], "3 of 10 problems" in said and "what is" in said
+    return "it begins", False
+
+
+@check(
+    21,
+    "a labelled solution whose steps hold line breaks: trained and judged places",
+    "the same places, the same tokens",
+)
+def steps_are_split_in_one_way() -> Result:
+    import json
+
+    from nmoe.data.prm import read_labelled, split_steps
+    from nmoe.text.tokenizer import Tokenizer
+    from nmoe.types import Message
+    from nmoe.verifier.form import DiscriminativeForm
+
+    steps = ["4+7=11.\nSo far 11.", "11+2=13.\n\n# Answer\n\n13"]
+    Path("step.jsonl").write_text(json.dumps({"prompt": "Sum 4+7+2.", "completions": steps, "labels": [True, True]}))
+    one = read_labelled("step.jsonl", "train").solutions[0]
+    form = DiscriminativeForm(Tokenizer.train((), 264), "step")
+    (shown,) = form.training([Message("user", one.problem)], one.steps, one.labels)
+    (asked,) = form.question([Message("user", one.problem)], split_steps("\n".join(steps)), 10**6)
+    same = shown.scored == asked.scored and shown.inputs[: len(asked.inputs)] == asked.inputs
+    return f"trained at {shown.scored}, judged at {asked.scored}", same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -147,6 +147,7 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
+    allow_trained_on: bool = False,
 ) -> list[Evaluation]:
     """Evaluates a model on the problems of an environment: over all of them first, then by source.
 
@@ -158,9 +159,11 @@ def evaluate(
     `env` and `data` are those of `train_rl`. Generated problems are those of the held-out split. One sample per problem
     gives `greedy_pass@1` at temperature 0 and `sampling_pass@1` above; several give pass@k and, by majority, `sampling_pass@n`.
     `device` and `expert_weights` are those of `load_model`.
-    Raises UserError for problems without a right answer, and for numbers that are not positive.
+    Raises UserError for problems without a right answer, for numbers that are not positive, and for problems that the run was
+    trained on, unless `allow_trained_on`; then the results say how many those are.
     """
     from nmoe.eval.evaluate import evaluate as evaluated
+    from nmoe.eval.overlap import find_overlap
 
     if min(problems, samples, max_new_tokens) < 1:
         raise UserError(
@@ -175,10 +178,11 @@ def evaluate(
     # The records of a dataset have no held-out split: they are what was asked for.
     if held_out(settings) is not None:
         environment = environment.held_out()
+    overlap = find_overlap(environment, problems, Path(model), tokenizer, allowed=allow_trained_on)
     limit = environment.token_limit(max_new_tokens)
     environment.leave_out_overlong(loaded.config.context_tokens, limit)
     with ToolRuntime(environment, SandboxSettings()) as runtime:
-        return evaluated(
+        results = evaluated(
             NativeEngine(loaded, EngineSection().max_sequences),
             environment,
             loaded.config.context_tokens,
@@ -189,6 +193,8 @@ def evaluate(
             seed=seed,
             runtime=runtime,
         )
+    common = None if overlap is None else overlap.common or None
+    return [replace(one, trained_on=common if one.outcomes else None) for one in results]
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -63,6 +63,14 @@ def evaluate(
             metavar="RUN_OR_CHECKPOINT", help="A reward model or verifier that chooses among the samples of a problem."
         ),
     ] = None,
+    allow_trained_on: Annotated[
+        bool,
+        typer.Option(
+            "--allow-trained-on",
+            help="Evaluate although the model was trained on some of the problems, which is refused otherwise; the results then "
+            "say so.",
+        ),
+    ] = False,
     format_check: Annotated[
         bool,
         typer.Option(
@@ -133,7 +141,7 @@ def evaluate(
             raise UserError(f"{mode} samples nothing; leave out the settings of sampling")
         from nmoe.eval.choices import choices_command
 
-        choices_command(named, mode, problems, device, out)
+        choices_command(named, mode, problems, device, out, allow_trained_on=allow_trained_on)
         return
     chosen = mode_of(mode, samples, temperature)
     from nmoe.eval.asked import Asked, models_and_benchmarks
@@ -142,5 +150,15 @@ def evaluate(
     checkpoints, benchmarks = models_and_benchmarks(named)
     from nmoe.verifier.scorers import load_scorer
 
-    asked = Asked(chosen, problems or 200, seed, max_tokens, reasoning_effort, device, expert_weights, best_of)
+    asked = Asked(
+        chosen,
+        problems or 200,
+        seed,
+        max_tokens,
+        reasoning_effort,
+        device,
+        expert_weights,
+        best_of,
+        allow_trained_on,
+    )
     sweep_command(checkpoints, benchmarks, asked, results, out, load_scorer)

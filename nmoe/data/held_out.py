@@ -1,4 +1,4 @@
-"""Choose the records to hold out. Records with the same prompt stay together, so that no evaluated prompt is trained on."""
+"""Choose the records to hold out. Records that ask the same stay together, so that no evaluated question is trained on."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Sequence
 
 from nmoe.data.records import Conversation, Preference, Prompt, PromptCompletion, Record, Stepwise, Text
 from nmoe.errors import UserError
-from nmoe.text.conversation import ChatMessage
+from nmoe.text.question import conversation_key, question_key
 
 
 def prompt_of(record: Record) -> str:
-    """What a record asks, as a text to compare with others: its prompt, or a conversation up to the assistant's first message. A
-    text, and a conversation that nobody begins, is whole what it is."""
+    """What a record asks, as it is compared with others (`nmoe.text.question`): the user's turns of its prompt, or of a
+    conversation before its first answer. A text is whole what it is."""
     match record:
         case Text():
-            return record.text
+            return question_key(record.text)
         case Conversation():
             said = record.messages
-            first = next((place for place, message in enumerate(said) if message.role == "assistant"), len(said))
-            return _written(said[:first] if any(message.role == "user" for message in said[:first]) else said)
+            asked = next((place for place, message in enumerate(said) if message.role == "user"), len(said))
+            answered = (place for place in range(asked, len(said)) if said[place].role == "assistant")
+            return conversation_key(said[: next(answered, len(said))])
         case Prompt() | PromptCompletion() | Preference() | Stepwise():
-            return _written(record.prompt)
+            return conversation_key(record.prompt)
 
 
 def held_out(prompts: Sequence[str], share: float, seed: int) -> set[int]:
@@ -53,7 +54,3 @@ def refuse_empty(kind: str, count: int, drawn: int, share: float) -> None:
             f"all {count} {kind} have one prompt, which is trained on or evaluated on and not both; name data of its own to "
             "evaluate on in records.held_out_path"
         )
-
-
-def _written(messages: Sequence[ChatMessage]) -> str:
-    return "\x1e".join(f"{message.role}\x1f{message.content.strip()}" for message in messages)

@@ -17,7 +17,7 @@ from nmoe.types import ExpertWeightsForm
 @dataclass(frozen=True)
 class Asked:
     """The mode, how many problems, and the seed. `max_tokens` and `reasoning_effort` replace those of context and environment;
-    `best_of` is a scorer that chooses among the samples."""
+    `best_of` is a scorer that chooses among the samples. `allow_trained_on` permits problems that a model was trained on."""
 
     mode: Mode
     problems: int
@@ -27,6 +27,7 @@ class Asked:
     device: str = "auto"
     expert_weights: ExpertWeightsForm = "dequantized"
     best_of: Path | None = None
+    allow_trained_on: bool = False
 
 
 def sampling_record(mode: Mode, max_tokens: int | None, effort: str | None) -> dict[str, Any]:

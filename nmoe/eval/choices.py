@@ -26,12 +26,12 @@ from nmoe.eval.core import cut
 from nmoe.eval.evaluate import Evaluation, distinct_problems, summarise_outcomes
 from nmoe.eval.likelihood import Continuation, Likelihood, likelihoods
 from nmoe.eval.outcomes import Outcome, key_of
-from nmoe.eval.overlap import refuse_overlap
+from nmoe.eval.overlap import find_overlap
 from nmoe.eval.sweep import Cell, compare, table, table_json
 from nmoe.model.policy import load_policy_on
 from nmoe.model.transformer import Transformer
 from nmoe.runs.progress import counting
-from nmoe.runs.resolve import resolve_checkpoint, trained_on
+from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import write_atomically
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Problem
@@ -84,18 +84,26 @@ def choices(
 
 
 def choices_command(
-    named: Sequence[Path], mode: str, problems: int | None, device: str = "auto", out: Path | None = None
+    named: Sequence[Path],
+    mode: str,
+    problems: int | None,
+    device: str = "auto",
+    out: Path | None = None,
+    *,
+    allow_trained_on: bool = False,
 ) -> None:
     """Prints a table of all models on all benchmarks with paired tests, and writes it to `out` as JSON.
 
     Takes the first `problems` of each benchmark, or all. Raises UserError for what cannot be loaded, a benchmark that is not of
-    multiple choice, and one that a model was trained on.
+    multiple choice, and one that a model was trained on, unless `allow_trained_on` permits it.
     """
     if out is not None and out.is_dir():
         raise UserError(f"{out}: is a directory; --out names a file to write")
     checkpoints, benchmarks = models_and_benchmarks(named)
     torch.set_num_threads(choose_threads(0))
-    found = [_evaluate(one, benchmarks, mode, problems, device) for one in checkpoints]
+    found = [
+        _evaluate(one, benchmarks, mode, problems, device, allow_trained_on=allow_trained_on) for one in checkpoints
+    ]
     records = []
     for each in _FIGURES[mode]:
         cells = [cell for of_model in found for cell in of_model if cell.result.mode == each]
@@ -108,15 +116,19 @@ def choices_command(
         write_atomically(out, json.dumps(whole, indent=2).encode() + b"\n")
 
 
-def _evaluate(checkpoint: Path, benchmarks: Sequence[Path], mode: str, count: int | None, device: str) -> list[Cell]:
+def _evaluate(
+    checkpoint: Path, benchmarks: Sequence[Path], mode: str, count: int | None, device: str, *, allow_trained_on: bool
+) -> list[Cell]:
     """A cell for each benchmark and mode."""
     directory = resolve_checkpoint(checkpoint)
     tokenizer = Tokenizer.load(directory)
     asked: dict[str, list[Problem]] = {}
+    trained_on: dict[str, int | None] = {}
     for benchmark in benchmarks:
         environment = Environment.from_settings(load_environment(benchmark), tokenizer)
         name, most = environment.settings.env_id, count or environment.pool.size or 200
-        refuse_overlap(environment, trained_on(checkpoint), most, str(checkpoint), tokenizer)
+        overlap = find_overlap(environment, most, checkpoint, tokenizer, allowed=allow_trained_on)
+        trained_on[name] = (overlap.common or None) if overlap is not None else None
         asked[name] = distinct_problems(environment, most)
         if other := {one.task_type for one in asked[name]} - {"multiple_choice"}:
             raise UserError(f"{name}: {mode} is of multiple choice, not of problems of type {', '.join(sorted(other))}")
@@ -130,14 +142,19 @@ def _evaluate(checkpoint: Path, benchmarks: Sequence[Path], mode: str, count: in
                 for one in _FIGURES[mode]:
                     right[one].append(choose(scored, answers, one) == gold)
                 done(place + 1)
-        cells += [_cell(checkpoint, name, one, problems, right[one]) for one in _FIGURES[mode]]
+        cells += [_cell(checkpoint, name, one, problems, right[one], trained_on[name]) for one in _FIGURES[mode]]
     return cells
 
 
-def _cell(checkpoint: Path, name: str, mode: str, problems: Sequence[Problem], right: Sequence[bool]) -> Cell:
+def _cell(
+    checkpoint: Path, name: str, mode: str, problems: Sequence[Problem], right: Sequence[bool], trained_on: int | None
+) -> Cell:
     outcomes = [
         Outcome(key_of(problem), problem.source, tuple(problem.groups), (one,), 0)
         for problem, one in zip(problems, right, strict=True)
     ]
-    evaluations: list[Evaluation] = [replace(one, mode=mode) for one in summarise_outcomes(outcomes, name, 0.0)]
+    evaluations: list[Evaluation] = [
+        replace(one, mode=mode, trained_on=trained_on if one.outcomes else None)
+        for one in summarise_outcomes(outcomes, name, 0.0)
+    ]
     return Cell(checkpoint, name, evaluations, evaluations[0])

@@ -27,6 +27,7 @@ class Evaluation:
     Example: `Evaluation("greedy_pass@1", "skills/sort", problems=400, value=0.93, low=0.90, high=0.95)`. The interval is 95%.
     `outcomes` is, where it is kept, the value of each problem by its key, so that two runs can be compared problem by problem.
     `sampling` holds, where it is kept, the temperature, the samples of a problem, the token limit and the reasoning effort.
+    `trained_on` is how many of the problems the model was trained on, where that was permitted.
     """
 
     mode: str
@@ -37,12 +38,14 @@ class Evaluation:
     high: float
     outcomes: Mapping[str, float] | None = field(default=None, compare=False, repr=False)
     sampling: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    trained_on: int | None = field(default=None, compare=False, repr=False)
 
     def record(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
-        return f"{self.mode} on {self.dataset} {self.value:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.problems}"
+        trained = "" if self.trained_on is None else f", {self.trained_on} of them trained on"
+        return f"{self.mode} on {self.dataset} {self.value:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.problems}{trained}"
 
 
 def evaluate(

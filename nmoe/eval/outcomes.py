@@ -50,8 +50,9 @@ def is_correct(trajectory: Trajectory) -> bool:
 
 
 def identity_of(problem: Problem) -> tuple[object, ...]:
-    """What makes two problems the same. Episodes may begin with the same words and go on from different states."""
-    return problem.task_type, problem.question, problem.metadata.get("state")
+    """What makes two problems the same. Episodes may begin with the same words and go on from different states, and a question may
+    come after different conversations. The text counts as it is: where two of a dataset differ in case, the answer may, too."""
+    return problem.task_type, problem.question, problem.metadata.get("state"), *problem.history
 
 
 def key_of(problem: Problem) -> str:

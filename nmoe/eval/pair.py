@@ -21,10 +21,9 @@ from nmoe.eval.asked import Asked, sampling_record
 from nmoe.eval.best_of_n import UNANSWERED, score_groups
 from nmoe.eval.evaluate import Evaluation, refuse_open_problems, summarise_outcomes
 from nmoe.eval.outcomes import Outcome, outcomes_of
-from nmoe.eval.overlap import refuse_overlap
+from nmoe.eval.overlap import find_overlap
 from nmoe.eval.subject import open_subject
 from nmoe.parsing import json_of
-from nmoe.runs.resolve import trained_on
 from nmoe.runs.storage import append_whole, write_atomically
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group
@@ -68,7 +67,7 @@ class Pair:
             "reasoning_effort": self.settings.reasoning_effort,
             "seed": self.asked.seed,
             "best_of": None if self.asked.best_of is None else str(self.asked.best_of),
-        }
+        } | ({"allow_trained_on": True} if self.asked.allow_trained_on else {})
 
     def records(self) -> list[dict[str, Any]]:
         """The records of the problems in the file, none where there is no file. A line torn by a kill is removed."""
@@ -88,6 +87,12 @@ class Pair:
             return list(map(_outcome, self.records()))
         except (KeyError, TypeError) as error:
             raise UserError(f"{self.file}: not the results of an evaluation ({error!r}); remove the file") from error
+
+    @property
+    def trained_on(self) -> int | None:
+        """How many of the problems the model was trained on, where that is permitted; None where it was none or is not known."""
+        found: int | None = json_of(self.file.read_bytes().split(b"\n", 1)[0]).get("trained_on")
+        return found
 
     @property
     def is_complete(self) -> bool:
@@ -118,10 +123,16 @@ class Pair:
             max_tokens=self.asked.max_tokens,
         ) as subject:
             refuse_open_problems(subject.environment)
-            trained, tokenizer = trained_on(self.checkpoint), Tokenizer.load(self.directory)
-            refuse_overlap(subject.environment, trained, self.asked.problems, str(self.checkpoint), tokenizer)
+            trained_on = find_overlap(
+                subject.environment,
+                self.asked.problems,
+                self.checkpoint,
+                Tokenizer.load(self.directory),
+                allowed=self.asked.allow_trained_on,
+            )
             if not self.file.exists():
-                write_atomically(self.file, _line(self.header()))
+                common = {} if trained_on is None or not trained_on.common else {"trained_on": trained_on.common}
+                write_atomically(self.file, _line(self.header() | common))
             try:
                 subject.collect(self.asked.problems, mode, self.asked.seed, on_group, {one.key for one in done})
             except KeyboardInterrupt as error:
@@ -136,7 +147,8 @@ class Pair:
         """The results. Files hold problems in the order in which they were done; these are the same in every order."""
         sampling = sampling_record(self.asked.mode, self.asked.max_tokens, self.settings.reasoning_effort)
         found = summarise_outcomes(in_order(outcomes), self.settings.env_id, self.asked.mode.temperature)
-        return [replace(one, sampling=sampling) for one in found]
+        trained_on = self.trained_on
+        return [replace(one, sampling=sampling, trained_on=trained_on if one.outcomes else None) for one in found]
 
 
 def in_order(outcomes: Sequence[Outcome]) -> list[Outcome]:

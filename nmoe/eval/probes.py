@@ -121,7 +121,8 @@ class Probes:
                 if step % probe.section.every_steps == 0 or step == self._steps:
                     role = probe.section.role
                     found = problems.evaluate(engine, self._context_tokens)
-                    records += [result.record() | {"role": role} for result in found]
+                    allowed = {"allow_trained_on": True} if probe.section.allow_trained_on else {}
+                    records += [result.record() | {"role": role} | allowed for result in found]
         except GradingError as error:
             lost = error.trajectory
             directory.ledger.failure(lost.record(step, self._tokenizer.decode(lost.token_ids)))

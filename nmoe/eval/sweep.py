@@ -126,6 +126,9 @@ def table(cells: Sequence[Cell], comparisons: Sequence[Comparison]) -> Iterator[
         results = [shown[model, name] for name in names]
         rows.append((str(model), *(f"{r.value:.1%} [{r.low:.1%}, {r.high:.1%}] of {r.problems}" for r in results)))
     yield from columns(rows)
+    for (model, name), result in shown.items():
+        if result.trained_on is not None:
+            yield f"{model} was trained on {result.trained_on} of the {result.problems} problems of {name}"
     if not comparisons:
         return
     yield f"minus {models[0]}, paired by problem"

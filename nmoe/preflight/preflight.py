@@ -108,6 +108,9 @@ def refuse_to_start(config: RunConfig) -> None:
             config = with_steps_of_episodes(config)
         found.append(learning_rate(config))
     found.append(services(config))
+    if isinstance(config, RecordsConfig | RLConfig):
+        with suppress(UserError):
+            found.append(overlap(config))
     offloads(config.parallel, gang().size, choose_device(config.model.device).type)
     with suppress(UserError):
         found.append(first_checkpoint(config, size_of(config)))

@@ -117,7 +117,8 @@ class Supervised(Recipe):
         found, at, every = HeldOut({}, ""), self._at, self._held_out_every
         if self.held_out is not None and every and (at % every == 0 or at == self.config.run.steps):
             found = self.held_out()
-        results = since_baseline(found.results, self.run.directory.path / "eval")
+        allowed = {"allow_trained_on": True} if self.config.allows_trained_on else {}
+        results = since_baseline([{**one, **allowed} for one in found.results], self.run.directory.path / "eval")
         notes = [found.note + since_start(results[0])] if results else []
         if self.probing is not None:
             records = self.probing.sample(at, self.learner, self.run)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nmoe.config import Locator, Place, parse
 from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.tables.records import DatasetSettings, SFTRecordsSection
 from nmoe.data.hub import hub_or_cache
 from nmoe.errors import MissingInputError
 from nmoe.parsing import toml_of
@@ -116,3 +117,14 @@ def trained_on(path: Path) -> EnvironmentSettings | None:
         if file.is_file() and isinstance(table := toml_of(file.read_text()).get("environment"), dict):
             return parse(table, EnvironmentSettings, Locator(Place(f"{file}: environment")))
     return None
+
+
+def records_trained_on(path: Path) -> tuple[DatasetSettings, ...]:
+    """The datasets of records that the run which `path` names has learned from; none of another run or a bare checkpoint.
+
+    Raises UserError for a run's configuration that cannot be read."""
+    for run in (path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])):
+        file = run / "config.toml"
+        if file.is_file() and isinstance(table := toml_of(file.read_text()).get("records"), dict):
+            return parse(table, SFTRecordsSection, Locator(Place(f"{file}: records"))).datasets
+    return ()

@@ -223,7 +223,7 @@ def test_a_run_in_a_thread_or_a_notebook_is_the_same_run() -> None:
         records = [{"question": "1 + 1 =", "answer": "2"}]
         run = nmoe.train_rl(TINY, env=records, config=SHORT, generate_fn=says("\\boxed{2}", "2"))
         rewards = [("reward", row["reward_mean"]) for row in run.metrics]
-        results = nmoe.evaluate(run, env=records, samples=2, temperature=1.0, max_new_tokens=4)
+        results = nmoe.evaluate(run, env=records, samples=2, temperature=1.0, max_new_tokens=4, allow_trained_on=True)
         return [*rewards, *((result.mode, result.value) for result in results)]
 
     async def cell() -> list[tuple[str, float]]:

@@ -38,9 +38,28 @@ def test_what_a_record_asks() -> None:
     asked = prompt_of(PromptCompletion("1", (ASKED,), (SAID,)))
     assert prompt_of(Conversation("2", (ASKED, SAID))) == asked
     assert prompt_of(Conversation("3", (ASKED, ChatMessage("assistant", "41"), ASKED, SAID))) == asked
-    assert prompt_of(PromptCompletion("4", (ChatMessage("user", " 6 * 7? "),), (SAID,))) == asked
-    assert prompt_of(Conversation("5", (ChatMessage("system", "Be brief."), ASKED, SAID))) != asked
-    assert prompt_of(Text("6", "Once")) == "Once"
-    # Greetings by the assistant are no prompt that conversations share.
-    greeting = ChatMessage("assistant", "Hello!")
-    assert prompt_of(Conversation("7", (greeting, ASKED, SAID))) != prompt_of(Conversation("8", (greeting, ASKED)))
+    assert prompt_of(PromptCompletion("4", (ChatMessage("user", " 6 *\u00a0\n7? "),), (SAID,))) == asked
+    assert prompt_of(Conversation("5", (ChatMessage("system", "Be brief."), ASKED, SAID))) == asked
+    assert prompt_of(Conversation("6", (ChatMessage("user", "\uff16 * 7?"), SAID))) == asked, "a wide 6"
+    assert prompt_of(Text("7", "6 * 7?")) == asked
+    # A greeting by the assistant is no answer.
+    assert prompt_of(Conversation("8", (ChatMessage("assistant", "Hello!"), ASKED, SAID))) == asked
+    # A prompt of several turns asks in all of them; without a turn of the user's, what is said is the question.
+    turns = (ASKED, SAID, ChatMessage("user", "And 8 * 7?"))
+    assert prompt_of(PromptCompletion("9", turns, (SAID,))) == f"{asked}\x1eand 8 * 7?"
+    assert prompt_of(Conversation("10", (SAID, SAID))) == "42\x1e42"
+    assert prompt_of(PromptCompletion("11", (ChatMessage("system", "Sing."),), (SAID,))) == "sing."
+
+
+def test_two_system_messages_do_not_make_a_question_two() -> None:
+    records = [
+        PromptCompletion(f"{system}{n}", (ChatMessage("system", system), ChatMessage("user", f"{n} + 1?")), (SAID,))
+        for n in range(200)
+        for system in ("Be brief.", "Be kind.")
+    ]
+    drawn = held_out([prompt_of(record) for record in records], 0.1, 0)
+    asked: dict[bool, set[str]] = {True: set(), False: set()}
+    for place, record in enumerate(records):
+        asked[place in drawn].add(record.prompt[1].content)
+    assert len(drawn) == 40
+    assert not asked[True] & asked[False]

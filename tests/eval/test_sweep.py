@@ -146,13 +146,30 @@ def test_one_model_on_one_benchmark_is_told_whole_and_goes_on(
             sweep_command([place / "a"] * count, [place / "cards.toml"], asked, tmp_path / "results", None, load)
 
 
-def test_a_benchmark_that_the_model_was_trained_on_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_benchmark_that_the_model_was_trained_on_is_refused_unless_permitted(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "step_000001").symlink_to(place / "a")
     (run / "config.toml").write_text(f"[environment]\n{CARDS.replace('cards.jsonl', f'{place}/cards.jsonl')}")
-    with pytest.raises(UserError, match=r"cards: 4 of 4 problems are among those that .*run was trained on"):
+    with pytest.raises(UserError, match=r"cards: 4 of 4 problems are among those that .*run was trained on \(first '"):
         sweep([run], [place / "cards.toml"], DRAWN, tmp_path / "results")
+    (found,) = sweep([run], [place / "cards.toml"], replace(DRAWN, allow_trained_on=True), tmp_path / "results")
+    assert found.result.trained_on == found.result.record()["trained_on"] == 4
+    assert f"{run} was trained on 4 of the 4 problems of cards" in list(table([found], []))
+    assert str(found.result).endswith(" of 4, 4 of them trained on")
+    # Of a run that learned from records, their messages count; what is no longer there cannot be compared.
+    questions = [json.loads(line)["question"] for line in (place / "cards.jsonl").read_text().splitlines()]
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps({"prompt": questions[1].upper(), "completion": "1"}) + "\n")
+    (run / "config.toml").write_text(f'[records]\npath = "{records}"\n')
+    with pytest.raises(UserError, match=r"cards: 1 of 4 problems are among .* and .*records.jsonl:1\), so that"):
+        sweep([run], [place / "cards.toml"], replace(DRAWN, seed=9), tmp_path / "results")
+    records.unlink()
+    (found,) = sweep([run], [place / "cards.toml"], replace(DRAWN, seed=9), tmp_path / "results")
+    assert found.result.trained_on is None
+    assert "cards: not compared with what" in capsys.readouterr().out
 
 
 def cell(name: str, *right: int, mode: str = "greedy_pass@1") -> Cell:

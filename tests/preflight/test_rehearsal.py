@@ -14,6 +14,7 @@ import pytest
 from test_preflight import TABLES, rl
 
 from nmoe.config.commands import load_run_with
+from nmoe.config.commands.rl import RLConfig
 from nmoe.config.commands.supervised import SFTConfig
 from nmoe.engine.api import Request
 from nmoe.engine.native.engine import NativeEngine
@@ -22,6 +23,7 @@ from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
 from nmoe.preflight.check import Check
 from nmoe.preflight.overlap import overlap
+from nmoe.preflight.preflight import refuse_to_start
 from nmoe.preflight.rehearsal import rehearse, round_trip, template
 from nmoe.recipes.setup import load_tokenizer
 from nmoe.text.tokenizer import Tokenizer
@@ -145,15 +147,30 @@ def test_problems_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
         pool = {"type": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "task_type": "math"}
         return {"env_id": name, "format": "boxed", "task_pool": pool}
 
+    def config(held_out: range, **keys: Any) -> RLConfig:
+        probes = [{"environment": pool("first", range(30, 33))}, {"environment": pool("held_out", held_out)} | keys]
+        return rl(tmp_path, environment=pool("training", range(10)), eval=probes)
+
     def check(held_out: range) -> Check:
-        probes = [{"environment": pool("first", range(30, 33))}, {"environment": pool("held_out", held_out)}]
-        return overlap(rl(tmp_path, environment=pool("training", range(10)), eval=probes))
+        return overlap(config(held_out))
 
     assert check(range(20, 26)).text == "; ".join(f"none of {n} is among the 10 problems trained on" for n in (3, 6))
     shared = check(range(7, 17))
     assert (shared.status, shared.text.split(",")[0]) == ("fail", "3 of 10 problems are trained on")
-    assert shared.text.endswith("take others in eval.1.environment")
-    assert overlap(rl(tmp_path, eval=[{"every_steps": 10}])).text.startswith("disjoint")
+    assert "too (first 'what is " in shared.text
+    assert shared.text.endswith(
+        "take others in eval.1.environment, or set eval.1.allow_trained_on = true, which the results then say"
+    )
+    # A run refuses them, too, unless its [[eval]] permits them.
+    with pytest.raises(UserError, match="held-out problems: 3 of 10 problems are trained on, too"):
+        refuse_to_start(config(range(7, 17)))
+    permitted = config(range(7, 17), allow_trained_on=True)
+    assert (overlap(permitted).status, overlap(permitted).text.split(",")[0]) == (
+        "warn",
+        "3 of 10 problems are trained on",
+    )
+    refuse_to_start(permitted)
+    assert overlap(rl(tmp_path, eval=[{"every_steps": 10}])).text.startswith("generated problems are split by a hash")
 
 
 def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
@@ -161,17 +178,23 @@ def test_records_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
         lines = [json.dumps({"prompt": f"{n} + 1 =", "completion": f" {n + 1}"}) + "\n" for n in numbers]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
 
-    def check(held_out: str) -> Check:
+    def check(held_out: dict[str, Any], **keys: Any) -> Check:
         tables = {
             "run": {"steps": 10},
             "model": {"path": "base"},
-            "records": {"path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / f"{held_out}.jsonl")},
-            "eval": [{"every_steps": 5}],
+            "records": {"path": str(tmp_path / "train.jsonl")} | held_out,
+            "eval": [{"every_steps": 5} | keys],
         }
         return overlap(load_run_with(None, SFTConfig, tables, "test", "run"))
 
-    assert check("other").text == "none of 3 is among the 5 prompts trained on"
-    assert check("same").text.startswith("2 of 3 prompts are trained on, too")
+    other, same = ({"held_out_path": str(tmp_path / f"{name}.jsonl")} for name in ("other", "same"))
+    assert check(other).text == "none of 3 is among the 5 prompts trained on"
+    shared = check(same)
+    assert shared.text.startswith(
+        f"2 of 3 prompts are trained on, too (first '3 + 1 =', {tmp_path}/same.jsonl:1 and {tmp_path}/train.jsonl:4)"
+    )
+    assert check(same, allow_trained_on=True).status == "warn"
+    assert check({"held_out": 0.2}).text == "none of 1 is among the 4 prompts trained on"
 
 
 def test_problems_of_a_probe_that_records_ask(tmp_path: Path) -> None:
@@ -204,4 +227,4 @@ def test_problems_of_a_probe_that_records_ask(tmp_path: Path) -> None:
     assert check(range(2, 8)).text == "none of 6 is among the 2 messages trained on"
     shared = check(range(8))
     assert (shared.status, shared.text.split(",")[0]) == ("fail", "2 of 8 problems are trained on")
-    assert shared.text.endswith("take others in eval.0.environment")
+    assert f"(first 'what is 0 + 1?', probe/0 and {tmp_path}/records.jsonl:1)" in shared.text

@@ -244,5 +244,5 @@ def test_a_recorded_configuration_is_read_again(configure: Configure, tmp_path: 
     config = configure(SFTConfig)
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load_run(tmp_path / "again.toml", SFTConfig, []) == config
-    assert config.model_dump()["eval"][0] == {"every_steps": 3}
+    assert config.model_dump()["eval"][0] == {"every_steps": 3, "allow_trained_on": False}
     assert not {"engine", "sandbox"} & configure(SFTConfig, probed=False).model_dump().keys()

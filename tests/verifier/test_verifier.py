@@ -97,6 +97,7 @@ def test_it_learns_to_find_the_wrong_step(here: Path, tmp_path: Path, head: Any,
         "--run.steps=90" if head == "generative" else "--run.steps=30",
         "--verifier.tokens_per_step=3072" if head == "generative" else "--verifier.tokens_per_step=1024",
         "--eval.0.every_steps=1000",
+        "--run.seed=1",
     )
     row = read_metrics(path)[-1]
     assert row["verifier_f1"] > 0.95

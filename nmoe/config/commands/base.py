@@ -11,7 +11,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from nmoe.config.base import Array, Conflict, Section
 from nmoe.config.tables.batch import MicroBatchSection
-from nmoe.config.tables.evaluation import ExamplesEvalSection, PeriodSection, confusable, only_one, without_place
+from nmoe.config.tables.evaluation import (
+    ExamplesEvalSection,
+    HeldOutEvalSection,
+    PeriodSection,
+    confusable,
+    only_one,
+    without_place,
+)
 from nmoe.config.tables.model import LoraSection, ModelSection
 from nmoe.config.tables.monitor import WatchSection
 from nmoe.config.tables.optimizer import OptimizerSection
@@ -96,6 +103,12 @@ class SupervisedConfig(AdaptableConfig):
     def evaluate_every(self) -> int:
         """Steps between evaluations on held-out examples; 0: none."""
         return self.eval[self.held_out_tables[0]].every_steps if self.held_out_tables else 0
+
+    @property
+    def allows_trained_on(self) -> bool:
+        """Whether the held-out examples may ask what is trained on."""
+        tables = (self.eval[number] for number in self.held_out_tables)
+        return any(isinstance(one, HeldOutEvalSection) and one.allow_trained_on for one in tables)
 
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()

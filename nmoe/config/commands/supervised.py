@@ -7,7 +7,7 @@ from pydantic import Field
 from nmoe.config.base import Array, Conflict
 from nmoe.config.commands.base import ProbedConfig, SupervisedConfig
 from nmoe.config.tables.documents import DataSection
-from nmoe.config.tables.evaluation import CountedEvalSection
+from nmoe.config.tables.evaluation import CountedEvalSection, HeldOutEvalSection
 from nmoe.config.tables.optimizer import FineTuningOptimizerSection, PretrainingOptimizerSection
 from nmoe.config.tables.preference import PreferenceSection, RewardModelSection
 from nmoe.config.tables.records import RecordsSection, SFTRecordsSection
@@ -85,6 +85,7 @@ class RewardConfig(PreferenceConfig):
     """A run of `nmoe reward`."""
 
     reward_model: RewardModelSection = Field(default=RewardModelSection(), description="the loss of a reward model")
+    eval: Array[HeldOutEvalSection] = Field(default=(), description="evaluation during the run, as [[eval]]")
     optimizer: FineTuningOptimizerSection = Field(
         default=FineTuningOptimizerSection(), description="optimizer and schedule"
     )

@@ -11,20 +11,32 @@ from nmoe.config.modes import Mode, mode_of
 from nmoe.config.packaged import find_environment
 from nmoe.errors import UserError
 
+# The keys of an [[eval]] on the examples held out.
+_OF_HELD_OUT = frozenset({"every_steps", "allow_trained_on"})
+
 
 class PeriodSection(Section):
-    """[[eval]] of a command that learns from examples, some of which are held out."""
+    """[[eval]] of a command that evaluates on held-out examples."""
 
     every_steps: int = Field(default=20, gt=0, description="steps between evaluations; the last step is evaluated, too")
 
 
 class CountedEvalSection(PeriodSection):
-    """[[eval]] of a verifier."""
+    """[[eval]] of a verifier, which takes what it is evaluated on out of its training data."""
 
     problems: int = Field(default=200, gt=0, description="held-out problems per evaluation")
 
 
-class ProbeSection(CountedEvalSection):
+class HeldOutEvalSection(PeriodSection):
+    """[[eval]] of a command that learns from examples, some of which are held out."""
+
+    allow_trained_on: bool = Field(
+        default=False,
+        description="evaluate although some of the problems are trained on, which is refused otherwise; the results then say so",
+    )
+
+
+class ProbeSection(CountedEvalSection, HeldOutEvalSection):
     """[[eval]]: a probe, in or out of the training distribution, with its own period and sampling."""
 
     role: Literal["in_distribution", "out_of_distribution"] = Field(
@@ -96,6 +108,10 @@ class RLEvalSection(ProbeSection):
         yield from super().conflicts()
         if self.environment is None and self.role == "out_of_distribution":
             yield Conflict("environment", "is required: other problems than those of the training environment")
+        if self.environment is None and self.allow_trained_on:
+            yield Conflict(
+                "allow_trained_on", "is for an environment of its own: a split of the training environment is held out"
+            )
         if self.environment is not None and self.split != "eval":
             yield Conflict("split", "applies to the training environment, and this table names another")
 
@@ -107,7 +123,7 @@ class ExamplesEvalSection(ProbeSection):
     def conflicts(self) -> Iterator[Conflict]:
         yield from super().conflicts()
         if self.environment is None:
-            for key in sorted(self.model_fields_set - {"every_steps", "environment"}):
+            for key in sorted(self.model_fields_set - {*_OF_HELD_OUT, "environment"}):
                 yield Conflict(key, "is of a probe, which samples; name its environment, or leave this out")
         elif self.max_tokens is None:
             yield Conflict("max_tokens", "is required beside an environment: the most tokens of a completion")
@@ -116,7 +132,7 @@ class ExamplesEvalSection(ProbeSection):
     def _only_its_keys(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without an environment the keys of a probe are refused, so their defaults are not written."""
         found: dict[str, Any] = written(self)
-        kept = found if self.environment is not None else found.keys() & {"every_steps"}
+        kept = found if self.environment is not None else found.keys() & _OF_HELD_OUT
         return {key: found[key] for key in kept}
 
 

@@ -11,6 +11,7 @@ from nmoe.config.preparation import GivenSetSection
 from nmoe.data.prepare.problems import digest
 from nmoe.data.rows import Row, read_rows
 from nmoe.errors import UserError
+from nmoe.text.question import question_key
 
 Match = Literal["exact", "ngram"]
 
@@ -103,7 +104,7 @@ def field_of(row: Row, named: str | None, usual: tuple[str, ...], what: str) -> 
 
 def _runs(problem: str, ngram: int) -> Iterator[str]:
     """Each run of `ngram` words, one space between two."""
-    words = _WORD.findall(problem.casefold())
+    words = _WORD.findall(question_key(problem))
     if len(words) < ngram:
         return
     text = " ".join(words)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 
+from nmoe.text.question import question_key
+
 INTEGER = r"^\s*\$?\s*(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))\s*\$?\s*$"
 r"""An integer as answers write it: `42`, ` -7 `, `$1,024$`. For Python's `re` and RE2 alike."""
 
@@ -24,8 +26,9 @@ def integer(answer: str) -> str | None:
 
 
 def digest(problem: str) -> bytes:
-    """MD5 of the problem without white space, dollar signs and case, 16 bytes: what makes two problems the same."""
-    plain = "".join(problem.casefold().replace("$", "").split())
+    """MD5 of the problem's key (`nmoe.text.question`) without spaces and dollar signs, 16 bytes: what makes two problems the same.
+    Collections differ in how they typeset one problem."""
+    plain = question_key(problem).replace("$", "").replace(" ", "")
     return hashlib.md5(plain.encode(errors="replace"), usedforsecurity=False).digest()
 
 

@@ -7,7 +7,7 @@
     jsonl:PATH                      one object per line
 
 The text of a problem is in the first of the fields `problem`, `question`, `prompt` and `input` that a record has, unless the
-settings name another. Records with the same text are one problem; the dropped duplicates are counted.
+settings name another. Records that ask the same (`nmoe.text.question`) are one problem; the dropped duplicates are counted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nmoe.envs.pools.order import Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
 from nmoe.envs.tasks.score import UNKNOWN
 from nmoe.errors import UserError
+from nmoe.text.question import question_key
 from nmoe.types import Problem
 
 TASK = "proof_generation"
@@ -58,10 +59,10 @@ def open_problems(name: str, settings: SelfplayPool) -> OpenProblems:
         if records == settings.max_examples:
             break
         question = _question(where, record, settings.problem_field)
-        if question not in found:
+        if (key := question_key(question)) not in found:
             prompt, gold, metadata = TASKS[TASK].pose(question, UNKNOWN, record)
             metadata = {"record": records, **_origin(record), **metadata}
-            found[question] = Problem(f"{name}/{records}", TASK, prompt, gold, name, metadata)
+            found[key] = Problem(f"{name}/{records}", TASK, prompt, gold, name, metadata)
         records += 1
     if not found:
         raise UserError(f"{settings.source}: no records; self-play needs at least one problem")

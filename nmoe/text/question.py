@@ -1,0 +1,41 @@
+"""What a problem asks, in the one form in which problems are compared: to hold records out, to find problems that are trained on,
+and to drop duplicates.
+
+A question is what the user says, whatever system message, template or format stands around it. Unicode's compatible forms
+(NFKC), case and white space do not count: `What is  1 + 1?` and `what is １ + 1?` are one question.
+
+Generated problems are split by the text that their generator writes (`nmoe.envs.pools.order.split_by`), which has one form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Said(Protocol):
+    """A message of a conversation."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+
+def question_key(question: str) -> str:
+    """The question as it is compared with others."""
+    return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+
+
+def conversation_key(messages: Sequence[Said]) -> str:
+    """What a conversation asks: the user's turns. Where the user says nothing, all that is said."""
+    turns = [message.content for message in messages if message.role == "user"]
+    return "\x1e".join(map(question_key, turns or [message.content for message in messages]))
+
+
+def digest_of(key: str) -> bytes:
+    """16 bytes for a key, because a million long questions would not fit in memory."""
+    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest()
