@@ -65,6 +65,23 @@ def test_sleep_is_not_starved(box: Box) -> None:
     assert (unwatched.failure, unwatched.starved_s) == ("timeout", 0.0)
 
 
+@pytest.mark.parametrize("parallel", ["ignored children", "threads"])
+def test_crowding_oneself_out_unseen_is_not_starvation(box: Box, parallel: str) -> None:
+    """More short children than CPUs, whose parent waits for a CPU meanwhile, and whose own time no process's account has."""
+    code = {
+        "ignored children": "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nend = time.monotonic() + 0.6\n"
+        "while time.monotonic() < end:\n    for _ in range(6):\n        if os.fork() == 0:\n"
+        "            while time.process_time() < 0.004: pass\n            os._exit(0)\n"
+        "    try:\n        while True: os.wait()\n    except OSError: pass",
+        "threads": "import hashlib, threading, time\nend = time.monotonic() + 0.6\ndata = bytes(1 << 21)\n"
+        "while time.monotonic() < end:\n    all = [threading.Thread(target=hashlib.sha256, args=(data,)) for _ in range(6)]\n"
+        "    for one in all: one.start()\n    for one in all: one.join()",
+    }[parallel]
+    result = box(box.sandbox.python(code, limits=replace(LIMITS, starved_s=9.0)))
+    assert result.failure == "ok"
+    assert result.starved_s < 0.5 * result.wall_s
+
+
 def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Milliseconds that threads have run and waited since they began, before and after each look."""
     now: dict[str, tuple[int, int]] = {}
@@ -77,11 +94,11 @@ def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypat
     )
     one = watch.Starvation()
 
-    def look(elapsed_s: float, **threads: tuple[int, int]) -> float:
+    def look(elapsed_s: float, hidden: bool = False, **threads: tuple[int, int]) -> float:
         before = one.seconds
         now.clear()
         now.update(threads)
-        one.look(elapsed_s)
+        one.look(elapsed_s, hidden=hidden)
         return round(one.seconds - before, 6)
 
     assert look(1.0, a=(100, 900)) == 0.9
@@ -90,6 +107,8 @@ def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypat
     assert look(1.0, a=(1200, 3000), b=(1000, 2000), c=(200, 3000)) == 0.0, "three crowd one another out on two CPUs"
     assert look(1.0, a=(1400, 4000), c=(300, 3900)) == 0.7, "together they had three tenths of one; b has ended"
     assert look(1.0) == 0.0
+    assert look(1.0, hidden=True, a=(100, 900)) == 0.0, "what ended unseen may have run meanwhile"
+    assert look(1.0, a=(200, 1700)) == 0.8
     burst = {f"t{number}": (1, 25) for number in range(50)}
     assert look(1.0, **burst) == 0.025, "fifty that wake at once and run for a millisecond each, on two CPUs"
 

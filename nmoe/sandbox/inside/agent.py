@@ -329,7 +329,7 @@ class _Call:
             return "out_of_memory"
         if self._limits["starved_s"]:
             now = time.monotonic()
-            self.starvation.look(now - self._looked)
+            self.starvation.look(now - self._looked, hidden=self._usage.hidden)
             self._looked = now
             more_s = min(self.starvation.seconds, self._limits["starved_s"])
             self._deadline = self._began + self._limits["wall_s"] + more_s

@@ -18,7 +18,7 @@ class Usage:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.hidden = False  # whether processes came and went between the last two looks
+        self.hidden = False  # whether processes or threads ended between the last two looks, or came and went
         self._before: dict[str, tuple[bytes, str, float, float]] = {}  # pid: start, parent, own and children's seconds
         self._last_pid = _last_pid()
 
@@ -67,7 +67,7 @@ class Usage:
             now[pid] = start, parent, own, children
             self.seconds += own - own_before + max(0.0, children - children_before - known.get(pid, 0.0))
         last_pid = _last_pid()
-        self.hidden = last_pid - self._last_pid > len(now.keys() - (before.keys() - gone))
+        self.hidden = bool(gone) or last_pid - self._last_pid > len(now.keys() - before.keys())
         self._before, self._last_pid = now, last_pid
 
 
@@ -123,15 +123,16 @@ class Starvation:
 
     While a process waits and all of them together run on less than one CPU, the missing part of that CPU is starvation.
     Processes that only crowd one another out are not starved, and a sleeping one does not wait. Of several waiting threads the
-    longest wait counts: the sum of the waits of many short threads can be large even on idle CPUs.
+    longest wait counts: the sum of the waits of many short threads can be large even on idle CPUs. What ran and ended unseen would
+    be missing from the account, as if others had run, so such a time counts as no starvation.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._before: dict[str, tuple[int, int]] = {}
 
-    def look(self, elapsed_s: float) -> None:
-        """Adds what happened since the last look, `elapsed_s` ago."""
+    def look(self, elapsed_s: float, *, hidden: bool = False) -> None:
+        """Adds what happened since the last look, `elapsed_s` ago. `hidden`: some ended since then."""
         now: dict[str, tuple[int, int]] = {}
         ran = waited = 0
         for thread in _threads():
@@ -145,7 +146,8 @@ class Starvation:
             ran += max(0, now[thread][0] - before[0])
             waited = max(waited, now[thread][1] - before[1])
         self._before = now
-        self.seconds += max(0.0, min(waited / 1e9, elapsed_s - ran / 1e9))
+        if not hidden:
+            self.seconds += max(0.0, min(waited / 1e9, elapsed_s - ran / 1e9))
 
 
 def shared_memory_once() -> int:
