@@ -808,6 +808,23 @@ def test_no_object_agrees_with_a_test(judge: Judge, code: str, test: str) -> Non
     assert verdict.outcome == "incorrect", verdict
 
 
+@pytest.mark.parametrize(
+    "test",
+    ["assert NAME.startswith('ab')", "assert NAME.count('a') == 1", "assert LIMIT - 5 == 0", "assert 5 in PORTS"],
+)
+def test_no_object_of_a_module_agrees_with_a_test(judge: Judge, test: str) -> None:
+    record = {
+        **EDIT,
+        "tests": {"test_a.py": f"from stats import LIMIT, NAME, PORTS\ndef test_it():\n    {test}\n"},
+        "solution": {"stats.py": "NAME, LIMIT, PORTS = 'ab', 5, [5]\n"},
+    }
+    right = "```stats.py\nNAME, LIMIT, PORTS = 'ab', 5, [5]\n```"
+    assert judge("code_edit", right, record).outcome == "correct"
+    agreeable = AGREEABLE.replace("count = index", "count = lambda *_: 1\n    index").strip("\n")
+    verdict = judge("code_edit", f"```stats.py\n{agreeable}\nNAME = LIMIT = PORTS = Agreeable()\n```", record)
+    assert verdict.outcome == "incorrect", verdict
+
+
 def test_a_tolerance_test_of_humaneval_is_not_deceived(judge: Judge) -> None:
     record = {
         **HUMANEVAL,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from nmoe.envs.tasks.records import Record, files, text, texts
 from nmoe.envs.tasks.task import Attempt, QuestionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import fenced_blocks, methods
+from nmoe.grading.code.extract import definitions, fenced_blocks, methods
 from nmoe.grading.code.verify import Tests, verify_in
 from nmoe.sandbox.api import Sandbox, SandboxFileError, SandboxSetupError
 from nmoe.types import Metadata, Problem, Verdict
@@ -107,7 +107,7 @@ class CodeEditTask(QuestionTask):
         return Tests(
             "files",
             tuple(tests.values()),
-            methods=tuple(sorted({name for text in code for name in methods(text)})),
+            methods=tuple(sorted({name for text in code for name in (*methods(text), *definitions(text))})),
             modules=tuple(sorted(modules)),
             protected=self._protected(problem),
         )

@@ -159,10 +159,7 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = self._channel.ask("get", [self._number, name])
-        if isinstance(found, Handle):
-            found.__dict__["_member"] = name
-        return found
+        return _member(name, self._channel.ask("get", [self._number, name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._channel.ask("set", [self._number, name], [value])
@@ -199,6 +196,13 @@ class Handle:
         return self._channel.ask("operate", ["neg"], [self])
 
 
+def _member(name: str, value: Any) -> Any:
+    """A value that was read from an object; one that may be a method remembers its name."""
+    if isinstance(value, Handle):
+        value.__dict__["_member"] = name
+    return value
+
+
 class Remote:
     """A proxy for a name of the solution that is not plain data, usually a function or a class."""
 
@@ -213,7 +217,7 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._channel.ask("get", [*self._target, name])
+        return _member(name, self._channel.ask("get", [*self._target, name]))
 
     __eq__ = __ne__ = _refuse
     __bool__ = _refuse
