@@ -41,6 +41,7 @@ _CHOICE = re.compile(
     r"|(?:\(([A-J])\)|([A-J])[.):])(?:\s|\\[ ,;:]|\\q?quad|~)+)(?![A-J]\s*$)(\S.*)",
     re.DOTALL,
 )
+_OPTION = re.compile(r"(?:\\text\s*\{)?\s*(?:option|choice|answer)\s*:?\s+(\(?[A-J]\)?)\s*\}?", re.IGNORECASE)
 _YES_OR_NO = re.compile(r"(yes|no), \S.*", re.IGNORECASE | re.DOTALL)
 _NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
 _INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
@@ -126,16 +127,21 @@ def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) ->
     if isinstance(form, Compound) and form.kind in ("list", "set", "record"):
         answers = ["; ".join(answers)]
     # To a gold with one part, several boxes are the answer only if each of them is.
-    return _all([_compare(gold, one, leaves, policy) for one in answers])
+    return _all(_compare(gold, one, leaves, policy) for one in answers) if len(answers) <= _MAX_SET else False
 
 
 def _compare(gold: str, answer: str, leaves: Leaves, policy: Policy) -> bool | None:
-    if (choice := _read_choice(gold)) is not None:
-        letter, value = choice
-        return _any([_is_choice(letter, value, answer), _compare(value, answer, leaves, policy)])
-    if (choice := _read_choice(answer)) is not None:
-        letter, value = choice
-        return True if _is_choice(letter, value, gold) else _compare(gold, value, leaves, policy)
+    choices = _read_choice(gold), _read_choice(answer)
+    if choices[0] and choices[1]:
+        return _compare(choices[0][1], choices[1][1], leaves, policy) if choices[0][0] == choices[1][0] else False
+    if choices[0]:
+        letter, value = choices[0]
+        return True if _is_letter(letter, answer) else _compare(value, answer, leaves, policy)
+    if choices[1]:
+        letter, value = choices[1]
+        return True if _is_letter(letter, gold) else _compare(gold, value, leaves, policy)
+    if (option := _OPTION.fullmatch(answer)) is not None:
+        answer = option[1]
     comparison = _Comparison(leaves, policy)
     found = comparison.answers(read_answer(gold), read_answer(answer))
     if found or (with_points := decimal_commas(gold)) is None:
@@ -165,12 +171,10 @@ def _read_choice(text: str) -> tuple[str, str] | None:
     return next(letter for letter in letters if letter), value
 
 
-def _is_choice(letter: str, value: str, text: str) -> bool:
-    """Whether a text is a choice's letter, or both its letter and value."""
-    other = _read_choice(text)
-    if other is not None:
-        return other[0] == letter and normalize(other[1]) == normalize(value)
-    return normalize(text).strip("().: ") == letter
+def _is_letter(letter: str, text: str) -> bool:
+    """Whether a text is the letter of a choice."""
+    option = _OPTION.fullmatch(text)
+    return normalize(option[1] if option else text).strip("().: ") == letter
 
 
 def _boxes(text: str) -> list[str]:
@@ -190,6 +194,8 @@ class _Comparison:
             return True
         if (said := _YES_OR_NO.fullmatch(gold.text)) and answer.text.lower() == said[1].lower():
             return True
+        answer = _with_index_of(gold, answer)
+        gold, answer = _only_value(gold, answer), _only_value(answer, gold)
         if not _may_have_condition(gold, answer) or self._is_unsolved(gold, answer):
             return False
         if gold.label and answer.label:
@@ -247,7 +253,7 @@ class _Comparison:
             return self.relations(gold, answer)
         if gold.kind == "congruence" and gold.detail == answer.detail:
             of = self.ordered(gold.parts[:-1], answer.parts[:-1]) if len(answer.parts) > 1 else True
-            return _all([of, self.forms(gold.parts[-1], answer.parts[-1])])
+            return _all([of, self.residues(gold.parts[-1], answer.parts[-1], gold.detail)])
         if gold.detail != answer.detail and gold.kind != "list":
             return False
         return self.ordered(gold.parts, answer.parts)
@@ -292,6 +298,15 @@ class _Comparison:
             return False
         found = [[self.forms(part, other) for other in answer] for part in gold]
         return _all(map(_any, [*found, *zip(*found, strict=True)]))
+
+    def residues(self, gold: Form, answer: Form, modulus: str) -> bool | None:
+        """Whether residues are the same; without a question also those that differ by the modulus."""
+        found = self.forms(gold, answer)
+        if found or self._policy.question is not None or not isinstance(gold, Scalar) or not isinstance(answer, Scalar):
+            return found
+        if not modulus.isdecimal() or not int(modulus) or gold.number is None or answer.number is None:
+            return found
+        return (gold.number.value - answer.number.value) % int(modulus) == 0
 
     def relations(self, gold: Compound, answer: Compound) -> bool | None:
         if gold.detail != answer.detail:
@@ -376,6 +391,15 @@ class _Comparison:
         return unit in asked or (self._policy.units == "any" and not changes_number(unit))
 
 
+def _with_index_of(gold: Answer, answer: Answer) -> Answer:
+    r"""The answer with the gold's index, if both are general solutions over the same set: "n\pi, n \in Z" for "k\pi, k \in Z"."""
+    indices = _INDEX.fullmatch(gold.condition), _INDEX.fullmatch(answer.condition)
+    if indices[0] is None or indices[1] is None or gold.condition[1:] != answer.condition[1:]:
+        return answer
+    renamed = _renamed(answer.form, {indices[1][1]: indices[0][1]})
+    return answer if renamed is None else replace(answer, form=renamed, condition=gold.condition)
+
+
 def _may_have_condition(gold: Answer, answer: Answer) -> bool:
     """Whether the answer's condition on an index is the gold's, is absent, or only says that the index is an integer."""
     if answer.condition in ("", gold.condition):
@@ -427,8 +451,23 @@ def _lists_solutions(gold: Compound) -> bool:
     return all(isinstance(part, Compound) and part.kind in ("record", "brackets") for part in gold.parts)
 
 
+def _only_value(one: Answer, other: Answer) -> Answer:
+    """An answer that is a set of one value as this value, if the other is a value."""
+    form = one.form
+    if (
+        not isinstance(form, Compound)
+        or form.kind != "set"
+        or len(form.parts) != 1
+        or not isinstance(other.form, Scalar)
+    ):
+        return one
+    value = form.parts[0]
+    empty = Scalar(r"\emptyset", None)
+    return replace(one, form=value) if isinstance(value, Scalar) and empty not in (value, other.form) else one
+
+
 def _as_several(form: Form, other: Form) -> Form:
-    """A form as a set of one, if the other form is a list or set of solutions, or a gold's set of one value."""
+    """A form as a set of one, if the other form is a list or set of solutions with several values."""
     if not isinstance(other, Compound) or other.kind not in ("list", "set"):
         return form
     if isinstance(form, Compound) and form.kind in ("record", "brackets") and _lists_solutions(other):

@@ -34,6 +34,8 @@ def _as_interval(form: Compound) -> Compound | None:
         return found if isinstance(found, Compound) else None
     if form.kind == "brackets":
         return form if len(form.parts) == 2 and form.detail in ("()", "(]", "[)", "[]") else None
+    if form.kind == "list":
+        return _between(form)
     if form.kind in ("union", "set"):
         parts = [_as_interval(part) for part in form.parts if isinstance(part, Compound)]
         if len(parts) != len(form.parts) or None in parts or len(_variables(form)) > 1:
@@ -67,6 +69,27 @@ def _excluded(form: Compound) -> Compound | None:
             return None
         points += point.parts if isinstance(point, Compound) and point.kind == "set" else [point]
     return Compound("set", tuple(points))
+
+
+def _is_relation(form: Form) -> bool:
+    return isinstance(form, Compound) and form.kind == "relation"
+
+
+def _between(form: Compound) -> Compound | None:
+    """The interval of "x > 1 and x < 4"; of "x < 1, x > 4" both intervals."""
+    if len(form.parts) != 2 or len(_variables(form)) != 1 or not all(map(_is_relation, form.parts)):
+        return None
+    halves = [_as_interval(part) for part in form.parts if isinstance(part, Compound)]
+    for low, high in (halves, halves[::-1]):
+        if low is None or high is None or low.parts[1] != _ENDS[1] or high.parts[0] != _ENDS[0]:
+            continue
+        least, most = low.parts[0], high.parts[1]
+        if not isinstance(least, Scalar) or not isinstance(most, Scalar) or not least.number or not most.number:
+            return None
+        if least.number.value < most.number.value:
+            return Compound("brackets", (least, most), low.detail[0] + high.detail[1])
+        return Compound("union", (high, low))
+    return None
 
 
 def _variables(form: Form) -> set[str]:

@@ -42,6 +42,7 @@ _WORD_SIGNS = {
         "empty set",
         "the empty set",
         "null set",
+        "none",
         *(
             f"{no}{real}solution{s}"
             for no in ("no ", "there is no ", "there are no ")
