@@ -8,10 +8,12 @@ operations for which a GPU's host has to wait.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +21,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+import nmoe
 from nmoe.model import device as devices
 from nmoe.model.device import Kind, Precision, Record
 
 DEVICE = torch.device("meta", 7)
 
 aten = torch.ops.aten
+
+# How the names of nmoe's files begin, wherever it lies: the checkout is called nmoe, too.
+_PACKAGE = f"{Path(nmoe.__file__).parent}{os.sep}"
 
 # Their results' shapes, or what they return, depend on values, which the host has to know.
 _WAITS = {
@@ -132,11 +138,11 @@ def _count(func: Any, args: Any, kwargs: dict[str, Any], ours: bool, stays: bool
     if waits:
         # Where in nmoe, for the message of a test that counts them.
         frame = sys._getframe()
-        while frame.f_back is not None and "/nmoe/" not in frame.f_code.co_filename:
+        while frame.f_back is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
         if frame.f_code.co_name == "paged_attention":
             return  # the reference stands in for a kernel that does not wait
-        where = f"{frame.f_code.co_filename.rpartition('/nmoe/')[2]}:{frame.f_lineno}"
+        where = f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}"
         KIND.waits[f"{func} at {where}"] += 1
 
 

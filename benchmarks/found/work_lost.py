@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -88,6 +92,64 @@ def _own_run(name: str) -> Any:
 
     text = '[run]\nname = "mine"\nsteps = 1\n'
     return RunDirectory.create(Path("runs/speedrun", name), text, {"argv": ["nmoe", "sft", "x"]}, resume=False)
+
+
+@check(0, "a test of a device's waits in a checkout called nmoe", "1 passed")
+def checkout_called_nmoe() -> Result:
+    import nmoe
+
+    tree, copy = Path(nmoe.__file__).parents[1], Path("with a space/nmoe")
+    for part in ("nmoe", "tests"):
+        shutil.copytree(tree / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(tree / "pyproject.toml", copy)
+    test = "tests/engine/test_waiting.py::test_a_decode_step_waits_a_fixed_number_of_times[plain]"
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore", test],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy.absolute())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = re.search(r"\d+ (passed|failed|error)", ended.stdout.splitlines()[-1])
+    return said[0] if said else f"exit code {ended.returncode}", ended.returncode == 0
+
+
+@check(0, "errors that asyncio prints while garbage is collected, after the engine failed under ten requests", "0")
+def engine_error_printed_later() -> Result:
+    import asyncio
+    import logging
+
+    import torch
+
+    from nmoe.engine.api import Request
+    from nmoe.engine.native.engine import NativeEngine
+    from nmoe.engine.native.llm_engine import LLMEngine
+    from nmoe.model.checkpoint import new_model
+    from nmoe.model.config import ModelConfig
+    from nmoe.types import Sampling
+
+    found: list[str] = []
+    logging.getLogger("asyncio").addFilter(lambda record: bool(found.append(record.getMessage())))
+    shape = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "intermediate_size": 64}
+    config = ModelConfig(vocab_size=64, context_tokens=64, **shape)
+    engine = NativeEngine(new_model(config, torch.float32, torch.device("cpu")).initialize(0), 4)
+    step, steps = LLMEngine.step, iter([True, True])
+
+    def breaking(self: LLMEngine) -> Any:
+        return step(self) if next(steps, False) else [][1]
+
+    LLMEngine.step = breaking  # type: ignore[method-assign]
+
+    async def everyone() -> None:
+        asked = [Request((1, 2, 3), 1, Sampling(4), str(n)) for n in range(10)]
+        await asyncio.gather(*map(engine.generate, asked))
+
+    with contextlib.suppress(IndexError):
+        engine.run(everyone())
+    gc.collect()
+    late = sum("never retrieved" in message for message in found)
+    return str(late), late == 0
 
 
 @check(1, "the user's run beside two speedruns, and one that is being written", "mine kept; the other refused and kept")

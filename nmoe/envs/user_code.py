@@ -36,6 +36,7 @@ async def in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
         if not done.done():
             set_outcome(outcome)
+            done.exception()  # counts as seen, also where the caller is cancelled before it wakes
 
     def run() -> None:
         set_outcome: Callable[[Any], None]

@@ -289,3 +289,6 @@ def _resolve(future: asyncio.Future[R], result: R) -> None:
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+        # Counts as seen: a caller that is cancelled before it wakes never looks, and asyncio would print the error, which `run` or
+        # another caller raises, whenever garbage is collected.
+        future.exception()
