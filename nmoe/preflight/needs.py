@@ -13,7 +13,8 @@ from urllib.request import getproxies, proxy_bypass
 
 from nmoe.config.commands.base import RunConfig, SupervisedConfig
 from nmoe.config.commands.rl import RLConfig
-from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig
+from nmoe.config.commands.selfplay import SelfplayConfig
+from nmoe.config.commands.supervised import PretrainConfig, RecordsConfig, VerifierConfig
 from nmoe.config.environment import EnvironmentSettings
 from nmoe.config.slices import split_path
 from nmoe.config.tables.pools import GeneratedPool, HubPool, MixturePool, ReasoningGymPool
@@ -29,6 +30,8 @@ from nmoe.model.shards import INDEX, SINGLE
 from nmoe.parsing import json_of
 from nmoe.preflight.check import Check, failure
 from nmoe.runs.resolve import maker_of
+from nmoe.selfplay.loop import selfplay_environment
+from nmoe.verifier.train import read_data as read_labelled_steps
 
 # Seconds that a service has to accept a connection.
 _CONNECT_SECONDS = 3.0
@@ -144,6 +147,8 @@ def _sources(config: RunConfig) -> Iterator[tuple[object, str, Callable[[], obje
     if isinstance(config, RecordsConfig):
         for records in records_of(config):
             yield records, records.path, partial(read_records, records)
+    if isinstance(config, VerifierConfig):
+        yield config.verifier, config.verifier.prm_source, partial(read_labelled_steps, config.verifier)
 
 
 def _first_row(path: str) -> None:
@@ -164,6 +169,8 @@ def environments_of(config: RunConfig) -> Iterator[EnvironmentSettings]:
     """The environment that a run trains on, and those that it is evaluated on."""
     if isinstance(config, RLConfig):
         yield config.environment
+    if isinstance(config, SelfplayConfig):
+        yield selfplay_environment(config)
     if isinstance(config, SupervisedConfig | RLConfig):
         tables = config.eval if isinstance(config, RLConfig) else config.probes.values()
         yield from (probe.environment for probe in tables if probe.environment is not None)

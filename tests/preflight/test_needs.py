@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import constants
 from test_preflight import SHAPE, TABLES, pretraining, rl
 
+from nmoe.config.commands import COMMANDS, load_run_with
 from nmoe.config.commands.rl import RLConfig
 from nmoe.data import hub as hub_module
 from nmoe.data.hub import download
@@ -172,6 +173,35 @@ def test_all_that_is_wrong_is_said_at_once_without_a_network(tmp_path: Path, no_
     assert " free of " in checks["memory", "warn"]
     assert checks["device", "ok"] == "cpu"
     assert no_network == ["huggingface.co"], "it is tried once, not at every check"
+
+
+@pytest.mark.parametrize(
+    ("command", "tables", "named"),
+    [
+        ("verifier", {"verifier": {"prm_source": "gone.jsonl"}}, ["gone.jsonl: "]),
+        ("selfplay", {"selfplay": {"problem_source": "csv:gone.csv"}}, ["gone.csv"]),
+        ("pretrain", {"data": {"documents": "gone.jsonl"}}, ["gone.jsonl: cannot be read"]),
+        (
+            "pretrain",
+            {"data": {"sources": [{"path": "one.jsonl", "weight": 1.0}, {"path": "two.jsonl", "weight": 1.0}]}},
+            ["one.jsonl: cannot be read", "two.jsonl: cannot be read"],
+        ),
+        (
+            "sft",
+            {"records": {"path": "gone.jsonl", "held_out_path": "too.jsonl"}, "eval": [{"every_steps": 5}]},
+            ["gone.jsonl: cannot be read", "too.jsonl: cannot be read"],
+        ),
+    ],
+)
+def test_each_data_set_that_cannot_be_read_has_a_line(
+    command: str, tables: dict[str, Any], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = TABLES["model"] if command == "pretrain" else {"path": "base"}
+    config = load_run_with(None, COMMANDS[command], {"run": {"steps": 9}, "model": model, **tables}, "test", "run")
+    failed = [check.text for check in preflight(config) if (check.name, check.status) == ("data", "fail")]
+    assert len(failed) == len(named)
+    assert all(part in text for part, text in zip(named, failed, strict=True))
 
 
 def test_a_missing_device_hides_no_missing_model(tmp_path: Path) -> None:
