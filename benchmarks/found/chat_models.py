@@ -195,9 +195,41 @@ def markup_in_reports() -> Result:
     attack = "<script>alert(1)</script> ![x](http://e/x)\n```\n<img src=x>"
     Path("config.toml").write_text(f"a = '''\n{attack}'''\n")
     Path("metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
+    Path("provenance.json").write_text(json.dumps({"argv": [], "resumed": []}))
     Path("alerts.jsonl").write_text(json.dumps({"step": 1, "message": attack}) + "\n")
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(write_report(Path()).read_text())
     tokens += [child for token in tokens for child in token.children or ()]
     found = sum(token.type in ("html_block", "html_inline", "link_open") for token in tokens)
     found += sum(token.type == "image" and "http" in str(token.attrs["src"]) for token in tokens)
     return f"{found} pieces of markup" if found else "no markup", found == 0
+
+
+@check(14, "a config.json with a billion layers, and others with absurd widths", "5 of 5 refused by name")
+def absurd_shapes() -> Result:
+    import signal
+
+    from nmoe.errors import UserError
+    from nmoe.model.checkpoint import load_model, save_model
+    from nmoe.model.config import ModelConfig
+    from nmoe.model.transformer import Transformer
+
+    shape = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "intermediate_size": 64}
+    save_model(Transformer(ModelConfig(**shape, context_tokens=64, vocab_size=50)).initialize(0), Path())
+    raw = json.loads(Path("config.json").read_text())
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, give_up)
+    seen = []
+    for name in ("layers", "hidden_size", "vocab_size", "intermediate_size", "context_tokens"):
+        Path("config.json").write_text(json.dumps(raw | {name: 2**31 - 1}))
+        signal.alarm(5)
+        try:
+            load_model(Path())
+        except UserError as error:
+            seen.append("config.json" in str(error))
+        except Exception:
+            seen.append(False)
+        signal.alarm(0)
+    return f"{sum(seen)} of 5 refused by name", seen == [True] * 5

@@ -59,7 +59,10 @@ def load_model(
         raise UserError(
             f"{directory}: its experts are not stored in MXFP4; load it with expert_weights = 'dequantized'"
         )
-    model = new_model(config, dtype, device, packed, share)
+    try:
+        model = new_model(config, dtype, device, packed, share)
+    except UserError as error:
+        raise UserError(f"{directory / 'config.json'}: {error}") from None
     model.generation = read_generation(directory)
     entries = gpt_oss.packed_entries(config) if packed else None
     fill(model.state_dict(), family, config, shards, [name for name, _ in model.named_buffers()], entries)
@@ -77,23 +80,39 @@ def new_model(
     share: Callable[[Transformer], None] | None = None,
 ) -> Transformer:
     """A model whose weights and routers' biases are not set yet, allocated where and as they will be; with `packed`, experts in
-    MXFP4. `share` shards it over ranks while it has no memory yet, so that each rank allocates its part alone."""
-    with torch.device("meta"):
-        model = cast(Transformer(config), dtype)
-        for moe in model.moe_layers() if packed else ():
-            moe.pack()
-    if share is not None:
-        share(model)
-    # As to_empty does, but for whole weights by a function that imports nothing of torch's compiler.
-    model._apply(
-        lambda weight: (
-            torch.empty_like(weight, device=device)
-            if is_sharded(weight)
-            else torch.empty(weight.shape, dtype=weight.dtype, device=device)
+    MXFP4. `share` shards it over ranks while it has no memory yet, so that each rank allocates its part alone. Raises UserError
+    for a shape that does not fit the memory."""
+    try:
+        with torch.device("meta"):
+            model = cast(Transformer(config), dtype)
+            for moe in model.moe_layers() if packed else ():
+                moe.pack()
+        if share is not None:
+            share(model)
+        # As to_empty does, but for whole weights by a function that imports nothing of torch's compiler.
+        model._apply(
+            lambda weight: (
+                torch.empty_like(weight, device=device)
+                if is_sharded(weight)
+                else torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            )
         )
-    )
-    model.reset_tables()
+        model.reset_tables()
+    except (RuntimeError, MemoryError) as error:
+        if not _is_of_memory(error):
+            raise
+        raise UserError(
+            f"{config.layers} layers of width {config.hidden_size}, a vocabulary of {config.vocab_size} and a context of "
+            f"{config.context_tokens} are more than the memory of {device} can hold: {str(error).splitlines()[0][:120]}"
+        ) from None
     return model
+
+
+def _is_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether an allocation failed: torch raises a plain RuntimeError for it on a CPU, and for sizes beyond 63 bits."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        sign in str(error) for sign in ("alloc", "overflow", "out of memory")
+    )
 
 
 def load_weights(model: Transformer, directory: Path) -> None:

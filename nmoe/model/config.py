@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from nmoe.config import Array, Conflict, Locator, Place
 from nmoe.config.problems import explain
-from nmoe.config.tables.model import ExpertProfile, ModelShape
+from nmoe.config.tables.model import LARGEST, ExpertProfile, ModelShape
 from nmoe.errors import UserError
 
 Numerics = Literal["fast", "exact"]
@@ -106,7 +106,7 @@ class ModelConfig(ModelShape):
     `expert_profile` is what routed experts are computed in (`nmoe.model.expert_profile`); None: as the rest.
     """
 
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=LARGEST)
     expert_profile: ExpertProfile | None = None
     router_bias_rate: float = Field(default=0.0, ge=0)
     router_aux_loss_coef: float = Field(default=0.0, ge=0)

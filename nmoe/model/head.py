@@ -70,6 +70,9 @@ class Head(nn.Module):
         self.load_state_dict(stored.state_dict())
 
 
+_MOST_OUTPUTS = 1024
+
+
 def load_head(directory: Path, hidden_size: int, kind: HeadKind) -> Head:
     """The head of a checkpoint, for a model of this width.
 
@@ -89,6 +92,8 @@ def load_head(directory: Path, hidden_size: int, kind: HeadKind) -> Head:
         raise UserError(f"{path}: a head of kind {found!r}, where one of kind {kind!r} is wanted")
     if width != hidden_size:
         raise UserError(f"{path}: a head for a model of width {width}, and this model's width is {hidden_size}")
+    if not 1 <= outputs <= _MOST_OUTPUTS:
+        raise UserError(f"{path}: outputs = {outputs}; a head has 1 to {_MOST_OUTPUTS}")
     head = Head(hidden_size, outputs, kind)
     try:
         head.load_state_dict(load_file(directory / WEIGHTS))

@@ -116,6 +116,15 @@ OWN = [
         r"model\.safetensors: .*: embedding\.weight has shape \[32\], config\.json asks for \[48, 32\]$",
     ),
     (edit_config(layers=5), r"model\.safetensors: .* is missing; .*; and \d+ more$"),
+    *(
+        (edit_config(**{name: 10**9}), rf"config\.json: {name} = 1000000000: must be at most {most}$")
+        for name, most in (("layers", 4096), ("context_tokens", 2**25), ("experts", 2**16), ("shared_experts", 2**16))
+    ),
+    *(
+        (edit_config(**{name: 2**31 - 1}), r"config\.json: \d layers .* are more than the memory of cpu can hold: ")
+        for name in ("hidden_size", "vocab_size", "expert_width")
+    ),
+    (edit_config(vocab_size=10**18), r"config\.json: vocab_size = 1000000000000000000: must be at most 2147483647$"),
     (edit_config(tie_embeddings=True), r"model\.safetensors: .*: head\.weight is not part of this architecture$"),
 ]
 

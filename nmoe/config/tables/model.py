@@ -17,20 +17,30 @@ ExpertProfile = Literal["bf16", "fp8", "nvfp4"]
 DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
+# Beyond every model there is. A shape of more would not end: a model has an object for each layer, and a name for each expert.
+MOST_LAYERS, MOST_EXPERTS, MOST_CONTEXT, LARGEST = 4096, 2**16, 2**25, 2**31 - 1
+
+
 class ModelShape(Section):
     """[model.shape]: a new model, dense or mixture-of-experts. The tokenizer gives the vocabulary's size."""
 
-    hidden_size: int = Field(gt=0, description="width of the residual stream")
-    layers: int = Field(gt=0, description="transformer blocks")
-    heads: int = Field(gt=0, description="query heads")
-    kv_heads: int = Field(gt=0, description="key and value heads, each shared by heads / kv_heads query heads")
-    head_dim: int = Field(gt=0, description="width of one head; even, because rotary embeddings turn pairs")
-    context_tokens: int = Field(gt=1, description="longest sequence, prompt and completion together")
-    intermediate_size: int = Field(default=0, ge=0, description="width of the dense FFN; used when experts = 0")
-    experts: int = Field(default=0, ge=0, description="routed experts of each layer; 0: dense")
-    experts_per_token: int = Field(default=0, ge=0, description="experts chosen for each token")
-    expert_width: int = Field(default=0, ge=0, description="width of one expert's FFN")
-    shared_experts: int = Field(default=0, ge=0, description="experts that see every token, beside the routed ones")
+    hidden_size: int = Field(gt=0, le=LARGEST, description="width of the residual stream")
+    layers: int = Field(gt=0, le=MOST_LAYERS, description="transformer blocks")
+    heads: int = Field(gt=0, le=LARGEST, description="query heads")
+    kv_heads: int = Field(
+        gt=0, le=LARGEST, description="key and value heads, each shared by heads / kv_heads query heads"
+    )
+    head_dim: int = Field(gt=0, le=LARGEST, description="width of one head; even, because rotary embeddings turn pairs")
+    context_tokens: int = Field(gt=1, le=MOST_CONTEXT, description="longest sequence, prompt and completion together")
+    intermediate_size: int = Field(
+        default=0, ge=0, le=LARGEST, description="width of the dense FFN; used when experts = 0"
+    )
+    experts: int = Field(default=0, ge=0, le=MOST_EXPERTS, description="routed experts of each layer; 0: dense")
+    experts_per_token: int = Field(default=0, ge=0, le=MOST_EXPERTS, description="experts chosen for each token")
+    expert_width: int = Field(default=0, ge=0, le=LARGEST, description="width of one expert's FFN")
+    shared_experts: int = Field(
+        default=0, ge=0, le=MOST_EXPERTS, description="experts that see every token, beside the routed ones"
+    )
     router_scores: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="how router logits become scores"
     )
