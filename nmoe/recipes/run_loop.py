@@ -17,11 +17,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
 from nmoe.config import to_toml
 from nmoe.config.commands.base import RunConfig
 from nmoe.config.tables.run import SamplingRunSection
 from nmoe.errors import RunStoppedError
 from nmoe.learner.learner import Learner
+from nmoe.model.device import choose_device, kind_of
 from nmoe.model.idle_threads import IDLE
 from nmoe.monitor.monitor import Alert, Monitor
 from nmoe.monitor.rules import monitor_of
@@ -145,6 +148,9 @@ class Run:
         """Takes the steps that are left. Raises KeyboardInterrupt, with a checkpoint saved, where a signal asked it to stop."""
         for line in recipe.notes():
             self.note(line)
+        device, threads = choose_device(self._config.model.device), torch.get_num_threads()
+        if kind_of(device).on_host and threads > 1:
+            self.note(f"{threads} threads; idle ones {IDLE.describe()}")
         checkpoint = self._config.checkpoint
         with (
             Interruptible() as interrupt,

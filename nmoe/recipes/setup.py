@@ -28,7 +28,6 @@ from nmoe.model.device import choose_device, dtype_for, kind_of, precision_for
 from nmoe.model.exactness import numerics_here
 from nmoe.model.fingerprint import fingerprint
 from nmoe.model.head import Head
-from nmoe.model.idle_threads import IDLE
 from nmoe.model.lora import Lora, LoraSettings, choose
 from nmoe.model.peft_format import base_notes, is_adapter, read_adapter
 from nmoe.model.precision import set_expert_profile
@@ -236,10 +235,8 @@ def provenance_of(config: RunConfig, threads: int) -> dict[str, Any]:
 
 
 def describe(config: RunConfig, lora: Lora | None, ranks: Ranks | None = None) -> list[str]:
-    """Notes to print before a run starts: numerics that differ from those configured, threads, and the adapter."""
+    """Notes to print before a run starts: numerics that differ from those configured, and the adapter."""
     device, lines = choose_device(config.model.device), [] if lora is None else lora.describe()
-    if kind_of(device).on_host and (threads := torch.get_num_threads()) > 1:
-        lines.append(f"{threads} threads; idle ones {IDLE.describe()}")
     if (profile := config.model.expert_profile) is not None:
         often = "once a step" if ranks is None or ranks.size == 1 else "in each pass"
         lines.append(

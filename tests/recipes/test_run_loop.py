@@ -9,9 +9,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from nmoe.config.commands.base import RunConfig
 from nmoe.errors import UserError
+from nmoe.model.idle_threads import IDLE
 from nmoe.model.snapshot import Snapshot
 from nmoe.recipes.run_loop import HeldOut, Interruptible, Recipe, Run, Step, open_run
 from nmoe.runs.ledger import read_metrics
@@ -163,3 +165,23 @@ def test_the_first_signal_is_noted_and_the_second_ctrl_c_interrupts(first: signa
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second signal was swallowed")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_run_says_what_idle_threads_do_and_when_others_first_slow_it_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slowed(Counting):
+        def step(self, step: int) -> Step:
+            if step in (2, 4):
+                IDLE.slept, IDLE.used_by_others = IDLE.slept + 1, step / 2 + 0.4
+            return super().step(step)
+
+    monkeypatch.setattr(IDLE, "slept", 7)  # in an earlier run of the process
+    monkeypatch.setattr(IDLE, "used_by_others", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    follow(tmp_path, Slowed({}, every=0))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"2 threads; idle ones {IDLE.describe()}"
+    assert [line for line in lines if "other programs" in line and line.startswith("step")] == [
+        "step 2: other programs use 1.4 cores, so idle threads sleep until these are free"
+    ]
