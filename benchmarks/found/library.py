@@ -165,3 +165,34 @@ def datasets_and_lambdas_train() -> Result:
     dataset = trains(env=datasets.Dataset.from_list(records))
     reward = trains(env=[{"prompt": "a"}], rewards=[lambda completions, **columns: [1.0] * len(completions)])
     return f"Dataset {dataset}, lambda {reward}", dataset and reward
+
+
+@check(27, "env check of a task with turns and tools of one's own under a chat template", "exit code 2, as rl train")
+def env_check_refuses_what_a_run_refuses() -> Result:
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parents[1] / "tests"))
+    from chat_templates import qwen
+
+    qwen(Path("qwen"))
+    Path("lone.py").write_text('def add(x: int) -> int:\n    "Adds."\n    return x\n')
+    Path("own.toml").write_text('env_id = "own"\nformat = "chat"\ntask = "guess"\n[tools]\nuse = ["lone:add"]\n')
+    code, line = said("env", "check", "own.toml", "--tokenizer=qwen")
+    return f"exit code {code}: {line[:60]}", code == 2 and "a task that converses has no [tools]" in line
+
+
+@check(27, "--format-check --max-tokens=5 of a model that does not end", "at most 5 tokens in the mean")
+def format_check_heeds_its_limits() -> Result:
+    import nmoe
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = nmoe.train_rl({**TINY, "context_tokens": 256}, env="sort", config=SHORT)
+    from nmoe.cli import main
+
+    printed, argv = io.StringIO(), sys.argv
+    sys.argv = ["nmoe", "eval", str(run.path), "--format-check", "--problems=2", "--max-tokens=5"]
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main()
+    finally:
+        sys.argv = argv
+    mean = next(float(line.split()[0]) for line in printed.getvalue().splitlines() if "tokens in the mean" in line)
+    return f"{mean:.0f} tokens in the mean", mean <= 5

@@ -47,7 +47,10 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Tokens of a completion; default: what the context leaves.", show_default=False
+            metavar="N",
+            min=1,
+            help="Tokens of a completion; default: what the context leaves, with --format-check 2048.",
+            show_default=False,
         ),
     ] = None,
     reasoning_effort: Annotated[
@@ -124,7 +127,9 @@ def evaluate(
         from nmoe.eval.format_check import format_check as check_format
 
         environment = named[1] if len(named) > 1 else None
-        for line in check_format(named[0], environment, problems or 20, seed, device, expert_weights):
+        for line in check_format(
+            named[0], environment, problems or 20, seed, device, expert_weights, max_tokens, reasoning_effort
+        ):
             typer.echo(line)
         return
     if len(named) > 1 and named[-1] == Path("core"):

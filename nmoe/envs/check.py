@@ -54,6 +54,8 @@ from nmoe.errors import UserError
 from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
+from nmoe.text.conversation import ToolDefinition
+from nmoe.text.renderers import RENDERERS
 from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from nmoe.types import Grade, Metadata, Problem, single_turn
@@ -80,6 +82,8 @@ _STAND_IN_RECORDS: dict[str, dict[str, Any]] = {
         "tests": [{"type": "stdin_stdout", "input": "2 3\n", "output": "5\n"}],
     },
 }
+# Stands in for a tool of the user's, whose module is not imported.
+_STAND_IN_TOOL = ToolDefinition("stand_in", "A tool.", {"type": "object", "properties": {}})
 _DATALESS = GeneratedPool(type="generated", task_type="sort")
 
 
@@ -125,6 +129,11 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             mistakes.append(str(error))
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
+    if settings.tools is not None and any(":" in name for name in settings.tools.use):
+        try:  # yours are not loaded, and a format that takes no tools refuses them when a run begins
+            RENDERERS[settings.format](tokenizer, [_STAND_IN_TOOL], settings.reasoning_effort)
+        except UserError as error:
+            mistakes.append(f"[tools] {error}")
     for reward in settings.rewards:
         try:
             yield f"reward       {reward.name}: {_describe_source(reward)}"

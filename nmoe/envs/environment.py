@@ -71,7 +71,8 @@ class Environment:
             {} if settings.tools is None else load_tools(settings.tools.use, settings.budget, user_code=user_code)
         )
         definitions = [tool.definition for tool in self.tools.values()]
-        if self.tools and settings.format == "chat" and self.converses:
+        # By the settings: without user code its tools are not loaded, and the environment is refused all the same.
+        if settings.tools is not None and settings.tools.use and settings.format == "chat" and self.converses:
             raise UserError(
                 f"environment {settings.env_id!r}: a task that converses has no [tools] under a chat template; use harmony"
             )

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nmoe.config.environment import EnvironmentSettings
+from nmoe.config.environment import EnvironmentSettings, load_environment
 from nmoe.config.modes import mode_of
 from nmoe.envs.environment import Environment
 from nmoe.envs.pools.records import level_of
 from nmoe.envs.tasks import TASKS, Attempt
 from nmoe.errors import UserError
+from nmoe.eval.asked import effortful
 from nmoe.eval.outcomes import is_correct
 from nmoe.eval.subject import open_subject
 from nmoe.grading.extraction import from_response
@@ -31,6 +32,8 @@ from nmoe.types import FAILURES, ExpertWeightsForm, Problem
 ENOUGH = 0.95
 # Beyond these solve rates most groups are all wrong, or all right.
 TOO_HARD, TOO_EASY = 0.05, 0.95
+# The most tokens of a completion where nothing else says it.
+TOKENS = 2048
 # Samples of each problem, at temperature 1: the default group of `nmoe rl train`.
 SAMPLES = 8
 # The easier of MATH's levels say little about how a model reasons.
@@ -44,12 +47,17 @@ def format_check(
     seed: int,
     device: str = "auto",
     expert_weights: ExpertWeightsForm = "dequantized",
+    max_tokens: int | None = None,
+    reasoning_effort: str | None = None,
 ) -> Iterator[str]:
     """Samples one greedy response and several samples of each problem, and yields the report on them line by line.
 
-    Raises UserError for a checkpoint or environment that cannot be loaded.
+    A completion has at most `max_tokens`, by default what the environment's budget says, else TOKENS: a model that does not end
+    would fill its context. Raises UserError for a checkpoint or environment that cannot be loaded.
     """
-    named: Path | EnvironmentSettings = environment or environment_of(checkpoint)
+    settings = environment_of(checkpoint) if environment is None else load_environment(environment)
+    named = effortful(settings, reasoning_effort)
+    limit = max_tokens or settings.budget.completion_tokens or TOKENS
     with open_subject(
         checkpoint,
         named,
@@ -58,7 +66,9 @@ def format_check(
         prepare=hard_problems_alone,
         device=device,
         expert_weights=expert_weights,
+        max_tokens=limit,
     ) as subject:
+        yield f"completions of at most {subject.max_new_tokens:,} tokens (--max-tokens)"
         groups = subject.sample(problems, mode_of(), seed)
         sampled = subject.sample(problems, mode_of(samples=SAMPLES, temperature=1.0), seed) if has_gold(groups) else []
         yield from report(subject.environment, [group.trajectories[0] for group in groups], sampled)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import FORGETFUL, qwen
 from command_line import Result
 
 from nmoe.config.packaged import ENVIRONMENTS
@@ -308,3 +309,26 @@ def test_code_runs_in_sandboxes(nmoe: Nmoe, own: Path) -> None:
     assert ": correct (tests: all tests pass)" in result.out
     assert ": incorrect (tests: " in result.out
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("format", ["chat", "auto"])
+def test_what_a_run_refuses_of_tools_of_ones_own_is_refused_by_the_check(
+    nmoe: Nmoe, own: Path, tmp_path: Path, format: str
+) -> None:
+    (tmp_path / "lone.py").write_text(TOOLS)
+    qwen(tmp_path / "qwen")
+    qwen(tmp_path / "forgetful", FORGETFUL)
+
+    def check(task: str, tokenizer: str) -> Result:
+        (own / "environment.toml").write_text(
+            f'env_id = "own"\nformat = "{format}"\ntask = "{task}"\n[tools]\nuse = ["lone:add"]\n'
+        )
+        return nmoe("env", "check", "own", f"--tokenizer={tokenizer}")
+
+    assert (check("sort", "qwen").code, check("sort", "qwen").err) == (0, "")
+    turns = check("guess", "qwen")
+    assert turns.code == 2
+    assert "a task that converses has no [tools] under a chat template; use harmony" in turns.err
+    forgetful = check("sort", "forgetful")
+    assert forgetful.code == 2
+    assert "own/environment.toml: [tools] the chat template writes earlier messages in another way" in forgetful.err

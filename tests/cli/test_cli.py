@@ -149,10 +149,11 @@ def test_the_other_verbs_hand_over_their_arguments(
 
     calls = stand_in("nmoe.eval.format_check", "format_check", result=["ready"])
     assert nmoe("eval", "runs/a", "--format-check") == 0
-    assert nmoe("eval", "a", "e", "--format-check", "--problems=50", "--seed=3") == 0
+    limits = ("--max-tokens=64", "--reasoning-effort=low")
+    assert nmoe("eval", "a", "e", "--format-check", "--problems=50", "--seed=3", *limits) == 0
     assert calls == [
-        (Path("runs/a"), None, 20, 0, "auto", "dequantized"),
-        (Path("a"), Path("e"), 50, 3, "auto", "dequantized"),
+        (Path("runs/a"), None, 20, 0, "auto", "dequantized", None, None),
+        (Path("a"), Path("e"), 50, 3, "auto", "dequantized", 64, "low"),
     ]
     assert capsys.readouterr().out == "ready\nready\n"
 

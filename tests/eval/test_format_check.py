@@ -6,14 +6,17 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import nmoe
+import nmoe.eval.format_check as format_check_module
 from nmoe.config import to_toml
 from nmoe.config.environment import EnvironmentSettings, load_environment
 from nmoe.envs.environment import Environment
 from nmoe.errors import UserError
-from nmoe.eval.format_check import environment_of, hard_problems_alone, is_hard, report
+from nmoe.eval.format_check import environment_of, format_check, hard_problems_alone, is_hard, report
 from nmoe.text.harmony import Harmony
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.trajectory import Group, Trajectory
@@ -153,3 +156,41 @@ def test_the_environment_of_a_run_is_found_from_the_run_and_its_checkpoints(
     (run / "config.toml").write_text(f"[run]\nsteps = 1\n[environment]\n{tables}\n")
     assert environment_of(run) == environment_of(checkpoint) == settings
     assert isinstance(environment_of(run), EnvironmentSettings)
+
+
+def test_a_model_that_does_not_end_is_cut_where_the_limit_says(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment(tmp_path, tokenizer, [{}])
+    shape = {"hidden_size": 16, "layers": 1, "heads": 2, "context_tokens": 8192}
+    run = nmoe.train_sft(shape, data=[{"prompt": "a", "completion": "b"}], config={"run.threads": 1})
+    monkeypatch.setattr(format_check_module, "TOKENS", 24)
+    file = tmp_path / "environment.toml"
+
+    def told(**settings: Any) -> list[str]:
+        return list(format_check(run.path, file, 1, 0, **settings))
+
+    def mean(lines: list[str]) -> float:
+        return next(float(line.split()[0]) for line in lines if line.endswith("tokens in the mean"))
+
+    for settings, limit in (({}, 24), ({"max_tokens": 7}, 7)):
+        lines = told(**settings)
+        assert lines[0] == f"completions of at most {limit} tokens (--max-tokens)"
+        assert mean(lines) <= limit
+    file.write_text(f"{file.read_text()}[budget]\ncompletion_tokens = 5\n")
+    assert told()[0] == "completions of at most 5 tokens (--max-tokens)"
+    efforts = []
+    real = Environment.from_settings.__func__  # type: ignore[attr-defined]
+
+    def seen(cls: Any, settings: EnvironmentSettings, *more: Any, **named: Any) -> Environment:
+        efforts.append(settings.reasoning_effort)
+        made: Environment = real(cls, settings, *more, **named)
+        return made
+
+    monkeypatch.setattr(Environment, "from_settings", classmethod(seen))
+    told(reasoning_effort="low")
+    assert efforts[0] == "low"
+    file.write_text(file.read_text().replace('env_id = "m"', 'env_id = "m"\nformat = "boxed"'))
+    with pytest.raises(UserError, match="m: plain text has no place for a reasoning effort"):
+        told(reasoning_effort="low")
