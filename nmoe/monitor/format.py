@@ -9,7 +9,7 @@ from nmoe.monitor.rule import Metrics, Rule
 class FormatRule(Rule[FormatSection]):
     name = "format"
     smoke = True
-    source = "training guidelines, early smoke-test criteria: has_boxed above 50% and not dropping; tier 1: has_boxed should stay above 90%"
+    source = "training guidelines, early smoke-test criteria: has_boxed above 50% and not dropping; tier 1: it stays above 90%"
     remedies = (
         "look at the failures in samples/ and `failures/parse_error`",
         "teach the format by a small SFT phase",

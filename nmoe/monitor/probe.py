@@ -28,7 +28,8 @@ class ProbeRule(Rule[ProbeSection]):
             self._rewards.append(metrics["reward_mean"])
         if "probe" not in metrics:
             return None
-        self._lost = self._lost + 1 if "probe_before" in metrics else 0
+        lost = metrics.get("probe_before", metrics["probe"]) - metrics["probe"]
+        self._lost = self._lost + 1 if "probe_before" in metrics and lost >= self.settings.drop else 0
         if self._lost < self.settings.steps:
             return None
         half = len(self._rewards) // 2

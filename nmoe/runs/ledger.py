@@ -71,8 +71,8 @@ class Ledger:
         return probe_values(self.evaluations())
 
     def probed(self) -> dict[int, dict[str, float]]:
-        """By step, what the rules see of an evaluation: `{"probe": 0.31}`, and where that is a loss (`nmoe.runs.losses.loss_of`) the value
-        that it was before, `{"probe": 0.31, "probe_before": 0.5}`."""
+        """By step, what the rules see of an evaluation: `{"probe": 0.31}`, and where that is a loss (`nmoe.runs.losses.loss_of`)
+        also the value before, `{"probe": 0.31, "probe_before": 0.5}`."""
         decisive = decisive_results(self.evaluations())
         values, history, found = self.probes(), list[Mapping[str, Any]](), dict[int, dict[str, float]]()
         for step, result in decisive.items():

@@ -180,6 +180,10 @@ def test_a_probe_that_is_worse_than_before_in_two_evaluations() -> None:
     assert fired(better, {10: {"probe": 0.5}, 20: lost, 30: {"probe": 0.46}, 40: lost}) == [], "not in a row"
     assert fired(better, {10: {"probe": 0.5}, 20: {"probe": 0.4}, 30: {"probe": 0.3}}) == [], "may be chance"
     assert fired(rows(40), {10: {"probe": 0.5}, 20: lost, 30: lost}) == [(30, "probe")], "the reward need not rise"
+    little = {"probe": 0.485, "probe_before": 0.5}
+    assert fired(better, {10: {"probe": 0.5}, 20: little, 30: little}) == [], (
+        "more than chance, of thousands of problems"
+    )
     monitor = Monitor([ProbeRule(ProbeSection(steps=1))])
     rising, flat = better[39], HEALTHY
     monitor.observe(better[0])

@@ -203,6 +203,7 @@ class ProbeSection(RuleSection):
         gt=0,
         description="evaluations in a row, each worse than the best before or the first by more than chance, paired by problem",
     )
+    drop: float = Field(default=0.02, ge=0, le=1, description="and by at least this share of the problems")
 
 
 class HackingSection(AboveSection):
@@ -248,8 +249,8 @@ class MonitorSection(SampleRateSection):
 
     first_steps: Literal["warn", "stop"] = Field(
         default="warn",
-        description="stop: the smoke rules (reward_stuck, format, truncation, grad_norm, clip) end the run if they fire in its first "
-        "10 steps; warn: their levels decide",
+        description="stop: the smoke rules (reward_stuck, format, truncation, grad_norm, clip) end the run if they fire in its "
+        "first 10 steps; warn: their levels decide",
     )
     replays_per_failure: int = Field(
         default=1, ge=0, description="additional replay bundles per step and failure class"
