@@ -33,11 +33,12 @@ import nmoe
 from nmoe.config.commands import load_run
 from nmoe.config.commands.rl import RLConfig
 from nmoe.engine.api import Engine, Request
+from nmoe.envs.environment import Environment
 from nmoe.learner.learner import Learner
 from nmoe.monitor.rules import monitor_of
 from nmoe.rl import train as rl_train
 from nmoe.runs.ledger import Ledger, read_metrics
-from nmoe.types import Sample
+from nmoe.types import Grade, Sample
 
 TINY: dict[str, Any] = {"hidden_size": 32, "layers": 1, "heads": 2, "context_tokens": 64}
 PROMPTS = [{"prompt": text} for text in ("Sing.", "Hum.", "Call.", "Sigh.")]
@@ -125,6 +126,16 @@ def short_limit(_: Path) -> Path:
 @fault("format", "a model that does not know the format it is graded on", 5)
 def no_format(_: Path) -> Path:
     return trained([], 7, SORT | {"rubric": {"correctness": 1.0, "format": 0.25}})
+
+
+@fault(
+    "format",
+    "a model that does not know the format, where right answers alone are rewarded",
+    5,
+    name="format, exact match",
+)
+def no_box(_: Path) -> Path:
+    return trained([], 7, SORT)
 
 
 @fault("grad_norm", "frozen weights: every gradient is 0", 3, name="grad_norm, 0")
@@ -265,6 +276,18 @@ def length_pays(_: Path) -> Path:
     return trained([long], 7, SORT)
 
 
+@fault("reward_hacking", "a bug that pays wrong answers where right ones alone are rewarded", 1, name="hacking, bug")
+def paid_by_mistake(_: Path) -> Path:
+    grade = Environment.grade
+
+    async def paid(self: Environment, problem: Any, turns: Any, *arguments: Any, **more: Any) -> Grade:
+        given = await grade(self, problem, turns, *arguments, **more)
+        return replace(given, score=float(turns[0].sample.token_ids[0] % 2))
+
+    Environment.grade = paid  # type: ignore[method-assign]
+    return trained([], 2, SORT)
+
+
 @fault("probe", "a grader that rewards wrong answers, with correctness as the probe", 2)
 def wrong_pays(base: Path) -> Path:
     def wrong(completions: list[Any], gold: list[str], **columns: Any) -> list[float]:
@@ -361,8 +384,7 @@ def measured(name: str, base: Path) -> dict[str, Any]:
     at = fired.pop(rule, None)
     delay = None if at is None else at - begins + 1
     if rule == "probe" and at is not None:
-        # From the first evaluation on, which shows nothing yet.
-        unit, delay = "evaluations", sum(step <= at for step in Ledger(path).probes() if step) - 1
+        unit, delay = "evaluations", sum(0 < step <= at for step in Ledger(path).probes())
     found = {"fault": name, "rule": rule, "what": what, "begins": begins, "fired": at, "delay": delay, "unit": unit}
     return found | {"window": window, "within": delay is not None and delay <= window, "also": fired}
 
