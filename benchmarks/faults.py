@@ -67,11 +67,12 @@ def fault(
 def trained(rewards: Sequence[Any], steps: int, env: Any = PROMPTS, model: Any = TINY, **settings: Any) -> Path:
     """A run of the tiny model, by default without anything wrong."""
     generate_fn = settings.pop("generate_fn", None)
+    rate = settings.pop("optimizer.learning_rate", 0.003)
     config = {
         "run": {"steps": steps, "threads": 1, "name": "faulty"},
         "sampling.max_new_tokens": 16,
         "batch": {"prompts_per_step": 4, "group_size": 8},
-        "optimizer": {"learning_rate": 0.003, "warmup_steps": 0},
+        "optimizer": {"learning_rate": rate, "warmup_steps": 0},
         **settings,
     }
     return nmoe.train_rl(model, env, rewards, config=config, generate_fn=generate_fn).path
