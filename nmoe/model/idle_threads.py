@@ -39,12 +39,12 @@ _CORES_AT_START = usable_cores()  # libgomp counts them when it is loaded
 
 
 class Runtime(Protocol):
-    """How the idle threads of an OpenMP runtime are steered. While they sleep, `again` is called once a second where a thread is
-    there to call it."""
+    """How the idle threads of an OpenMP runtime are steered. `sleep` says whether it could be done;
+    while they sleep, `again` is called once a second where a thread is there to call it."""
 
     name: str
 
-    def sleep(self, threads: int, again: Callable[[], None]) -> None: ...
+    def sleep(self, threads: int, again: Callable[[], None]) -> bool: ...
 
     def spin(self) -> None: ...
 
@@ -59,21 +59,24 @@ class Libgomp:
         self._parallel = parallel
         self._end = threading.Event()
 
-    def sleep(self, threads: int, again: Callable[[], None]) -> None:
-        """Returns once idle threads sleep."""
-        cores = max(usable_cores(), _CORES_AT_START)
+    def sleep(self, threads: int, again: Callable[[], None]) -> bool:
+        """Returns once idle threads sleep, or at once where the system refuses that many threads: libgomp would end the process."""
+        # The process's first team has `threads`; with these libgomp counts cores + 1.
+        team = max(2, max(usable_cores(), _CORES_AT_START) - threads + 2)
+        if not can_start(team):
+            return False
         ready, end = threading.Event(), threading.Event()
         self._end = end
 
         def hold() -> None:
-            # The process's first team has `threads`, of which libgomp counts the first as its own; with these it counts cores + 1.
-            self._parallel(max(2, cores - threads + 2), 0)
+            self._parallel(team, 0)
             ready.set()
             while not end.wait(_LOOK_S):
                 again()
 
         threading.Thread(target=hold, name="nmoe idle threads", daemon=True).start()
         ready.wait()
+        return True
 
     def spin(self) -> None:
         self._end.set()
@@ -87,12 +90,30 @@ class Libomp:
     def __init__(self, get: Callable[[], int], set_: Callable[[int], None]) -> None:
         self._get, self._set, self._before = get, set_, 0
 
-    def sleep(self, threads: int, again: Callable[[], None]) -> None:
+    def sleep(self, threads: int, again: Callable[[], None]) -> bool:
         self._before = self._get()
         self._set(0)
+        return True
 
     def spin(self) -> None:
         self._set(self._before)
+
+
+def can_start(count: int) -> bool:
+    """Whether the system lets this process have so many threads more: control groups and containers have limits."""
+    end, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        return False
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return True
 
 
 def find_runtime() -> Runtime | None:
@@ -163,8 +184,11 @@ class IdleThreads:
         contended = threads > 1 and threads_for(cores, self.used_by_others, cpu_quota()) < threads
         self._free = 0 if contended else self._free + 1
         if contended and not self.sleeping:
-            self.sleeping, self.slept = True, self.slept + 1
-            runtime.sleep(threads, self.look)
+            self.sleeping = True  # the thread that `sleep` starts may look
+            if runtime.sleep(threads, self.look):
+                self.slept += 1
+            else:
+                self.sleeping, self.runtime = False, None
         elif self.sleeping and self._free >= _FREE_LOOKS:
             self.sleeping = False
             runtime.spin()

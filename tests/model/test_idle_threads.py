@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -19,9 +20,11 @@ class Recorded:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.can = True
 
-    def sleep(self, threads: int, again: Callable[[], None]) -> None:
+    def sleep(self, threads: int, again: Callable[[], None]) -> bool:
         self.asked.append(f"sleep {threads}")
+        return self.can
 
     def spin(self) -> None:
         self.asked.append("spin")
@@ -116,6 +119,42 @@ def test_a_setting_of_the_users_stays(name: str) -> None:
 
 def test_without_figures_of_the_cores_nothing_is_steered() -> None:
     assert IdleThreads(Recorded(), environment={}, times=lambda: None).runtime is None
+
+
+def test_where_threads_cannot_be_had_it_is_left_at_that(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.runtime.can, machine.others = False, 2.0
+    assert [machine.pass_(1.0) for _ in range(2)] == [["sleep 2"], []]
+    assert (machine.idle.sleeping, machine.idle.slept) == (False, 0)
+    assert machine.idle.describe() == "wait as their OpenMP runtime has it"
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(idle_threads, "_CORES_AT_START", 4)
+    teams: list[int] = []
+    assert not Libgomp(lambda threads, flags: teams.append(threads)).sleep(2, lambda: None)
+    assert teams == []
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_team_makes_the_threads_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_threads, "_CORES_AT_START", 6)
+    monkeypatch.setattr(idle_threads, "usable_cores", lambda: 4)  # of 6 when libgomp was loaded
+    teams: list[int] = []
+    runtime = Libgomp(lambda threads, flags: teams.append(threads))
+    for threads in (2, 6, 16):
+        assert runtime.sleep(threads, lambda: None)
+        runtime.spin()
+    assert teams == [
+        6,
+        2,
+        2,
+    ]  # with the 2, 6 and 16 of the first team more than 6 in each case, as the caller is of both
 
 
 def test_libomp_gets_its_own_blocktime_back() -> None:
