@@ -196,3 +196,35 @@ def format_check_heeds_its_limits() -> Result:
         sys.argv = argv
     mean = next(float(line.split()[0]) for line in printed.getvalue().splitlines() if "tokens in the mean" in line)
     return f"{mean:.0f} tokens in the mean", mean <= 5
+
+
+@check(
+    29, "PRM800K from copies of the GitHub repository and of the mirror, by the name prm800k", "4 solutions from both"
+)
+def prm800k_is_read_where_it_lies() -> Result:
+    import json
+    import os
+
+    from nmoe.config.tables.verifier import VerifierSection
+    from nmoe.data.prm import read_source
+    from nmoe.errors import UserError
+
+    step = {"completions": [{"text": "So 4.", "rating": 1, "flagged": False}], "human_completion": None}
+    label = {"steps": [{**step, "chosen_completion": 0}], "total_time": 1, "finish_reason": "solution"}
+    os.environ.update(NMOE_DATASETS="kept", HF_HUB_OFFLINE="1")
+    read = []
+    for layout in ("openai/prm800k/prm800k/data", "tasksource/PRM800K"):
+        for phase in (1, 2):
+            problems = (f"{phase} + {n}?" for n in (1, 2))
+            lines = [json.dumps({"question": {"problem": one}, "label": label}) for one in problems]
+            file = Path("kept", layout, f"phase{phase}_train.jsonl")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(lines) + "\n")
+        section = VerifierSection(prm_source="prm800k")
+        try:
+            found = read_source(section.prm_source, "train", section.prm800k, section.math_shepherd, "+")
+            read.append(len(found.solutions))
+        except UserError:
+            read.append(0)
+        Path("kept").rename(f"kept_{len(read)}")
+    return f"{read[0]} solutions from GitHub's files, {read[1]} from the mirror's", read == [4, 4]

@@ -113,6 +113,8 @@ def read_lines(name: str, lines: Iterable[bytes]) -> Iterator[Row]:
 
 
 def _object(where: str, line: bytes) -> dict[str, object]:
+    if line.startswith(b"version https://git-lfs"):
+        raise UserError(f"{where}: a pointer of Git LFS in place of the data; fetch it with `git lfs pull`")
     try:
         # A byte order mark may stand before the first line, as some editors write it.
         value = json_of(line.decode("utf-8-sig"))

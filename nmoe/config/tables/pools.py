@@ -198,7 +198,7 @@ class PrmPool(Section):
         description="prm_step: predict the label of the last step; prm_solution: predict the score of the whole solution",
     )
     prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
-        default="openai/prm800k", description="where PRM800K lies: a directory or a Hugging Face name"
+        default="tasksource/PRM800K", description="where PRM800K lies: a directory or a Hugging Face name"
     )
     math_shepherd: Annotated[str, DataPath(may_be_name=True)] = Field(
         default="peiyi9979/Math-Shepherd",

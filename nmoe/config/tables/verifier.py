@@ -43,8 +43,9 @@ class VerifierSection(Section):
         default=0.0, ge=0, description="weight of a language-modelling loss on right steps; 0: off"
     )
     prm800k: Annotated[str, DataPath(may_be_name=True)] = Field(
-        default="openai/prm800k",
-        description="where PRM800K lies: a directory with phase1_train.jsonl and the like, or in a copy of its repository",
+        default="tasksource/PRM800K",
+        description="where PRM800K lies: a directory with phase1_train.jsonl and the like, a copy of its repository, or a Hugging "
+        "Face name; the default stands for copies named openai/prm800k and prm800k, too",
     )
     math_shepherd: Annotated[str, DataPath(may_be_name=True)] = Field(
         default="peiyi9979/Math-Shepherd",

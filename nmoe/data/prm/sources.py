@@ -16,8 +16,13 @@ from nmoe.data.records import Stepwise, detect, read_records
 from nmoe.data.rows import Row, local_copy, read_rows
 from nmoe.errors import UserError
 
-# Where the repository of PRM800K has its files, below what it is called.
-_PLACES = ("", "data", "prm800k/data")
+PRM800K = "tasksource/PRM800K"
+"""The mirror of PRM800K on the Hugging Face hub. The dataset itself is files on GitHub, github.com/openai/prm800k."""
+
+# What copies of it are called, below $NMOE_DATASETS or here: of the mirror, and of the repository on GitHub.
+_COPIES = (PRM800K, "openai/prm800k", "prm800k")
+# Where the files of both phases lie below what a copy is called.
+_PLACES = ("", "data", "prm800k", "prm800k/data", "prm800k/prm800k/data")
 _PHASES = ("phase1_{split}.jsonl", "phase2_{split}.jsonl")
 
 
@@ -44,7 +49,7 @@ def read_source(source: str, split: str, prm800k: str, math_shepherd: str, neutr
 
 def read_labelled(path: str, split: str) -> StepDataset:
     """The labelled steps of a file, directory or hub name, of the form that its first record has."""
-    if (local := local_copy(path)) is not None and local.is_dir() and _phase_files(local, split):
+    if path in _COPIES or ((local := local_copy(path)) is not None and local.is_dir() and _phase_files(local, split)):
         return read_prm800k(_prm800k_rows(path, split))
     rows = read_rows(path, split=split)
     first = next(rows, None)
@@ -86,13 +91,32 @@ def _read_stepwise(path: str, split: str) -> StepDataset:
 
 
 def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
-    """Both phases, one after the other, where they lie as in the dataset's repository; otherwise what the path names."""
+    """Both phases, one after the other, where they lie as in the dataset's repository; otherwise what the path names.
+
+    The names of copies stand for the one that is on this machine, of the mirror or of the repository, else for the mirror.
+    """
+    if path in _COPIES:
+        path = next((name for name in _COPIES if local_copy(name) is not None), None) or _fetched()
     local = local_copy(path)
     files = _phase_files(local, split) if local is not None and local.is_dir() else []
     if local is not None and not files and (others := sorted(local.rglob("phase[12]_*.jsonl"))):
         there = ", ".join(str(file.relative_to(local)) for file in others)
         raise UserError(f"{local}, split {split!r}: no file of either phase for that split; there are {there}")
     return read_rows(path, split=split, data_files=files)
+
+
+def _fetched() -> str:
+    """The directory of the mirror's files in the hub's cache; its name where the hub does not give them, or has no such files.
+
+    Files of JSON lines are read as they are: types that the datasets library would guess from some records differ in others.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = snapshot_download(PRM800K, repo_type="dataset", allow_patterns=["*phase[12]_*.jsonl"])
+    except Exception:  # the hub's client raises many kinds; reading by name says what is wrong
+        return PRM800K
+    return directory if any(Path(directory).rglob("phase[12]_*.jsonl")) else PRM800K
 
 
 def _phase_files(directory: Path, split: str) -> list[str]:

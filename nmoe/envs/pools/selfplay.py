@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nmoe.config.tables.pools import SelfplayPool
-from nmoe.data.prm import read_labelled
+from nmoe.data.prm import PRM800K, read_labelled
 from nmoe.data.rows import Row, read_rows
 from nmoe.envs.pools.order import Shuffled, fingerprint_of
 from nmoe.envs.tasks import TASKS
@@ -28,7 +28,7 @@ from nmoe.types import Problem
 TASK = "proof_generation"
 QUESTION_FIELDS = ("problem", "question", "prompt", "input")
 # Names of the datasets of labelled steps, on the hub or below $NMOE_DATASETS.
-LABELLED = {"prm800k": "openai/prm800k", "math_shepherd": "peiyi9979/Math-Shepherd"}
+LABELLED = {"prm800k": PRM800K, "math_shepherd": "peiyi9979/Math-Shepherd"}
 SOURCES = (
     "prm800k[:PATH]",
     "math_shepherd[:PATH]",
