@@ -159,6 +159,8 @@ def _is_decimal(form: Form) -> bool:
 
 def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, answer: Number) -> bool:
     """Whether a number of the gold's value answers a question: in simplest form, and no other spelling that the question has."""
+    if answer.places is None and answer.value.denominator == 1 and answer.simplest:
+        return True  # an integer has one spelling
     return (answer.simplest or not gold.simplest) and not repeats(question, answer_text, gold_text)
 
 
@@ -214,6 +216,8 @@ class _Comparison:
             labelled = answer.label not in _text_of(answer.form)  # "x = x + 1" does not name a value
             return _any([equation, self.forms(gold.form, answer.form)]) if labelled else equation
         found = self.forms(gold.form, answer.form)
+        if self._policy.question and (asked := _asked_value(self._policy.question, answer.form)) is not None:
+            found = _any([found, self.forms(gold.form, asked)])
         value = _value_of(gold.form)
         return found if value is None else _any([found, self.forms(value, answer.form)])
 
@@ -225,7 +229,7 @@ class _Comparison:
             return False
         solved = isinstance(gold.form, Scalar) and gold.form.number is not None
         if solved and not answer.label and not wants_equation(question):
-            return True
+            return _asked_value(question, relation) is None
         sides = [part.text for part in relation.parts if isinstance(part, Scalar)]
         golds = gold.relation or gold.form
         wanted = [part.text for part in golds.parts if isinstance(part, Scalar)] if isinstance(golds, Compound) else []
@@ -389,6 +393,18 @@ class _Comparison:
         if self._policy.units == "as_gold" or unit == "%":
             return False
         return unit in asked or (self._policy.units == "any" and not changes_number(unit))
+
+
+def _asked_value(question: str, form: Form) -> Form | None:
+    """The number that an answer gives to an expression of the question with letters: 7 of "x + y = 7"; None for another form."""
+    if not isinstance(form, Compound) or (form.kind, form.detail) != ("relation", "=") or len(form.parts) != 2:
+        return None
+    left, right = form.parts
+    named = isinstance(left, Scalar) and left.number is None and expressions.letters(left.text)
+    valued = isinstance(right, Scalar) and right.number is not None
+    if not named or not valued or wants_equation(question) or not repeats(question, left.text, ""):  # type: ignore[union-attr]
+        return None
+    return None if repeats_equation(question, [left.text, right.text], []) else right  # type: ignore[union-attr]
 
 
 def _with_index_of(gold: Answer, answer: Answer) -> Answer:

@@ -39,6 +39,9 @@ def wants_equation(question: str) -> bool:
 
 def repeats(question: str, answer: str, gold: str) -> bool:
     """Whether an answer, a scalar in normalised text, is an expression of the question that differs from the gold."""
+    number = read_number(answer)
+    if number is not None and not _expressions(question) and not _literals(question):
+        return False
     written = shape(answer)
     if written is None:
         return len(answer) > 2 and _squeezed(answer) in _squeezed(question)
@@ -47,7 +50,11 @@ def repeats(question: str, answer: str, gold: str) -> bool:
         return "." in answer and wanted != written and answer.lstrip("+-0") in _literals(question)
     if written == wanted:
         return False
-    if written in _expressions(question) or (read_number(answer) is None and _squeezed(answer) in _squeezed(question)):
+    if written in _expressions(question):
+        return True
+    if number is not None:
+        return False
+    if _squeezed(answer) in _squeezed(question):
         return True
     return wanted is not None and folded(written) != folded(wanted) and folded(written) in _folded_expressions(question)
 

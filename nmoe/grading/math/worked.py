@@ -142,7 +142,9 @@ def _content(factor: Shape) -> int:
     """The largest integer that can be taken out of a factor that is no number: of a sum, or of the root of an integer."""
     if not isinstance(factor, tuple) or factor[0] != "+":
         return _without_square(factor)[0]
-    coefficients = [_split(term)[0] for term in factor[1:]]
+    coefficients = []
+    for coefficient, rest in map(_split, factor[1:]):
+        coefficients.append(coefficient * math.prod(_without_square(one)[0] for one in rest))
     return (
         math.gcd(*(one.numerator for one in coefficients)) if all(one.denominator == 1 for one in coefficients) else 1
     )
@@ -186,7 +188,7 @@ def _is_rational(base: Fraction, exponent: Fraction) -> bool:
     if exponent.denominator == 1:
         power_of_ten = base == 10 and not 0 <= exponent < _FIRST_POWER_OF_TEN
         return exponent != -1 and not power_of_ten and _is_small(base, exponent)
-    return _root(base, exponent.denominator) is not None
+    return _root(abs(base), exponent.denominator) is not None
 
 
 def _is_small(base: Fraction, exponent: Fraction) -> bool:
