@@ -17,9 +17,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose_threads(requested: int, environment: Mapping[str, str] = os.environ) -> int:
+def choose_threads(requested: int, processes: int = 1, environment: Mapping[str, str] = os.environ) -> int:
     """The thread count to use: `requested`, or for 0 the OMP_NUM_THREADS of the user or else the number of cores that this process
-    may use, within the CPU quota of its control group; at least 1.
+    may use, within the CPU quota of its control group, divided by the `processes` that share them; at least 1.
 
     Other programs do not count: the numbers of a run depend on its threads, and must not depend on what else ran as it began. Idle
     threads leave the cores to them (`nmoe.model.idle_threads`). torchrun's own OMP_NUM_THREADS = 1, which it sets for want of
@@ -32,7 +32,7 @@ def choose_threads(requested: int, environment: Mapping[str, str] = os.environ) 
     own = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if own.isdigit() and int(own) > 0 and not (own == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return int(own)
-    return threads_for(usable_cores(), 0.0, cpu_quota())
+    return max(1, threads_for(usable_cores(), 0.0, cpu_quota()) // processes)
 
 
 def counts_of_torch(environment: Mapping[str, str] = os.environ) -> set[int]:

@@ -89,7 +89,7 @@ def test_cpu_quota_is_infinite_where_nothing_says(tmp_path: Path) -> None:
 
 
 def test_a_requested_count_is_used_and_a_negative_one_refused() -> None:
-    assert choose_threads(5, {"OMP_NUM_THREADS": "3"}) == 5
+    assert choose_threads(5, 2, {"OMP_NUM_THREADS": "3"}) == 5
     with pytest.raises(ValueError, match="got -1"):
         choose_threads(-1)
 
@@ -112,7 +112,9 @@ def test_the_count_is_the_users_or_that_of_the_cores(
 ) -> None:
     monkeypatch.setattr(cores_module, "usable_cores", lambda: 8)
     monkeypatch.setattr(cores_module, "cpu_quota", lambda: 7.5)
-    assert choose_threads(0, environment) == expected
+    assert choose_threads(0, environment=environment) == expected
+    assert choose_threads(0, 2, environment) == (3 if expected == 7 else expected)  # the user's is that of each process
+    assert choose_threads(0, 16, {}) == 1
 
 
 def test_the_counts_that_torch_chooses_itself() -> None:
@@ -141,7 +143,7 @@ def test_cores_that_others_use_are_not_free_and_change_no_run() -> None:
             assert spinner.stdout is not None
             assert spinner.stdout.readline() == b"on\n"
         assert free_cores() == 1
-        assert choose_threads(0, {}) == threads_for(len(cores), 0.0, cpu_quota())
+        assert choose_threads(0, environment={}) == threads_for(len(cores), 0.0, cpu_quota())
     finally:
         for spinner in spinners:
             spinner.kill()

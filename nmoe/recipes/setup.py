@@ -80,7 +80,7 @@ def settle(config: R) -> tuple[R, int]:
     resumed = config.run.resume and (path / "config.toml").exists()
     threads = recorded_threads(path) if resumed else None
     if threads is None:
-        threads = max(1, choose_threads(config.run.threads) // (1 if config.run.threads else gang().local_size))
+        threads = choose_threads(config.run.threads, gang().local_size)
     everywhere(prepare_process, threads, device)
     asked = config.model.precision or (recorded_precision(path) if resumed else None)
     precision = precision_for(device, asked, config.model.numerics == "exact")
