@@ -156,3 +156,47 @@ def steps_are_split_in_one_way() -> Result:
     (asked,) = form.question([Message("user", one.problem)], split_steps("\n".join(steps)), 10**6)
     same = shown.scored == asked.scored and shown.inputs[: len(asked.inputs)] == asked.inputs
     return f"trained at {shown.scored}, judged at {asked.scored}", same
+
+
+_MUTANTS = (
+    (
+        "nmoe/engine/native/scheduler.py",
+        "new_keys = not sequence.started or sequence.versions[0] == version",
+        "new_keys = True",
+        "tests/engine/test_llm_engine.py",
+    ),
+    ("nmoe/grading/math/forms.py", r', r"\ne"}' + "\n", "}\n", "tests/grading/test_equivalence.py"),
+    (
+        "nmoe/learner/routing.py",
+        "max(self.largest_flip_gap, other.largest_flip_gap)",
+        "min(self.largest_flip_gap, other.largest_flip_gap)",
+        "tests/learner/test_routing.py",
+    ),
+)
+
+
+@check(
+    22, "three mutants: keys of a preempted sequence, `\\ne` as a relation, the largest flip gap over ranks", "3 killed"
+)
+def tests_kill_three_mutants() -> Result:
+    import shutil
+    import subprocess
+    import sys
+
+    import nmoe
+
+    tree, killed = Path(nmoe.__file__).parents[1], 0
+    for part in ("nmoe", "tests"):
+        shutil.copytree(tree / part, part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(tree / "pyproject.toml", ".")
+    for file, code, mistake, tests in _MUTANTS:
+        text = Path(file).read_text()
+        assert code in text, f"{file} has changed"
+        Path(file).write_text(text.replace(code, mistake, 1))
+        # The copy comes before an installed nmoe.
+        run = f"import sys; sys.path.insert(0, '.'); import pytest; sys.exit(pytest.main(['-q', '-x', {tests!r}]))"
+        ended = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+        assert ended.returncode in (0, 1), ended.stdout[-200:]
+        killed += ended.returncode == 1
+        Path(file).write_text(text)
+    return f"{killed} killed", killed == len(_MUTANTS)

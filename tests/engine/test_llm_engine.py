@@ -289,6 +289,37 @@ def test_a_next_turn_finds_the_one_before(tiny_model: MakeModel, request_of: Mak
     assert whole(group.samples)[0].token_ids == samples_of(model, 1, second)[0][0].token_ids
 
 
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_next_turn_never_finds_what_a_sequence_that_gave_way_computed_with_routes_of_older_weights(
+    tiny_model: MakeModel, request_of: MakeRequest, updated: bool
+) -> None:
+    """After an update a sequence that gave way is prefilled by the new weights along its recorded routes, so its keys are not those
+    of a new prompt with the same tokens."""
+    model = tiny_model()
+    engine = small(model, 7)
+    groups = [engine.add(request_of(name, 10, 1, 50)) for name in ("old", "mid", "new")]
+    fill(engine)
+    (sequence,) = engine.scheduler.preempted
+    ids = (*sequence.group.request.prompt_ids, *sequence.token_ids)
+    assert len(ids) == 33, "two whole blocks, and the token to go on from"
+    if updated:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "router" in name:
+                    weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        engine.commit(5)
+    run(engine)
+    assert all(group.samples[0] is not None for group in groups)
+    again = Request(ids, 1, Sampling(4, seed=4), "again")
+    before = engine.stats().prefix_hit_tokens
+    group = engine.add(again)
+    run(engine)
+    assert (engine.stats().prefix_hit_tokens - before > 0) is not updated
+    (found,), ((expected,),) = whole(group.samples), samples_of(model, 1, again)
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
 def test_what_is_longer_than_the_cache_is_refused_and_stalls_nobody(
     tiny_model: MakeModel, request_of: MakeRequest
 ) -> None:

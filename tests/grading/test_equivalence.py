@@ -231,3 +231,31 @@ def test_hostile_answers_are_wrong_at_once(answer: str) -> None:
         assert verdict is None or verdict.outcome == "incorrect"
     assert settle("42", answer) is not None or answer == "-oo"
     assert time.process_time() - start < 2
+
+
+TURNED = {"=": "=", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\lt": r"\gt", r"\gt": r"\lt", r"\ne": r"\ne"}
+SAME = {r"\lt": "<", r"\gt": ">", r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne"}
+
+
+@pytest.mark.parametrize("sign", TURNED)
+def test_a_relation_says_the_same_from_its_other_side_and_nothing_else(sign: str) -> None:
+    gold = f"a+b {sign} 2"
+
+    def outcome(answer: str) -> str | None:
+        verdict = settle(gold, answer)
+        return verdict and verdict.outcome
+
+    assert outcome(gold) == outcome(f"2 {TURNED[sign]} a+b") == "correct"
+    assert outcome(f"a+b {sign} 3") == "incorrect"
+    for other in TURNED:
+        same = SAME.get(other, other) == SAME.get(sign, sign)
+        assert (outcome(f"a+b {other} 2") == "correct") is same, other
+        assert (outcome(f"2 {TURNED[other]} a+b") == "correct") is same, other
+
+
+@pytest.mark.parametrize(("sign", "spellings"), [(r"\ne", ["\\neq", "≠", "!="]), (r"\le", ["\\leq", "≤", "<="])])
+def test_spellings_of_a_relation(sign: str, spellings: list[str]) -> None:
+    for spelling in spellings:
+        verdict = settle(f"x {sign} 2", f"x {spelling} 2")
+        assert verdict is not None
+        assert verdict.outcome == "correct", spelling

@@ -81,10 +81,31 @@ def test_flips_are_counted_with_their_gap() -> None:
     only_first.add(trace([replay[0], OWN[1], OWN[2]]))
     assert only_first.flips == 1
     assert only_first.largest_flip_gap == pytest.approx(0.3 - 0.2)
+    falling = RoutingStatistics.empty(2, 4)
+    falling.add(trace([[[0, 3], [0, 1]], OWN[1], [[0, 1], [0, 2]]]))
+    assert falling.largest_flip_gap == pytest.approx(0.3 - 0.1), "a later flip has a smaller gap, 0.01"
     biased = RoutingStatistics.empty(2, 4)
     biased.add(trace([OWN[0], OWN[1], [[0, 1], [0, 2]]]))
     assert biased.flips == 1
     assert biased.largest_flip_gap == pytest.approx(0.01)  # of the scores that were chosen by, bias included
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parts_of_a_batch_join_to_the_whole(order: tuple[int, int]) -> None:
+    """As the parts of several ranks do: counts and sums add up, and the largest gap is that of either part."""
+    small = [OWN[0], OWN[1], [[0, 1], [0, 2]]]  # a gap of 0.01
+    large = [[[0, 2], [0, 1]], [[3, 2], [2, 3]], OWN[2]]  # a gap of 0.5
+    whole, parts = RoutingStatistics.empty(2, 4), [RoutingStatistics.empty(2, 4) for _ in range(2)]
+    for part, replay in zip(parts, (small, large), strict=True):
+        part.add(trace(replay))
+        whole.add(trace(replay))
+    assert [round(part.largest_flip_gap, 6) for part in parts] == [0.01, 0.5]
+    first, second = (parts[place] for place in order)
+    first.join(second)
+    assert first.largest_flip_gap == pytest.approx(0.5)
+    assert (first.tokens, first.picks, first.flips) == (whole.tokens, whole.picks, whole.flips) == (6, 24, 1 + 3)
+    assert first.load_YE.tolist() == whole.load_YE.tolist()
+    assert first.entropy_sum_Y.tolist() == pytest.approx(whole.entropy_sum_Y.tolist())
 
 
 def test_auxiliary_loss_of_uniform_load_is_its_coefficient() -> None:
