@@ -16,6 +16,7 @@ from nmoe.data.pairs import completion_pair
 from nmoe.data.records import Preference, Prompt, Record, Records, Stepwise, read_records
 from nmoe.errors import UserError
 from nmoe.text.conversation import ChatMessage
+from nmoe.text.printable import printable
 from nmoe.text.renderers import IGNORED, Rendered, Renderer, RenderFormat, make_renderer
 from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
@@ -102,7 +103,7 @@ def _shown(name: str, sequence: Rendered, tokenizer: Tokenizer) -> Iterator[str]
     opening, closing = (_LEARNED, _PLAIN) if _coloured() else ("⟦", "⟧")
     text = ""
     for ids, learned in _runs(sequence):
-        decoded = tokenizer.decode(ids)
+        decoded = printable(tokenizer.decode(ids))
         # A terminal colour is set again on every line.
         text += "\n".join(f"{opening}{line}{closing}" for line in decoded.split("\n")) if learned else decoded
     yield from (f"  | {line}" for line in text.split("\n"))

@@ -55,6 +55,7 @@ from nmoe.runs.resolve import resolve_tokenizer
 from nmoe.sandbox.sandboxes import Sandboxes
 from nmoe.sandbox.workspaces.sources import WorkspaceError, identity_of, source_of
 from nmoe.text.conversation import ToolDefinition
+from nmoe.text.printable import printable
 from nmoe.text.renderers import RENDERERS
 from nmoe.text.token_table import token_table
 from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
@@ -330,7 +331,7 @@ def _rendered(environment: Environment, tokenizer: Tokenizer, problem: Problem, 
 
 
 def _indented(text: str) -> Iterator[str]:
-    yield from (f"  | {line}" for line in text.split("\n"))
+    yield from (f"  | {line}" for line in printable(text).split("\n"))
 
 
 def _describe_source(reward: RewardConfig) -> str:

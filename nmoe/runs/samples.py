@@ -3,7 +3,6 @@
 A policy writes what it likes, and a terminal obeys control characters: they are shown as escapes, `\\x1b` for an escape.
 """
 
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from nmoe.errors import UserError
 from nmoe.runs.ledger import read_lines
 from nmoe.runs.storage import step_name, step_of
+from nmoe.text.printable import printable
 
 CONSOLE_CHARACTERS = 400
 # Of a text of more lines than these two together, its first and last lines are shown.
@@ -19,17 +19,6 @@ PROBLEMS = 4
 """How many problems a report shows, and `nmoe runs samples` by default."""
 
 Record = Mapping[str, Any]
-
-
-def printable(text: str) -> str:
-    """The text with line breaks and tabs, and all else that is no visible character or space as an escape."""
-    return "".join(
-        one if one in "\n\t" or one.isprintable() or unicodedata.category(one) == "Zs" else _escape(one) for one in text
-    )
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def shortened(text: str, characters: int) -> str:

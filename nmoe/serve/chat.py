@@ -21,6 +21,7 @@ from nmoe.runs.resolve import resolve_checkpoint, trained_on
 from nmoe.serve.conversation import ChatFormat, History
 from nmoe.text.harmony import Harmony, StreamParser
 from nmoe.text.incremental import IncrementalDecoder
+from nmoe.text.printable import printable
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import ExpertWeightsForm, Sampling
 
@@ -102,6 +103,11 @@ async def _answer(
         printer.feed(delta.token_id)
 
 
+def _shown(text: str) -> str:
+    """What a model says, as it is in a pipe; on a terminal, which obeys control characters, with these as escapes."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 class _HarmonyPrinter:
     """Prints each message under its channel's name; broken Harmony is shown as such."""
 
@@ -115,9 +121,9 @@ class _HarmonyPrinter:
         if event.kind == "header" and event.message is not None:
             print(f"[{event.message.channel}] ", end="", flush=True)
         elif event.kind == "message":
-            print(event.text, flush=True)
+            print(_shown(event.text), flush=True)
         elif event.kind == "content":
-            print(event.text, end="", flush=True)
+            print(_shown(event.text), end="", flush=True)
 
     def end(self) -> None:
         completion = self._parser.completion()
@@ -134,7 +140,7 @@ class _TextPrinter:
     def feed(self, token_id: int) -> None:
         self._ended = token_id in self._stop_ids
         if not self._ended:
-            print(self._decoder.push(token_id), end="", flush=True)
+            print(_shown(self._decoder.push(token_id)), end="", flush=True)
 
     def end(self) -> None:
         print(self._decoder.flush())

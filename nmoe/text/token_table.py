@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from nmoe.text.printable import printable
 from nmoe.text.tokenizer import Tokenizer
 
 # Of the columns; the index and the name of the row stand in front.
@@ -32,4 +33,4 @@ def token_table(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -
 
 def _visible(text: str) -> str:
     """Returns a token's text with visible white space."""
-    return text.replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    return printable(text).replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t")

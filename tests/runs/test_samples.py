@@ -14,7 +14,8 @@ from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
 from nmoe.runs.ledger import Ledger
 from nmoe.runs.report import write_report
-from nmoe.runs.samples import latest_samples, printable, sample_lines, shortened
+from nmoe.runs.samples import latest_samples, sample_lines, shortened
+from nmoe.text.printable import printable
 
 RECORD: dict[str, Any] = {
     "step": 20,

@@ -17,12 +17,12 @@ from nmoe.errors import UserError
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
-from nmoe.serve.chat import chat
+from nmoe.serve.chat import _TextPrinter, chat
 from nmoe.serve.conversation import History
 from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.harmony import Harmony
-from nmoe.text.tokenizer import Tokenizer
-from nmoe.types import Message
+from nmoe.text.tokenizer import SMALLEST_VOCABULARY, Tokenizer
+from nmoe.types import Message, Sampling
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
@@ -125,3 +125,21 @@ def test_chat_runs_the_model_and_says_where_an_answer_is_cut(
     out = capsys.readouterr().out
     assert out.endswith("\n(cut off: the answer is incomplete)\n")
     assert len(out.splitlines()) >= 2
+
+
+def test_a_terminal_is_shown_control_characters_as_escapes_and_a_pipe_gets_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.train((), SMALLEST_VOCABULARY)
+    ids = tokenizer.encode("a\x1b[2Jb\n")
+
+    def told(terminal: bool) -> str:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+        printer = _TextPrinter(tokenizer, Sampling(9))
+        for token_id in ids:
+            printer.feed(token_id)
+        printer.end()
+        return capsys.readouterr().out
+
+    assert told(True).startswith("a\\x1b[2Jb\n\n")
+    assert told(False).startswith("a\x1b[2Jb\n\n")
