@@ -161,7 +161,7 @@ def end_of_text(tokenizer: HarmonyTokenizer) -> int:
         return tokenizer.special_id(end)
 
 
-def ends_with(own: Sequence[int], tokenizer: HarmonyTokenizer) -> tuple[int, ...]:
+def turn_ends(own: Sequence[int], tokenizer: HarmonyTokenizer) -> tuple[int, ...]:
     """The ends of a turn: those of the format, and those that the checkpoint's generation settings name."""
     named = tokenizer.generation_ends if isinstance(tokenizer, Tokenizer) else ()
     return tuple(dict.fromkeys([*own, *named]))

@@ -11,7 +11,7 @@ from nmoe.text.conversation import ChatMessage, ToolDefinition, split_reasoning
 from nmoe.text.harmony import Harmony, HarmonyTokenizer
 from nmoe.text.harmony_format import END, RETURN
 from nmoe.text.harmony_tools import NAMESPACE, declare_tools
-from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, ends_with
+from nmoe.text.renderers.base import Messages, ParsedAnswer, ReasoningEffort, Rendered, Round, Tools, turn_ends
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
 
@@ -36,7 +36,7 @@ class HarmonyRenderer:
         self._tools = tools
         self._effort = effort
         self._names = {tool.name for tool in tools}
-        self.stop_ids = ends_with(self._harmony.stop_ids, tokenizer)
+        self.stop_ids = turn_ends(self._harmony.stop_ids, tokenizer)
         self._return, self._end = (tokenizer.special_id(token) for token in (RETURN, END))
         self._start = len(self._harmony.render_prompt([]))
 

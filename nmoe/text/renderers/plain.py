@@ -15,7 +15,7 @@ from nmoe.text.renderers.base import (
     Round,
     Tools,
     end_of_text,
-    ends_with,
+    turn_ends,
 )
 from nmoe.types import Given, Message, ToolCall, ToolEvent
 
@@ -40,7 +40,7 @@ class PlainRenderer:
         assert effort is None, "and an effort too"
         self._tokenizer = tokenizer
         self._end = end_of_text(tokenizer)
-        self.stop_ids = ends_with((self._end,), tokenizer)
+        self.stop_ids = turn_ends((self._end,), tokenizer)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._tokenizer.encode("\n\n".join(message.content for message in messages) + "\n")
