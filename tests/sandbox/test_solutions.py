@@ -777,34 +777,38 @@ POINTS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("code", "test"),
-    [
-        (NO_CLASS, "assert abs(f(1) - 0.5) < 1e-6"),
-        (NO_CLASS, "assert 0.5 - f(1) == 0"),
-        (NO_CLASS, "assert (f(1) - 0.5) ** 2 < 1e-6"),
-        (NO_CLASS, "assert abs(g(1)[0] - 0.5) < 1e-6"),
-        (NO_CLASS, "assert max(abs(a - b) for a, b in zip(g(1), [0.5])) < 1e-6"),
-        (NO_CLASS, "import math\nassert math.isclose(f(1), 0.5)"),
-        (NO_CLASS, "assert round(f(1), 1) == 0.5"),
-        (NO_CLASS, "assert int(f(9) * 2) % 9 == 0"),
-        (NO_CLASS, "assert not f(1) % 0.5"),
-        (NO_CLASS, "assert 0.5 in g(1)"),
-        (NO_CLASS, "assert f(1) == f(1) == 0.5"),
-        (NO_CLASS, "assert sorted(g(1)) == [0.5]"),
-        ("def f(x):\n    return 'ab'\n", "assert f(1).startswith('ab')"),
-        ("def f(x):\n    return {1}\n", "assert f(1).issubset({1, 2}) and f(1).issuperset({1})"),
-        (POINTS, "assert abs(Point(3).norm() - 3) < 1e-6"),
-        (POINTS, "assert not Point(3).x - 3"),
-        (POINTS, "assert (Point(3) - 3).norm() == 0"),
-    ],
-)
+AGREEMENTS = [
+    (NO_CLASS, "assert abs(f(1) - 0.5) < 1e-6"),
+    (NO_CLASS, "assert 0.5 - f(1) == 0"),
+    (NO_CLASS, "assert (f(1) - 0.5) ** 2 < 1e-6"),
+    (NO_CLASS, "assert abs(g(1)[0] - 0.5) < 1e-6"),
+    (NO_CLASS, "assert max(abs(a - b) for a, b in zip(g(1), [0.5])) < 1e-6"),
+    (NO_CLASS, "import math\nassert math.isclose(f(1), 0.5)"),
+    (NO_CLASS, "assert round(f(1), 1) == 0.5"),
+    (NO_CLASS, "assert int(f(9) * 2) % 9 == 0"),
+    (NO_CLASS, "assert not f(1) % 0.5"),
+    (NO_CLASS, "assert 0.5 in g(1)"),
+    (NO_CLASS, "assert f(1) == f(1) == 0.5"),
+    (NO_CLASS, "assert sorted(g(1)) == [0.5]"),
+    ("def f(x):\n    return 'ab'\n", "assert f(1).startswith('ab')"),
+    ("def f(x):\n    return {1}\n", "assert f(1).issubset({1, 2}) and f(1).issuperset({1})"),
+    (POINTS, "assert abs(Point(3).norm() - 3) < 1e-6"),
+    (POINTS, "assert not Point(3).x - 3"),
+    (POINTS, "assert (Point(3) - 3).norm() == 0"),
+]
+
+
+def test_the_gold_agrees_with_these_tests(judge: Judge) -> None:
+    for code in dict(AGREEMENTS):
+        record = {"text": "Do it.", "code": code, "test_list": [test for other, test in AGREEMENTS if other == code]}
+        verdict = judge("mbpp", code, record)
+        assert verdict.outcome == "correct", verdict
+
+
+@pytest.mark.parametrize(("code", "test"), AGREEMENTS)
 def test_no_object_agrees_with_a_test(judge: Judge, code: str, test: str) -> None:
     """The judge gives none of them what the test expects, and no operator of theirs makes a value that decides."""
-    record = {"text": "Do it.", "code": code, "test_list": [test]}
-    verdict = judge("mbpp", code, record)
-    assert verdict.outcome == "correct", verdict
-    verdict = judge("mbpp", AGREEABLE, record)
+    verdict = judge("mbpp", AGREEABLE, {"text": "Do it.", "code": code, "test_list": [test]})
     assert verdict.outcome == "incorrect", verdict
 
 
