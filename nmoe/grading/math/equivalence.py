@@ -131,6 +131,8 @@ def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) ->
 
 
 def _compare(gold: str, answer: str, leaves: Leaves, policy: Policy) -> bool | None:
+    if r"\approx" in gold:  # a gold that says that it is rounded
+        gold = gold.replace(r"\approx", "=").strip().removeprefix("=")
     choices = _read_choice(gold), _read_choice(answer)
     if choices[0] and choices[1]:
         return _compare(choices[0][1], choices[1][1], leaves, policy) if choices[0][0] == choices[1][0] else False
@@ -192,7 +194,7 @@ class _Comparison:
         self._policy = policy
 
     def answers(self, gold: Answer, answer: Answer) -> bool | None:
-        if gold.text == answer.text:
+        if gold.text == answer.text or _sentence_case(gold.text) == _sentence_case(answer.text):
             return True
         if (said := _YES_OR_NO.fullmatch(gold.text)) and answer.text.lower() == said[1].lower():
             return True

@@ -67,6 +67,10 @@ _WORDED = re.compile(r"(?<=[0-9}\])\s%])\\(?:text|textrm|textnormal|textbf|mathr
 _GROUPED_COUNT = re.compile(r"\s*([0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?(?:\s|\\?%|[\ue000A-Za-z]).*)", re.DOTALL)
 _SEPARATING_WORD = re.compile(r"\s*(?:,\s*)?(?:or|and)\s*")
 
+_FIRST_NUMBER = re.compile(r"\s*\(1\)(?:\s|\\[ ,;:]|~)*[^)\s]")
+_PART_NUMBER = re.compile(r"(?:^|(?<=[\s;,.]))\(([1-9])\)(?=[\s\\~])")
+_SEPARATORS = re.compile(r"^(?:[\s~]|\\[ ,;:]|\\q?quad)+|(?:[\s~;,.]|\\[ ,;:]|\\q?quad)+$")
+
 # The condition on the index of a general solution.
 _CONDITION = re.compile(
     # The index comes after a comma or a bracket: the i of \pi in "k\pi, k\in Z" belongs to the expression.
@@ -87,6 +91,9 @@ def read_answer(text: str) -> Answer:
     """Reads the form of an answer from its raw text."""
     if (amount := dollars(text)) is not None:
         return Answer(f"${normalize(text)}", Scalar(normalize(text), amount, "$"))
+    if (numbered := _numbered(text)) is not None:
+        parts = tuple(_read(normalize(part), 0) for part in numbered)
+        return Answer(normalize(text), Compound("record", parts, "\n".join(map(str, range(1, len(parts) + 1)))))
     marked = _WORDED.sub(_mark, MARKS.sub("?", text))
     if grouped := _GROUPED_COUNT.fullmatch(marked):  # "1,234 eggs" is one number
         marked = grouped[1].replace(",", "") + grouped[2]
@@ -95,6 +102,15 @@ def read_answer(text: str) -> Answer:
     if r"\in" in normal and (conditioned := _CONDITION.fullmatch(normal)):
         normal, condition = conditioned.groups()
     return replace(_read_unconditioned(normal, normalize(MARKS.sub(" ", marked))), condition=condition)
+
+
+def _numbered(text: str) -> list[str] | None:
+    r"""The values of "(1) 3; (2) 5", which answers a question in parts; None for any other raw text."""
+    if not _FIRST_NUMBER.match(text):
+        return None
+    _, *pieces = _PART_NUMBER.split(text)
+    numbers, values = pieces[::2], [_SEPARATORS.sub("", value) for value in pieces[1::2]]
+    return values if len(values) > 1 and numbers == [*map(str, range(1, len(values) + 1))] and all(values) else None
 
 
 def _read_unconditioned(normal: str, plain: str) -> Answer:

@@ -112,7 +112,7 @@ _WRAPPERS = re.compile(
     r"(?P<wrapper>\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox)\s*\{)|\\.|[{}]", re.DOTALL
 )
 _ENCLOSURES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
-_CURRENCY = re.compile(r"^([+-]?)\\?\$(?=[0-9.,]+$)")
+_CURRENCY = re.compile(r"^([+-]?)\\?\$ ?(?=[0-9.,]+$)")
 _IDLE_SPACE = re.compile(r" (?!\w)|(?<![\w,]) ")
 _COMMAND_SPACE = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])")
 _LIST_COMMA = re.compile(r",(?=\S)")
