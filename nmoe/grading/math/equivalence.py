@@ -16,6 +16,7 @@ from typing import Protocol
 
 from nmoe.grading.extraction import joined_boxes
 from nmoe.grading.math import expressions
+from nmoe.grading.math.choices import is_letter, read_choice, without_option
 from nmoe.grading.math.forms import Answer, Compound, Form, read_answer
 from nmoe.grading.math.intervals import REAL_LINE, as_intervals
 from nmoe.grading.math.names import names_a_term, rename, renamed_arguments
@@ -35,13 +36,6 @@ _MAX_SET = 30
 _MAX_NORMALIZED_CHARS = 2 * MAX_ANSWER_CHARS
 _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,15}")
 _WORD = re.compile(r"[^\W\d_]{3,}|\bNo\b")
-# A choice has a sign of its own around or after its letter, and something between it and its value.
-_CHOICE = re.compile(
-    r"\s*(?:\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{\s*(?:\(([A-J])\)|([A-J])[.):])\s*\}(?:\s|\\[ ,;:]|\\q?quad|~)*"
-    r"|(?:\(([A-J])\)|([A-J])[.):])(?:\s|\\[ ,;:]|\\q?quad|~)+)(?![A-J]\s*$)(\S.*)",
-    re.DOTALL,
-)
-_OPTION = re.compile(r"(?:\\text\s*\{)?\s*(?:option|choice|answer)\s*:?\s+(\(?[A-J]\)?)\s*\}?", re.IGNORECASE)
 _YES_OR_NO = re.compile(r"(yes|no), \S.*", re.IGNORECASE | re.DOTALL)
 _NUMBER_SET = re.compile(r"\\mathbb\{([A-Z])\}")
 _INDEX = re.compile(r"([a-z])\\in ?(?:\\mathbb\{[NZ]\}|[NZ])(?:[_^](?:[*+]|\{[*+]\}))?")
@@ -133,17 +127,16 @@ def compare(gold: str, answer: str, leaves: Leaves, policy: Policy = DEFAULT) ->
 def _compare(gold: str, answer: str, leaves: Leaves, policy: Policy) -> bool | None:
     if r"\approx" in gold:  # a gold that says that it is rounded
         gold = gold.replace(r"\approx", "=").strip().removeprefix("=")
-    choices = _read_choice(gold), _read_choice(answer)
+    choices = read_choice(gold), read_choice(answer)
     if choices[0] and choices[1]:
         return _compare(choices[0][1], choices[1][1], leaves, policy) if choices[0][0] == choices[1][0] else False
     if choices[0]:
         letter, value = choices[0]
-        return True if _is_letter(letter, answer) else _compare(value, answer, leaves, policy)
+        return True if is_letter(letter, answer) else _compare(value, answer, leaves, policy)
     if choices[1]:
         letter, value = choices[1]
-        return True if _is_letter(letter, gold) else _compare(gold, value, leaves, policy)
-    if (option := _OPTION.fullmatch(answer)) is not None:
-        answer = option[1]
+        return True if is_letter(letter, gold) else _compare(gold, value, leaves, policy)
+    answer = without_option(answer)
     comparison = _Comparison(leaves, policy)
     found = comparison.answers(read_answer(gold), read_answer(answer))
     if found or (with_points := decimal_commas(gold)) is None:
@@ -164,21 +157,6 @@ def _is_final(question: str, gold_text: str, answer_text: str, gold: Number, ans
     if answer.places is None and answer.value.denominator == 1 and answer.simplest:
         return True  # an integer has one spelling
     return (answer.simplest or not gold.simplest) and not repeats(question, answer_text, gold_text)
-
-
-def _read_choice(text: str) -> tuple[str, str] | None:
-    r"""The letter and the value of "\text{(B)} 12" or "B. 12"; None for any other raw text."""
-    match = _CHOICE.fullmatch(text)
-    if match is None:
-        return None
-    *letters, value = match.groups()
-    return next(letter for letter in letters if letter), value
-
-
-def _is_letter(letter: str, text: str) -> bool:
-    """Whether a text is the letter of a choice."""
-    option = _OPTION.fullmatch(text)
-    return normalize(option[1] if option else text).strip("().: ") == letter
 
 
 def _boxes(text: str) -> list[str]:
