@@ -11,7 +11,7 @@ def grade(
         str,
         typer.Argument(
             metavar="FILE.jsonl",
-            help='Lines of {"gold": "...", "prediction": "..."}, with an optional "id"; - for stdin.',
+            help='Lines of {"gold": "...", "prediction": "..."}, with an optional "id" and "question"; - for stdin.',
         ),
     ],
     extract: Annotated[
@@ -22,15 +22,17 @@ def grade(
         Literal["any", "as_gold"], typer.Option(help="Whether a list without brackets has an order.")
     ] = "any",
     units: Annotated[
-        Literal["as_gold", "any"], typer.Option(help="Which units an answer may add to a gold that has none.")
-    ] = "as_gold",
+        Literal["asked", "as_gold", "any"],
+        typer.Option(help="Which units an answer may add to a gold that has none: the one that its question names, none, or any."),
+    ] = "asked",
     skip_unreadable: Annotated[
         bool, typer.Option("--skip-unreadable", help="Skip and count lines whose gold answer cannot be read.")
     ] = False,
 ) -> None:
     """Grade recorded predictions against gold answers.
 
-    Prints one JSON line per prediction, and a summary on stderr.
+    Prints one JSON line per prediction, and a summary on stderr. Two texts are compared by value. An answer to a question has to be
+    worked out, too: 96/4 does not answer "How many are left?", whose gold is 24.
 
     \b
     Example:

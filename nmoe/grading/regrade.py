@@ -2,6 +2,8 @@
 
 {"gold": "\\frac{1}{2}", "prediction": "0.5", "id": "algebra/7"}
 {"id": "algebra/7", "verdict": "correct", "layer": "numeric", "reason": "the same number"}
+
+A line may have a "question". Its prediction is then graded as a task grades an answer: it has to be worked out.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TextIO
 
 from nmoe.data.rows import read_lines, read_rows
 from nmoe.errors import UserError
 from nmoe.grading.extraction import content_of, from_final, joined_boxes, last_number
 from nmoe.grading.gold import unreadable
-from nmoe.grading.math.answers import grade_answers
+from nmoe.grading.math.answers import grade_each
 from nmoe.grading.math.policy import DEFAULT, Policy
 from nmoe.grading.prose import from_prose
 from nmoe.text.harmony_text import read_completion
@@ -37,11 +39,12 @@ _NO_ANSWER = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line to grade. `name` is {"id": ...} or, without an id, {"line": 17}."""
+    """One line to grade. `name` is {"id": ...} or, without an id, {"line": 17}; `question` is None where it has none."""
 
     name: dict[str, Any]
     gold: str
     prediction: str
+    question: str | None
 
 
 def regrade(
@@ -50,7 +53,7 @@ def regrade(
     """Grades every line of `file` ("-" is stdin), writes one line each to `out` and a summary to stderr.
 
     All lines are read and checked before any is graded. Raises UserError with file and line for a line that is not an object
-    with the strings `gold` and `prediction`. Raises UserError naming every unreadable gold answer; with `skip_unreadable`
+    with the strings `gold` and `prediction`, and `question` if it has one. Raises UserError naming every unreadable gold answer; with `skip_unreadable`
     those lines are skipped and counted instead.
     """
     records = read_lines("stdin", sys.stdin.buffer) if file == "-" else read_rows(file, form="jsonl")
@@ -109,16 +112,19 @@ def answer_of(prediction: str, extract: Extract) -> str | None:
 
 def _verdicts(lines: list[Line], extract: Extract, policy: Policy) -> Iterator[Verdict]:
     answers = [answer_of(line.prediction, extract) for line in lines]
-    found = ((line.gold, answer) for line, answer in zip(lines, answers, strict=True) if answer is not None)
-    graded = grade_answers(found, policy)
+    graded = grade_each(
+        (line.gold, answer, replace(policy, question=line.question))
+        for line, answer in zip(lines, answers, strict=True)
+        if answer is not None
+    )
     for answer in answers:
         yield Verdict.of(False, "extraction", _NO_ANSWER[extract]) if answer is None else next(graded)
 
 
 def _line(where: str, record: Mapping[str, Any]) -> Line:
-    for field in ("gold", "prediction"):
+    for field in ("gold", "prediction", *(("question",) if "question" in record else ())):
         if not isinstance(record.get(field), str):
             shown = json.dumps(record.get(field))[:80]
             raise UserError(f"{where}: {field!r} is {shown}, not a string; a line is {_EXAMPLE}")
     name = {"id": record["id"]} if "id" in record else {"line": int(where.rpartition(":")[2])}
-    return Line(name, record["gold"], record["prediction"])
+    return Line(name, record["gold"], record["prediction"], record.get("question"))

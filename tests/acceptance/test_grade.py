@@ -138,6 +138,17 @@ def test_order_and_units_are_settings(nmoe: Nmoe, predictions: Callable[..., Pat
     assert verdicts("--answer-order", "as_gold", "--units", "any") == ["incorrect", "correct"]
 
 
+def test_an_answer_to_a_question_has_to_be_worked_out(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:
+    question = {"question": "How many feet are left?", "gold": "24"}
+    answers = ["24", "96/4", "24 feet", "24 eggs"]
+    path = predictions({"gold": "24", "prediction": "96/4"}, *(question | {"prediction": one} for one in answers))
+    verdicts = [json.loads(line)["verdict"] for line in nmoe("grade", path).out.splitlines()]
+    assert verdicts == ["correct", "correct", "incorrect", "correct", "incorrect"]
+    refused = nmoe("grade", predictions({"gold": "24", "prediction": "24", "question": None}))
+    assert (refused.code, refused.out) == (2, "")
+    assert "predictions.jsonl:1: 'question' is null, not a string" in refused.err
+
+
 def test_no_lines_and_no_file(nmoe: Nmoe, predictions: Callable[..., Path]) -> None:
     assert nmoe("grade", predictions("")).code == 2
     missing = nmoe("grade", "missing.jsonl")

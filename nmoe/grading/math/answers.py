@@ -49,9 +49,14 @@ async def grade_answer(gold: str, answer: str, policy: Policy = DEFAULT) -> Verd
 
 
 def grade_answers(pairs: Iterable[tuple[str, str]], policy: Policy = DEFAULT) -> Iterator[Verdict]:
-    """Grades pairs of gold and answer, in order. Blocks; keeps a few hundred pairs in flight."""
+    """Grades pairs of gold and answer under one policy, in order. Blocks; keeps a few hundred pairs in flight."""
+    return grade_each((gold, answer, policy) for gold, answer in pairs)
+
+
+def grade_each(answers: Iterable[tuple[str, str, Policy]]) -> Iterator[Verdict]:
+    """Grades answers, each `(gold, answer, policy)`, in order. Blocks; keeps a few hundred in flight."""
     waiting: deque[Verdict | Future[Reply]] = deque()
-    for gold, answer in pairs:
+    for gold, answer, policy in answers:
         waiting.append(settle(gold, answer, policy) or _submit(gold, answer, policy))
         while waiting and (isinstance(waiting[0], Verdict) or waiting[0].done() or len(waiting) > _IN_FLIGHT):
             yield _verdict(waiting.popleft())
