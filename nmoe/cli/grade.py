@@ -23,7 +23,9 @@ def grade(
     ] = "any",
     units: Annotated[
         Literal["asked", "as_gold", "any"],
-        typer.Option(help="Which units an answer may add to a gold that has none: the one that its question names, none, or any."),
+        typer.Option(
+            help="Which units an answer may add to a gold that has none: the one that its question names, none, or any."
+        ),
     ] = "asked",
     skip_unreadable: Annotated[
         bool, typer.Option("--skip-unreadable", help="Skip and count lines whose gold answer cannot be read.")

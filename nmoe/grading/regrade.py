@@ -53,8 +53,8 @@ def regrade(
     """Grades every line of `file` ("-" is stdin), writes one line each to `out` and a summary to stderr.
 
     All lines are read and checked before any is graded. Raises UserError with file and line for a line that is not an object
-    with the strings `gold` and `prediction`, and `question` if it has one. Raises UserError naming every unreadable gold answer; with `skip_unreadable`
-    those lines are skipped and counted instead.
+    with the strings `gold` and `prediction`, and `question` if it has one. Raises UserError naming every unreadable gold answer;
+    with `skip_unreadable` those lines are skipped and counted instead.
     """
     records = read_lines("stdin", sys.stdin.buffer) if file == "-" else read_rows(file, form="jsonl")
     lines, faults = [], []
