@@ -92,7 +92,7 @@ def test_stdin(command: Nmoe) -> None:
     ("line", "message"),
     [
         ("{", "predictions.jsonl:2: not JSON"),
-        ("[1]", "predictions.jsonl:2: a list, not an object"),
+        ("[1]", "predictions.jsonl:2: an array, not an object"),
         ('{"prediction": "5"}', "predictions.jsonl:2: 'gold' is null, not a string"),
         ('{"gold": 5, "prediction": "5"}', "predictions.jsonl:2: 'gold' is 5, not a string"),
         ('{"gold": "5", "prediction": ["5"]}', "predictions.jsonl:2: 'prediction' is [\"5\"], not a string"),
