@@ -28,7 +28,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_without_their_folder_exist(page: Path) -> None:
     files = {
-        path.name for folder in ("nmoe", "tests", "benchmarks", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")
+        path.name
+        for folder in ("nmoe", "tests", "benchmarks", "scripts", "examples")
+        for path in (ROOT / folder).rglob("*.py")
     }
     files.add("conf.py")  # a solution's, in the guide to sandboxes
     assert sorted(set(re.findall(r"`(\w+\.py)`", page.read_text())) - files) == []
