@@ -114,7 +114,7 @@ def test_all_unreadable_golds_are_named_at_once_or_skipped(nmoe: Nmoe, predictio
         {"gold": "$.$", "prediction": "5"},
         {"gold": "6 * 3 = 18\n#### 18", "prediction": "18"},
         {"gold": "2", "prediction": "2"},
-        {"gold": r"So $x=\boxed{5}$.", "prediction": "5"},
+        {"gold": r"She sells all of them at the market, so that $x=\boxed{5}$ is left.", "prediction": "5"},
     )
     refused = nmoe("grade", path)
     assert (refused.code, refused.out) == (2, "")
