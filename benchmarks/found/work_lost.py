@@ -241,3 +241,47 @@ def extended_run_repeated() -> Result:
     same = rates[0] == rates[1] and len(rates[0]) == 6
     line = "the same 6 learning rates" if same else f"learning rate of step 4: {rates[0][3]:.3g} and {rates[1][3]:.3g}"
     return f"{line}; schedule_steps {scheduled}; runs diff {'tells it' if told else 'is silent'}", same and told
+
+
+@check(31, "pip with the extra trackio and constraints.txt; README's own line", "resolved; with the tested versions")
+def trackio_and_constraints() -> Result:
+    import nmoe
+
+    tree = Path(nmoe.__file__).parents[1]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "-c", str(tree / "constraints.txt")]
+    code = subprocess.run([*command, "trackio>=0.43"], capture_output=True, check=False).returncode
+    constrained = '-c nmoe/constraints.txt "./nmoe[report]"' in (tree / "README.md").read_text()
+    line = (
+        f"{'resolved' if code == 0 else 'no solution'}; with {'the tested' if constrained else 'the newest'} versions"
+    )
+    return line, code == 0 and constrained
+
+
+@check(31, "DPO's held-out accuracy at the start, where all four pairs are ties", "50.0% [0.0%, 100.0%], says ties")
+def ties_of_dpo() -> Result:
+    import torch
+
+    from nmoe.config.commands import load_run_with
+    from nmoe.config.commands.supervised import DPOConfig
+    from nmoe.data.pairs import Pair
+    from nmoe.recipes.preferences import held_out_pairs
+    from nmoe.text.renderers import Rendered
+
+    tables = {"run": {"steps": 1}, "model": {"path": "m"}, "records": {"path": "p.jsonl", "tokens_per_step": 64}}
+    config = load_run_with(None, DPOConfig, tables, "check", "dpo")
+    pairs = [Pair(f"p:{n}", Rendered([n, 1], [-100, 1]), Rendered([n, 2], [-100, 2]), str(n)) for n in range(4)]
+    note = held_out_pairs(torch.zeros(8), pairs, config).note
+    return note, "50.0% [0.0%, 100.0%]" in note and "ties" in note
+
+
+@check(31, "an evaluation of 50 problems from a pool that has fewer", "says that there are fewer")
+def fewer_problems_than_asked() -> Result:
+    Path("digits.toml").write_text(
+        'env_id = "digits"\nversion = "1"\nformat = "boxed"\n[task_pool]\ntype = "generated"\ntask_type = "sort"\n'
+        "difficulty = [1, 1]\n"
+    )
+    _tiny()
+    _nmoe("sft", "tiny.toml", "--run.name=m")
+    _, out, said = _nmoe("eval", "runs/m", "digits.toml", "--problems", "50", "--max-tokens", "2")
+    told = re.search(r"only (\d+) different", out + said)
+    return f"says that there are {told[1]}" if told else "says nothing", told is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 from nmoe.config.modes import mode_of
 from nmoe.config.tables.pools import task_types
@@ -18,6 +20,9 @@ from nmoe.rollout.collector import Collector
 from nmoe.statistics import binomial_interval, pass_at_k, share_interval
 from nmoe.trajectory import Group
 from nmoe.types import Problem, Sampling
+
+# The environments of which it was said that they have fewer problems than are asked for.
+_SHORT = WeakSet[Environment]()
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,21 @@ def sample_problems(
     key = (seed, "eval", samples, str(temperature))
     sampling = Sampling(max_new_tokens, temperature)
     asked = [
-        (place, problem)
-        for place, problem in enumerate(distinct_problems(environment, problems))
-        if key_of(problem) not in done
+        (place, problem) for place, problem in enumerate(_asked(environment, problems)) if key_of(problem) not in done
     ]
     places, left = [place for place, _ in asked], [problem for _, problem in asked]
     return collector.collect(left, samples, sampling, key, places, on_group, state=None).groups
+
+
+def _asked(environment: Environment, count: int) -> list[Problem]:
+    """The problems of an evaluation. Says so, once for an environment, where there are fewer than it asks for."""
+    found = distinct_problems(environment, count)
+    if len(found) < count and environment not in _SHORT:
+        _SHORT.add(environment)
+        left_out = f", and {environment.overlong:,} do not fit the context" if environment.overlong else ""
+        there = f"there are only {len(found):,} different ones to ask{left_out}"
+        print(f"{environment.settings.env_id}: problems = {count:,}, and {there}", file=sys.stderr)
+    return found
 
 
 def distinct_problems(environment: Environment, count: int) -> list[Problem]:

@@ -73,22 +73,27 @@ def reward_metrics(rewards_B: Tensor) -> dict[str, float]:
 
 
 def held_out_pairs(rewards_B: Tensor, pairs: Sequence[Pair], config: PreferenceConfig) -> HeldOut:
-    """The share of pairs whose preferred side has the higher reward, with its 95% interval over prompts. Equal rewards count as
-    wrong, as all are at the start of DPO."""
+    """The share of pairs whose preferred side has the higher reward, with its 95% interval over prompts. A tie counts as half, and
+    the interval holds the share whichever way the ties are broken: at the start of DPO, where all rewards are 0, it is 50%
+    [0%, 100%]."""
     margins: Sequence[float] = (rewards_B[0::2].double() - rewards_B[1::2].double()).tolist()
-    hits = [margin > 0 for margin in margins]
-    interval = outcomes_interval(hits, [pair.prompt for pair in pairs])
+    shares = [(1 + (margin > 0) - (margin < 0)) / 2 for margin in margins]
+    prompts = [pair.prompt for pair in pairs]
+    ties = sum(margin == 0 for margin in margins)
+    low = outcomes_interval([margin > 0 for margin in margins], prompts).low
+    high = outcomes_interval([margin >= 0 for margin in margins], prompts).high
     accuracy = Evaluation(
         "pair_accuracy",
         held_out_source(config.records),
         len(margins),
-        sum(hits) / len(hits),
-        interval.low,
-        interval.high,
-        outcomes=dict(zip(_keys(pairs), map(float, hits), strict=True)),
+        sum(shares) / len(shares),
+        low,
+        high,
+        outcomes=dict(zip(_keys(pairs), shares, strict=True)),
     )
     figures = {"held_out_accuracy": accuracy.value, "held_out_margin": sum(margins) / len(margins)}
-    return HeldOut(figures, f"held-out {accuracy}", [accuracy.record()])
+    tied = f", {ties:,} of them ties" if ties else ""
+    return HeldOut(figures, f"held-out {accuracy}{tied}", [accuracy.record()])
 
 
 def _keys(pairs: Sequence[Pair]) -> list[str]:

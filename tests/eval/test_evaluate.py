@@ -185,3 +185,19 @@ def test_problems_of_an_evaluation_are_distinct(tokenizer: Tokenizer, tmp_path: 
     assert [p.question for p in distinct_problems(environment, 3)] == [
         p.question for p in Environment.from_toml(file, tokenizer).pool.take(3)
     ]
+
+
+def test_fewer_problems_than_were_asked_for_are_told_once(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text(ONE.replace("[4, 4]", "[1, 1]"))
+    count = len(distinct_problems(Environment.from_toml(file, tokenizer), 50))
+    environment = Environment.from_toml(file, tokenizer)
+    line = f"skills: problems = 50, and there are only {count} different ones to ask\n"
+    for asked, said in ((count, ""), (50, line), (50, "")):
+        engine = ScriptedEngine(tokenizer, "+" * count)
+        settings = {"samples": 1, "temperature": 0.0, "max_new_tokens": 40, "seed": 5}
+        (result,) = evaluate(engine, environment, context_tokens=200, problems=asked, **settings)  # type: ignore[arg-type]
+        assert result.problems == count
+        assert capsys.readouterr().err == said

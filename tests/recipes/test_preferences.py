@@ -16,17 +16,18 @@ import torch
 
 from nmoe.config.commands import load_run
 from nmoe.config.commands.supervised import DPOConfig, RewardConfig
-from nmoe.data.pairs import completion_pair
+from nmoe.data.pairs import Pair, completion_pair
 from nmoe.errors import UserError
 from nmoe.learner.forward import batch_logprobs
 from nmoe.model.checkpoint import load_model
 from nmoe.model.policy import load_policy
 from nmoe.recipes.dpo import dpo
 from nmoe.recipes.pair_batch import completion_batch
-from nmoe.recipes.preferences import read_preferences
+from nmoe.recipes.preferences import held_out_pairs, read_preferences
 from nmoe.recipes.reward_model import train_reward_model
 from nmoe.runs.ledger import read_metrics
 from nmoe.runs.resolve import resolve_checkpoint
+from nmoe.text.renderers import Rendered
 from nmoe.text.tokenizer import Tokenizer
 from nmoe.types import Message
 from nmoe.verifier.scorers import RewardModel
@@ -143,6 +144,23 @@ def test_dpo_learns_what_was_preferred(configure: Configure, base: Path) -> None
     margins_P = 0.2 * (sums_B[0::2] - sums_B[1::2]).double()
     assert rows[-1]["held_out_margin"] == pytest.approx(float(margins_P.mean()), rel=1e-4)
     assert last["value"] == float((margins_P > 0).double().mean())
+
+
+def test_a_tie_is_half_right(configure: Configure) -> None:
+    """Four prompts with a margin of 1, -1, 0 and 0: (1 + 1/2 + 1/2) of 4. Broken either way, 1 or 3 of 4 are right."""
+    config = configure()
+    pairs = [Pair(f"p:{n}", Rendered([n, 1], [-100, 1]), Rendered([n, 2], [-100, 2]), str(n)) for n in range(4)]
+    found = held_out_pairs(torch.tensor([2.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.0, 0.0]), pairs, config)
+    (result,) = found.results
+    assert found.metrics == {"held_out_accuracy": 0.5, "held_out_margin": 0.0}
+    assert list(result["outcomes"].values()) == [1.0, 0.0, 0.5, 0.5]
+    # Clopper and Pearson: 1 - (1 - p)^4 = 0.025 at 1 of 4, and its mirror image at 3 of 4.
+    assert result["low"] == pytest.approx(1 - 0.975**0.25)
+    assert result["high"] == pytest.approx(0.975**0.25)
+    assert found.note.endswith("of 4, 2 of them ties")
+    start = held_out_pairs(torch.zeros(8), pairs, config)
+    assert [start.results[0][name] for name in ("value", "low", "high")] == [0.5, 0.0, 1.0]
+    assert start.note.endswith("50.0% [0.0%, 100.0%] of 4, 4 of them ties")
 
 
 def test_an_adapters_reference_is_its_base(configure: Configure, base: Path) -> None:
