@@ -180,16 +180,15 @@ def test_a_reward_model_scores_what_it_was_not_trained_on(configure: Configure, 
     run = train_reward_model(
         configure(
             f"--records.path={large_answers}",
-            "--run.steps=48",
+            "--run.steps=72",
             "--reward_model.centering=0.01",
-            "--run.seed=3",
             recipe=train_reward_model,
         )
     )
     rows = read_metrics(run)
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the head begins at zero
     start, *_, last = evaluations(run)
-    # 0.79 to 0.99 over the seeds 0 to 3; chance is 0.5.
+    # 0.93 to 1 over the seeds 0 to 3; chance is 0.5.
     assert last["value"] == rows[-1]["held_out_accuracy"] >= 0.8
     assert last["since_start"]["difference"] == pytest.approx(last["value"] - start["value"])
     assert len(last["outcomes"]) == last["problems"]
