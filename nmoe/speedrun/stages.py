@@ -163,8 +163,10 @@ class Stages:
                     f"{changed[0]}: was changed since the speedrun made it; move it, and go on with --resume"
                 )
             delete(stale, _ELSEWHERE)
-            record.done = [one for one in record.done if one.name != stage.name]
-        record.attempts += 1
+        # Also where nothing of the earlier one is there: it may have been removed by hand, or before an interruption.
+        record.done = [one for one in record.done if one.name != stage.name]
+        again = (record.making, record.making_from) == (list(stage.makes), stage.start)
+        record.attempts = record.attempts + 1 if again else 1
         record.making, record.making_from = list(stage.makes), stage.start
         self._write()
         began, cpu = time.perf_counter(), time.process_time()
@@ -207,7 +209,7 @@ class Stages:
         refuse_held([*others, *now, *later], _ELSEWHERE)
         agree_to_delete(
             others,
-            "these bear the name of a stage, and no speedrun made them or they were changed since:",
+            "These paths are in the way. A speedrun did not make them, or they changed afterwards:",
             "--replace",
             replace,
         )
@@ -246,8 +248,8 @@ class Stages:
             raise UserError(f"{self._file}: cannot be read: {before}; run without --resume to begin again")
         if settings not in (before.settings, before.settings | {"full": True}):
             raise UserError(
-                f"{self._file}: began with {json.dumps(before.settings)}, which {json.dumps(settings)} does not go on; give the "
-                "same options, or run without --resume to begin again"
+                f"{self._file}: was started with {json.dumps(before.settings)}, not with {json.dumps(settings)}; --resume needs "
+                "the same options; run without it to begin again"
             )
 
     def _write(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from nmoe.errors import UserError
 from nmoe.runs.directory import RunDirectory
+from nmoe.runs.replace import delete
 from nmoe.speedrun.speedrun import Pipeline
 from nmoe.speedrun.stages import Stage, Stages
 
@@ -122,16 +123,47 @@ def test_a_plain_pipeline_is_extended(tmp_path: Path) -> None:
         "report": "one added two three",
         "mine/metrics.jsonl": '{"step": 1}\n',
     }
-    with pytest.raises(UserError, match=r'began with \{"seed": 0, "full": true\}, which .* does not go on'):
+    with pytest.raises(
+        UserError, match=r'was started with \{"seed": 0, "full": true\}, not with .*; --resume needs the same options'
+    ):
         pipeline(tmp_path, did, resume=True)
+
+
+@pytest.mark.parametrize("gone", ["removed by hand", "replaced by consent", "deleted before an interruption"])
+def test_a_stage_that_is_done_again_is_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    did: list[str] = []
+    pipeline(tmp_path, did, resume=False)
+    if gone == "removed by hand":
+        (tmp_path / "three").unlink()
+    elif gone == "replaced by consent":
+        (tmp_path / "three").write_text("edited")
+    else:
+
+        def delete_and_die(paths: Sequence[Path], remedy: str) -> None:
+            delete(paths, remedy)
+            if paths:
+                raise Killed
+
+        with monkeypatch.context() as patched:
+            patched.setattr("nmoe.speedrun.stages.delete", delete_and_die)
+            with pytest.raises(Killed):
+                pipeline(tmp_path, did, resume=True, names=FULL)
+        assert not (tmp_path / "three").exists()
+    stages = pipeline(tmp_path, did, resume=True, names=FULL, replace=True)
+    assert [(stage.name, stage.start) for stage in stages.done][2:] == [("added", ""), ("three", "added")]
+    recorded = json.loads((tmp_path / "stages.json").read_text())["done"]
+    assert [stage["name"] for stage in recorded] == ["one", "two", "added", "three"]
 
 
 def test_a_stage_killed_before_the_extension_begins_again_from_its_new_start(tmp_path: Path) -> None:
     did: list[str] = []
     with pytest.raises(Killed):
         pipeline(tmp_path, did, resume=False, killed_in="three")
-    pipeline(tmp_path, did, resume=True, names=FULL)
+    stages = pipeline(tmp_path, did, resume=True, names=FULL)
     assert did == ["one", "two", "three", "added", "three"]
+    assert [stage.attempts for stage in stages.done] == [1, 1, 1, 1], "the attempts are those at the stage itself"
 
 
 def test_what_a_speedrun_did_not_make_is_named_and_kept_without_consent(
@@ -147,7 +179,7 @@ def test_what_a_speedrun_did_not_make_is_named_and_kept_without_consent(
             pipeline(tmp_path, did, resume=resume, names=FULL)
         assert refused.value.exit_code == 2
         assert str(refused.value).splitlines() == [
-            "these bear the name of a stage, and no speedrun made them or they were changed since:",
+            "These paths are in the way. A speedrun did not make them, or they changed afterwards:",
             f"  {tmp_path}/added",
             f"  {tmp_path}/three",
             "Move them, name another directory with --out, or pass --replace to delete them",
@@ -231,13 +263,13 @@ def test_what_can_not_be_resumed(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"{nowhere}: no directory can be made there; choose another --out"):
             pipeline(nowhere, [], resume=False)
     with pytest.raises(
-        UserError, match=r'began with \{"seed": 0, "full": false\}, which \{"seed": 1, .* does not go on'
+        UserError, match=r'was started with \{"seed": 0, "full": false\}, not with \{"seed": 1, .* same options'
     ):
         pipeline(tmp_path, [], resume=True, seed=1)
     (tmp_path / "stages.json").write_text(json.dumps({"settings": {"seed": 0}, "done": [{"name": "one"}]}))
     with pytest.raises(UserError, match=r"stages\.json: cannot be read: .*seconds"):
         pipeline(tmp_path, [], resume=True)
-    with pytest.raises(UserError, match=r"no speedrun made them or they were changed since:\n  .*/one\n"):
+    with pytest.raises(UserError, match=r"did not make them, or they changed afterwards:\n  .*/one\n"):
         pipeline(tmp_path, [], resume=False)
     assert (tmp_path / "one").exists()
 
