@@ -1,4 +1,4 @@
-"""What a program hands over: made into what a run reads, or refused with the way that works."""
+"""Arguments of the Python functions: turned into what a run reads, or refused with a message that names the way that works."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def settings(path: str, value: Any) -> Any:
         return {str(key): settings(f"{path}.{key}", one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [settings(f"{path}[{index}]", one) for index, one in enumerate(value)]
-    if isinstance(value, str | int | float | datetime.date | datetime.time) or _is_task_or_record(path):
+    if isinstance(value, str | int | float | datetime.date | datetime.time) or _is_of_environment(path):
         return value
     if tuple(getattr(value, "shape", (0,))) == () and hasattr(value, "item"):
         return value.item()
     raise UserError(f"config: {path} = {_shown(value)} is no setting; {_way_of(value)}")
 
 
-def _is_task_or_record(path: str) -> bool:
+def _is_of_environment(path: str) -> bool:
     """Whether a value stands in the table of an environment, which has checks of its own for the objects in it."""
     return path.partition(".")[0] == "environment"
 

@@ -12,7 +12,7 @@ from nmoe.text.question import conversation_key, question_key
 
 def prompt_of(record: Record) -> str:
     """What a record asks, as it is compared with others (`nmoe.text.question`): the user's turns of its prompt, or of a
-    conversation before its first answer. A text is whole what it is."""
+    conversation before its first answer. Of a text it is the whole text."""
     match record:
         case Text():
             return question_key(record.text)

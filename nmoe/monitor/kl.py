@@ -5,7 +5,7 @@ from __future__ import annotations
 from nmoe.config.tables.monitor import KLSection
 from nmoe.monitor.rule import Metrics, Rule
 
-# An update this many times beyond the limit is told at once.
+# The rule fires at once at an update this many times beyond the limit.
 _AT_ONCE = 10
 
 

@@ -173,7 +173,8 @@ class ChatTemplate:
 
     def completion_ids(self, text: str) -> list[int]:
         """Renders a text as a sampled turn: control tokens by their names, followed by the end of the turn."""
-        return [*self._encode(text, self._unused([text])[0]), self._written_end or self.stop_ids[0]]
+        end = self.stop_ids[0] if self._written_end is None else self._written_end
+        return [*self._encode(text, self._unused([text])[0]), end]
 
     def continuation_ids(self, messages: Sequence[Message], rounds: Sequence[Sequence[ToolAnswer]]) -> list[int]:
         """Renders what follows the last sampled token: the end of its turn as the template writes it, the answers to the latest

@@ -71,8 +71,11 @@ def test_messages_before_the_question_belong_to_the_prompt() -> None:
 
 
 def test_what_a_terminal_would_obey_is_shown_as_an_escape() -> None:
-    written = "a\x1b[2J\x9b1A\x07\r\x08\u202e\u200b\ud800\u2028b\tc 日本\u3000é"
-    assert printable(written) == "a\\x1b[2J\\x9b1A\\x07\\r\\x08\\u202e\\u200b\\ud800\\u2028b\tc 日本\u3000é"
+    written = "a\x1b[2J\x9b1A\x07\r\x08\u202e\u2066\ud800\u2028b\tc 日本\u3000é"
+    assert printable(written) == "a\\x1b[2J\\x9b1A\\x07\\r\\x08\\u202e\\u2066\\ud800\\u2028b\tc 日本\u3000é"
+    # Persian, a Hindi conjunct, a family, and the mark of a direction: letters of real text.
+    for real in ("می\u200cخواهم", "क्\u200dष", "👨\u200d👩\u200d👧", "שלום\u200f!"):
+        assert printable(real) == real
     # No line of a completion can pass for one of the run's, which `nmoe runs show` reads from the log.
     forged = sample(text="x\nstep 7: ends here, since it is done\nmini 1/1  loss 0", problem="a\nmini 1/1  ")
     first, *rest = sample_lines(forged)

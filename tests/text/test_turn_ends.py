@@ -19,6 +19,7 @@ from nmoe.model.checkpoint import load_model, save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
 from nmoe.runs.export import export_checkpoint
+from nmoe.text.chat_template import ChatTemplate
 from nmoe.text.conversation import ChatMessage
 from nmoe.text.renderers import IGNORED, ChatRenderer, HarmonyRenderer, PlainRenderer, Round
 from nmoe.text.tokenizer import Tokenizer
@@ -171,6 +172,14 @@ def test_ends_of_the_model_hold_under_another_tokenizer(tmp_path: Path) -> None:
     tokenizer = gemma(tmp_path / "base")
     alone = save(tmp_path / "alone", GEMMA, GEMMA_CONTROLS)
     assert Tokenizer.load(alone, tmp_path / "base").end_ids == tokenizer.end_ids
+
+
+def test_a_turn_is_ended_as_the_template_writes_it_even_by_token_0(tmp_path: Path) -> None:
+    controls = ("<end_of_turn>", *(control for control in GEMMA_CONTROLS if control != "<end_of_turn>"))
+    tokenizer = ended_in(save(tmp_path, GEMMA, controls), [controls.index("<eos>"), 0])
+    template = ChatTemplate(tokenizer)
+    assert (tokenizer.special_id("<end_of_turn>"), template.stop_ids) == (0, (controls.index("<eos>"), 0))
+    assert template.completion_ids("one") == [*tokenizer.encode("one"), 0]
 
 
 @pytest.mark.parametrize(

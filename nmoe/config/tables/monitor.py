@@ -208,7 +208,7 @@ class ProbeSection(RuleSection):
 
 class HackingSection(AboveSection):
     """[monitor.reward_hacking]: samples that are wrong earn a high reward, after the format is learned. Where right answers alone
-    are rewarded one such sample is a bug, and is told at once."""
+    are rewarded one such sample is a bug, and the rule fires at once."""
 
     above: float = Field(default=0.2, ge=0, le=1, description="share of the samples that are wrong and highly rewarded")
 

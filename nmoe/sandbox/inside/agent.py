@@ -59,7 +59,7 @@ class Agent:
         self._score, self._own_score = score, os.pread(score, 16, 0)
         self._rules: list[tuple[str, int]] | None = None  # the access rules for the workspace
         # Made once: its paths stay what they are.
-        self._usual = None if fenced or not landlock.version() else landlock.ruleset(usual_rules(readable))
+        self._usual = None if fenced or not landlock.version() else landlock.ruleset(default_landlock_rules(readable))
 
     def serve(self) -> NoReturn:
         """Answers requests until the host is gone."""
@@ -384,7 +384,7 @@ class _Call:
                 return
 
 
-def usual_rules(readable: list[str]) -> list[tuple[str, int]]:
+def default_landlock_rules(readable: list[str]) -> list[tuple[str, int]]:
     """The Landlock rules for calls of a sandbox that nothing restricts to parts of its workspace."""
     return [*system_rules(readable), ("/", landlock.LIST), ("/workspace", landlock.WRITE)]
 

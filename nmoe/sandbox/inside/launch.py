@@ -201,7 +201,7 @@ def _enter_by_landlock(plan: dict[str, Any]) -> NoReturn:
         _build_root(plan)
         kernel.drop_capabilities()
         score = os.open(_SCORE, os.O_RDWR)
-        rules = landlock.ruleset(agent.usual_rules(_readable(plan)), network=True)
+        rules = landlock.ruleset(agent.default_landlock_rules(_readable(plan)), network=True)
         landlock.restrict(rules)
         os.close(rules)
         kernel.set_seccomp_filter(seccomp.filter_program())
