@@ -6,7 +6,9 @@
 Every interval at n = 2, 10, 50 and 400, and at shares of 0.02, 0.5 and 0.98. n is the number of problems, solutions, pairs,
 sequences or seeds, or of items of each set of CORE. A problem has a solve rate drawn from a Beta distribution, so that its samples
 go together; the truth is that over all problems that could have been drawn. `-` stands for no interval printed, because n is too
-small or all values are equal. Ends with exit code 1 if an interval covers less than 93%.
+small or all values are equal. An interval that says nothing holds every truth, so the mean widths follow, as multiples of that of
+the exact interval of one outcome per problem. Ends with exit code 1 if an interval of shares covers less than 93%, or is wider than
+`WIDEST` says.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ RUNS = 2000
 SIZES = (2, 10, 50, 400)
 SHARES = (0.02, 0.5, 0.98)
 WANTED = 0.93
+# The mean width of an interval of shares at most, and that of a difference, in widths of the exact interval of one outcome per
+# problem. A difference of two independent shares has sqrt(2), and up to 2.4 where the interval is [-1, 1].
+WIDEST, WIDEST_DIFFERENCE = 1.25, 2.5
 SAMPLES, K = 8, 4
+MANY_SAMPLES = 100
 # How alike the samples of one problem are: most problems are solved nearly always or nearly never.
 CONCENTRATION = 0.5
 # How far seeds of one experiment lie apart, in log odds, and on how many problems each is evaluated.
@@ -74,6 +80,11 @@ def pass_at_4(draws: Draw, n: int, share: float) -> Seen:
     # E[1 - (1 - p)^k] of a Beta(a, b): 1 - prod (b + i)/(a + b + i).
     truth = 1 - float(np.prod([(b + i) / (a + b + i) for i in range(K)]))
     return share_interval(table[draws.binomial(SAMPLES, rates(draws, n, share))]), truth
+
+
+def rare_successes(draws: Draw, n: int, share: float) -> Seen:
+    """Problems of one rate, with so many samples that one or two of them all are right at the lowest share."""
+    return share_interval(draws.binomial(MANY_SAMPLES, share / n, n) / MANY_SAMPLES), share / n
 
 
 def clustered(draws: Draw, n: int, share: float) -> Seen:
@@ -189,6 +200,7 @@ BY_SHARE: dict[str, Callable[[Draw, int, float], Seen]] = {
     "one sample": one_sample,
     f"mean of {SAMPLES} samples": mean_of_samples,
     f"pass@{K} of {SAMPLES}": pass_at_4,
+    f"share/n, {MANY_SAMPLES} samples": rare_successes,
     "outcomes in clusters": clustered,
     "F1": f1,
     f"CORE of {CORE_SETS} sets": core,
@@ -203,6 +215,7 @@ BY_SHARE: dict[str, Callable[[Draw, int, float], Seen]] = {
     "seeds, unpaired": seeds_unpaired,
     "seeds, paired": seeds_paired,
 }
+DIFFERENCES = {name for name in BY_SHARE if "paired" in name}
 LOSSES: dict[str, Callable[[Draw, int], Seen]] = {
     "loss": loss,
     "loss of two sources": losses_of_sources,
@@ -217,16 +230,43 @@ def covered(seen: Sequence[Seen]) -> float | None:
     return float(np.mean(printed)) if len(printed) >= len(seen) / 20 else None
 
 
-def coverage(runs: int = RUNS, seed: int = 0) -> Iterator[tuple[str, int, float | None, float | None]]:
-    """For each kind of interval, number and share (None: a loss) the share of intervals that hold the truth."""
+def width(seen: Sequence[Seen]) -> float:
+    """The mean width of the intervals."""
+    return float(np.mean([one.high - one.low for one, _ in seen if one is not None]))
+
+
+def expected_width(n: int, share: float) -> float:
+    """The mean width of the exact interval of n outcomes."""
+    rights = np.arange(n + 1)
+    chances = np.exp(
+        special.gammaln(n + 1)
+        - special.gammaln(rights + 1)
+        - special.gammaln(n - rights + 1)
+        + special.xlogy(rights, share)
+        + special.xlog1py(n - rights, -share)
+    )
+    return float(
+        sum(
+            chance * width([(binomial_interval(int(right), n), share)])
+            for right, chance in zip(rights, chances, strict=True)
+        )
+    )
+
+
+def coverage(runs: int = RUNS, seed: int = 0) -> Iterator[tuple[str, int, float | None, float | None, float | None]]:
+    """For each kind of interval, number and share (None: a loss) the share of intervals that hold the truth, and their mean width,
+    as a multiple of that of the exact interval of n outcomes; None of losses and seeds."""
     draws = np.random.default_rng(seed)
     for name, simulate in BY_SHARE.items():
         for n in SIZES:
             for share in SHARES:
-                yield name, n, share, covered([simulate(draws, n, share) for _ in range(runs)])
+                seen = [simulate(draws, n, share) for _ in range(runs)]
+                truth = share if name in DIFFERENCES else seen[0][1]
+                wide = None if "seeds" in name else width(seen) / expected_width(n, truth)
+                yield name, n, share, covered(seen), wide
     for name, of_losses in LOSSES.items():
         for n in SIZES:
-            yield name, n, None, covered([of_losses(draws, n) for _ in range(runs)])
+            yield name, n, None, covered([of_losses(draws, n) for _ in range(runs)]), None
 
 
 def false_positives(
@@ -243,25 +283,43 @@ def false_positives(
             yield f"{name}: {what}", apart, float(np.mean([paired_p_value(*pair) < 0.05 for pair in pairs]))
 
 
+def widest(name: str) -> float:
+    """The mean width that an interval of shares may have (`coverage`)."""
+    return WIDEST_DIFFERENCE if name in DIFFERENCES else WIDEST
+
+
+def _print(title: str, figures: dict[tuple[str, int, float | None], float | None], form: str) -> None:
+    """A row for each kind of interval, a column for each number and share."""
+    print(f"{title:34}" + "".join(f"{f'n = {n}':^24}" for n in SIZES))
+    print(" " * 34 + "".join(f"{share:>7}" for share in SHARES).ljust(24) * len(SIZES))
+    rows: dict[str, dict[int, list[float | None]]] = {}
+    for (name, n, _), figure in figures.items():
+        rows.setdefault(name, {}).setdefault(n, []).append(figure)
+    for name, by_size in rows.items():
+        cells = [
+            "".join(f"{'-' if one is None else form.format(one):>7}" for one in by_size[n]).ljust(24) for n in SIZES
+        ]
+        print(f"{name:34}" + "".join(cells).rstrip(), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--runs", type=int, default=RUNS, help="simulated evaluations of each interval")
     parser.add_argument("--false-positives", type=int, default=RUNS, metavar="RUNS", help="pairs of equal models a row")
     arguments = parser.parse_args()
-    print(f"{'coverage at shares of':34}" + "".join(f"{f'n = {n}':^{24}}" for n in SIZES))
-    print(" " * 34 + "".join(f"{share:>7}" for share in SHARES).ljust(24) * len(SIZES))
-    lowest, rows = 1.0, {}
-    for name, n, share, found in coverage(arguments.runs):
-        rows.setdefault((name, share is None), {}).setdefault(n, []).append(found)
-        lowest = min(lowest, 1.0 if found is None else found)
-    for (name, _), by_size in rows.items():
-        cells = ["".join(f"{'-' if one is None else f'{one:.1%}':>7}" for one in by_size[n]).ljust(24) for n in SIZES]
-        print(f"{name:34}" + "".join(cells).rstrip(), flush=True)
-    print(f"lowest: {lowest:.1%}, wanted: {WANTED:.0%}")
+    rows = [*coverage(arguments.runs)]
+    covers, widths = ({row[:3]: row[column] for row in rows} for column in (3, 4))
+    _print("coverage at shares of", covers, "{:.1%}")
+    _print("mean width, relative", {key: one for key, one in widths.items() if one is not None}, "{:.2f}")
+    lowest = min(one for one in covers.values() if one is not None)
+    too_wide = [key for key, one in widths.items() if one is not None and one > widest(key[0])]
+    print(f"lowest coverage: {lowest:.1%}, wanted: {WANTED:.0%}")
     for name, interval, p in false_positives(runs=arguments.false_positives):
         print(f"equal models called different  {name}: {interval:.2%} by the interval, {p:.2%} by p < 0.05")
     if lowest < WANTED:
         raise SystemExit(f"an interval covers {lowest:.1%}")
+    if too_wide:
+        raise SystemExit(f"wider than wanted: {too_wide}")
 
 
 if __name__ == "__main__":

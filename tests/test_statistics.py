@@ -252,12 +252,43 @@ def beta_ends(share: float, total: float) -> tuple[float, float]:
 
 
 def test_the_interval_of_shares_is_near_the_binomial_one_where_they_are_0_or_1() -> None:
-    # 83 of 200: the extra quarters make the variance (48.555 + 0.1287)/(199 * 200), that of 198.45 problems.
+    # 83 of 200: the variance of the mean is 48.555/(199 * 200), that of 199 problems, and more than that of 200 outcomes, so that
+    # nothing is added.
     interval, exact = share_interval([1.0] * 83 + [0.0] * 117), binomial_interval(83, 200)
-    problems = 0.415 * 0.585 / ((48.555 + 0.25 * (0.415**2 + 0.585**2)) / 199 / 200)
-    assert problems == pytest.approx(198.48, abs=0.01)
-    assert ends(interval) == pytest.approx(beta_ends(0.415, problems))
+    assert pytest.approx(199) == 0.415 * 0.585 / (48.555 / 199 / 200)
+    assert ends(interval) == pytest.approx(beta_ends(0.415, 199))
     assert interval.low < exact.low < exact.high < interval.high
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(10, 100), (30, 64), (200, 8)])
+def test_one_right_sample_of_many_says_as_much_as_that_many_outcomes(problems: int, samples: int) -> None:
+    rare = share_interval([1 / samples] + [0.0] * (problems - 1))
+    assert ends(rare) == pytest.approx(beta_ends(1 / samples / problems, problems))
+    none = share_interval([0.0] * problems)
+    assert none.high < rare.high < none.high + 0.3 / samples**0.5
+    turned = share_interval([1 - 1 / samples] + [1.0] * (problems - 1))
+    assert ends(turned) == pytest.approx((1 - rare.high, 1 - rare.low))
+
+
+def test_weights_that_go_with_the_shares_widen_the_interval_beyond_that_of_outcomes() -> None:
+    # Ninety-nine solutions of one right step and one of ten wrong ones: mean 99/109. Its variance, from 99 (10/109)^2 + (990/109)^2
+    # over 109^2 times 100/99, is that of 12 solutions; their effective number is 109^2/199, near 60.
+    mean, squares = 99 / 109, 99 * (10 / 109) ** 2 + (990 / 109) ** 2
+    total = mean * (1 - mean) / (squares / 109**2 * 100 / 99)
+    assert total == pytest.approx(11.76, abs=0.01)
+    found = share_interval([1.0] * 99 + [0.0], [1] * 99 + [10])
+    assert ends(found) == pytest.approx(beta_ends(mean, total))
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=30), st.sampled_from([0.1, 1.0, 1 / 3]))
+def test_where_all_are_right_or_all_wrong_no_weights_change_that(weights: list[int], unit: float) -> None:
+    scaled = [weight * unit for weight in weights]
+    effective = sum(scaled) ** 2 / sum(weight**2 for weight in scaled)
+    right, wrong = share_interval([1.0] * len(scaled), scaled), share_interval([0.0] * len(scaled), scaled)
+    assert ends(right) == (pytest.approx(0.025 ** (1 / effective)), 1.0)
+    assert ends(wrong) == (0.0, pytest.approx(1 - 0.025 ** (1 / effective)))
+    of_sets = stratified_share(weights, weights, scaled)
+    assert ends(of_sets) == (pytest.approx(0.025 ** (1 / sum(weights))), 1.0)
 
 
 def test_the_interval_of_shares_has_a_width_where_all_are_right_and_is_everything_of_one_problem() -> None:
