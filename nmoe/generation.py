@@ -15,8 +15,9 @@ FILE = "generation_config.json"
 # The checkpoint decides which tokens end a generation; old checkpoints say so in config.json.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# The value that each setting has in transformers where the file leaves it out; `top_k` is 50 there, and no author chose that.
-_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+# What authors who sample may set, with the value that holds where they leave it out. transformers then has 50 for `top_k`, which
+# no author chose.
+_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None}
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
@@ -48,23 +49,33 @@ def ends_in(directory: Path) -> tuple[int, ...]:
 
 
 def sampling_notes(directory: Path, temperature: float, top_p: float = 1.0, top_k: int = 0) -> list[str]:
-    """A line that says where the authors of a checkpoint sample in another way than this; none where they do not."""
+    """A line that says where the authors of a checkpoint sample in another way than this; none where they do not, and where their
+    file says nothing of sampling."""
     path = directory / FILE
     if not path.exists():
         return []
-    generation, used = read_generation(directory), {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    theirs = {name: generation[name] for name in _SAMPLING if isinstance(generation.get(name), int | float)}
-    if generation.get("do_sample") is False and temperature > 0:
-        theirs = {"temperature": 0.0}
-    other = {name: value for name, value in theirs.items() if value != used[name]}
-    if temperature == 0:
+    used = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    theirs = _sampling_of(read_generation(directory))
+    if 0 in (temperature, theirs.get("temperature")):
         # Greedy decoding looks at no other setting.
-        other = {name: value for name, value in other.items() if name == "temperature"}
+        theirs = {name: value for name, value in theirs.items() if name == "temperature"}
+    other = {name: value for name, value in theirs.items() if value != used[name]}
     if not other:
         return []
     said = ", ".join(f"{name} {value:g}" for name, value in other.items())
     here = ", ".join(f"{name} {used[name]:g}" for name in other)
     return [f"sampling: {path} has {said}; here it is {here}"]
+
+
+def _sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
+    """How the authors sample, with the values that hold where they leave one out; temperature 0 where they do not sample."""
+    samples = generation.get("do_sample")
+    if samples is False:
+        return {"temperature": 0.0}
+    given = {name: generation[name] for name in _SAMPLING if type(generation.get(name)) in (int, float)}
+    if not given and samples is not True:
+        return {}
+    return {name: value for name, value in (_SAMPLING | given).items() if value is not None}
 
 
 def _object(path: Path) -> dict[str, Any]:

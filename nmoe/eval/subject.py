@@ -62,10 +62,8 @@ class Subject:
         on_group: Callable[[Group], None],
         done: Collection[str] = (),
     ) -> list[Group]:
-        """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are `done`.
-        Says where the checkpoint's authors sample in another way than the mode."""
-        for line in sampling_notes(self.directory, mode.temperature):
-            print(line)
+        """Samples and grades the environment's first problems, the same ones on every call, but for those whose keys are
+        `done`."""
         self.environment.load_state(self.start)
         return sample_problems(
             self.engine,
@@ -83,7 +81,10 @@ class Subject:
         )
 
     def sample(self, problems: int, mode: Mode, seed: int) -> list[Group]:
-        """`collect` with a progress count. At Ctrl-C raises SamplingInterruptedError with the finished groups."""
+        """`collect` with a progress count, and a line where the checkpoint's authors sample in another way than the mode. At Ctrl-C
+        raises SamplingInterruptedError with the finished groups."""
+        for line in sampling_notes(self.directory, mode.temperature):
+            print(line)
         done: list[Group] = []
         with counting("problems", problems) as count:
 

@@ -22,6 +22,7 @@ from nmoe.eval.best_of_n import best_of_n
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.outcomes import Outcome
 from nmoe.eval.pair import Pair, in_order
+from nmoe.generation import sampling_notes
 from nmoe.runs.progress import counting
 from nmoe.runs.resolve import resolve_checkpoint
 from nmoe.runs.storage import make_directory, write_atomically
@@ -86,6 +87,11 @@ def _finish(pairs: Sequence[Pair]) -> list[list[Outcome]]:
         several = f"{name}: " if len({pair.settings.env_id for pair in pairs}) > 1 else ""
         print(f"{several}on the eval split, which training never meets")
     done = [pair.read() for pair in pairs]
+    for directory, temperature in dict.fromkeys(
+        (pair.directory, pair.asked.mode.temperature) for pair in pairs if not pair.is_complete
+    ):
+        for line in sampling_notes(directory, temperature):
+            print(line)
     with counting("problems", sum(pair.asked.problems for pair in pairs)) as count:
         for place, pair in enumerate(pairs):
             before = sum(map(len, done[:place]))

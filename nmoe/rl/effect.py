@@ -2,8 +2,9 @@
 
 The ratios among the metrics of an update are those inside it. With one update a step, the default, they are 1 on every token and
 say nothing of how far the update went. So a few sequences are scored once more when the updates are done: at most `MOST_TOKENS`
-trained tokens, and at most `SHARE` of the positions that a pass over the batch computes, which keeps the cost under 2% of a step
-(`benchmarks/watching.py`). Nothing of the run depends on it.
+trained tokens, and at most `SHARE` of the positions that a pass over the batch computes. Of a sequence that is longer its beginning
+is scored, with `LEAST_TOKENS` trained tokens, if it has them: a prompt longer than the share is therefore scored whole. On the
+speedrun this takes under 2% of a step (`benchmarks/watching.py`). Nothing of the run depends on it.
 """
 
 # Shapes: T predicting positions, N scored ones of the batch, M those that are measured, B sequences.
@@ -24,6 +25,7 @@ from nmoe.learner.objectives.base import LOG_RATIO_CLAMP
 from nmoe.learner.objectives.divergence import kl_estimate
 
 MOST_TOKENS = 2048
+LEAST_TOKENS = 32
 SHARE = 1 / 32
 
 
@@ -31,8 +33,8 @@ def effect(
     learner: Learner, batch: Batch, before_N: Tensor, loss: Objective | None, seed: int, step: int
 ) -> dict[str, float]:
     """The metrics of what the updates of a step changed. `batch` is what they trained on, with advantages, and `before_N` its
-    log-probabilities before the first of them. `loss` says which tokens it would clip in another update; None where it does not
-    say."""
+    log-probabilities before the first of them. `loss` says which tokens it would clip in another update; without one there is no
+    `update_clip_ratio`."""
     part = measured(replace(batch, old_logprobs_T=batch.column(before_N)), seed, step)
     after_M = learner.logprobs(part).result()
     assert part.old_logprobs_T is not None, "given above"
@@ -63,8 +65,8 @@ def tails(name: str, log_ratio_N: Tensor) -> dict[str, float]:
 
 
 def measured(batch: Batch, seed: int, step: int) -> Batch:
-    """The sequences of a batch that are measured: whole ones in an order drawn from seed and step, up to the limits. Of a single
-    sequence that is beyond them, as many of its first positions as the limit allows."""
+    """The sequences of a batch that are measured: whole ones in an order drawn from seed and step, up to the limits. Where the
+    first is beyond them alone, its first positions: as many as they allow, with `LEAST_TOKENS` trained tokens at least."""
     rows = batch.shared_rows()
     positions = SHARE * (batch.tokens if rows is None else len(rows[0]))
     trained_B = torch.bincount(batch.sequence_ids()[batch.scored_places], minlength=len(batch.lengths)).tolist()
@@ -78,6 +80,8 @@ def measured(batch: Batch, seed: int, step: int) -> Batch:
             break
         chosen.append(sequence)
     part, _ = batch.select(sorted(chosen))
-    if len(chosen) == 1 and len(part.scored_places) > MOST_TOKENS:
-        part = part.beginning(int(part.scored_places[MOST_TOKENS - 1]) + 1)
-    return part
+    if len(chosen) > 1:
+        return part
+    places_M = part.scored_places
+    count = min(len(places_M), MOST_TOKENS, max(int((places_M < positions).sum()), LEAST_TOKENS))
+    return part.beginning(int(places_M[count - 1]) + 1)

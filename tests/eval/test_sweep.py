@@ -17,6 +17,7 @@ from nmoe.eval.asked import Asked, models_and_benchmarks
 from nmoe.eval.evaluate import Evaluation
 from nmoe.eval.pair import SweepInterruptedError
 from nmoe.eval.sweep import Cell, compare, sweep, sweep_command, table, table_json
+from nmoe.generation import FILE, read_generation
 from nmoe.model.checkpoint import save_model
 from nmoe.model.config import ModelConfig
 from nmoe.model.transformer import Transformer
@@ -37,6 +38,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = ModelConfig(**DENSE | {"vocab_size": tokenizer.vocab_size})
         save_model(Transformer(config).initialize(seed), here / name)
         tokenizer.save(here / name)
+    authors = here / "b" / FILE
+    authors.write_text(json.dumps({**read_generation(here / "b"), "temperature": 0.6}))
     (here / "reverse.toml").write_text(REVERSE)
     (here / "cards.toml").write_text(CARDS)
     rows = [{"question": f"Sort: {9 - number}{number}", "answer": f"{number}{9 - number}"} for number in range(4)]
@@ -53,10 +56,12 @@ def records(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_sweep_goes_on_after_an_interruption_and_does_nothing_twice(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models, benchmarks = [place / "a", place / "b"], [place / "reverse.toml", place / "cards.toml"]
     whole = sweep(models, benchmarks, DRAWN, tmp_path / "whole")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sampling: ")]
+    assert said == [f"sampling: {place / 'b' / FILE} has temperature 0.6; here it is temperature 1"], "not by benchmark"
     appended: list[Path] = []
     write = pairing.append_whole
 

@@ -15,7 +15,7 @@ from nmoe.config.tables.optimizer import OptimizerSection
 from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.model.lora import Lora, LoraSettings, choose
-from nmoe.rl.effect import MOST_TOKENS, SHARE, effect, measured
+from nmoe.rl.effect import LEAST_TOKENS, MOST_TOKENS, SHARE, effect, measured
 from nmoe.rl.experience import judged
 from nmoe.rl.policy import own_loss
 from nmoe.rl.train import PolicyUpdate
@@ -96,12 +96,36 @@ def test_whole_sequences_up_to_the_limits_in_an_order_of_the_seed(monkeypatch: p
     assert 10 < int(measured(batch, 0, 1).scored_T.sum()) <= 20
 
 
-def test_of_one_long_sequence_the_beginning_is_measured(tiny_model: Any) -> None:
-    long = answer(1.0, [index % 40 for index in range(MOST_TOKENS + 300)], prompt=(5, 6, 7))
-    part = measured(column([group(long, answer(0.0, [1] * (MOST_TOKENS + 200), prompt=(5, 6, 7)))]), 0, 0)
-    assert (len(part.scored_places), len(part.lengths)) == (MOST_TOKENS, 1)
-    assert part.lengths == (MOST_TOKENS + 2,)
-    assert len(measured(column([group(answer(1.0))]), 0, 0).scored_places) == 2, "one sequence is always measured"
+def long_answers(prompt: int, tokens: int, count: int) -> list[Group]:
+    """Groups of two answers each, to prompts that differ from group to group."""
+    return [
+        group(*(answer(reward, [place] * tokens, prompt=(place,) * prompt) for reward in (0.0, 1.0)))
+        for place in range(count // 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "count", "trained"),
+    [
+        # Eight of 4,002 predicting positions, of which each two share three: 4 * 8,001 rows. The first 1,001 positions are a 32nd,
+        # and those from 2 on predict trained tokens.
+        (3, 4000, 8, 999),
+        # The 32nd of 200,004 rows is 6,250: the limit of trained tokens cuts.
+        (3, 50_000, 4, MOST_TOKENS),
+        # The 32nd of 2 * 1,200 rows ends in the prompt.
+        (1001, 100, 4, LEAST_TOKENS),
+        (1001, 10, 4, 10),
+        (3, 2, 2, 2),
+    ],
+)
+def test_of_one_long_sequence_the_beginning_is_measured(prompt: int, tokens: int, count: int, trained: int) -> None:
+    batch = column(long_answers(prompt, tokens, count))
+    part = measured(batch, 0, 0)
+    assert (len(part.scored_places), len(part.lengths)) == (trained, 1)
+    assert part.lengths == (prompt - 1 + trained,), "nothing behind the last token that is measured"
+    rows = batch.shared_rows()
+    limit = SHARE * (batch.tokens if rows is None else len(rows[0]))
+    assert part.tokens <= max(limit + 1, prompt - 1 + LEAST_TOKENS)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "dppo"])

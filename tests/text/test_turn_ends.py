@@ -190,6 +190,11 @@ def test_a_turn_is_ended_as_the_template_writes_it_even_by_token_0(tmp_path: Pat
         ({"temperature": 0.6, "top_p": 0.95}, (0.0, 1.0, 0), "temperature 0.6; here it is temperature 0"),
         ({"do_sample": False, "temperature": 0.6}, (1.0, 1.0, 0), "temperature 0; here it is temperature 1"),
         ({"do_sample": False}, (0.0, 1.0, 0), None),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.95}, (0.0, 0.9, 0), None),
+        ({"temperature": 0.6}, (0.6, 0.9, 4), "top_p 1; here it is top_p 0.9"),
+        ({"do_sample": True, "top_p": None}, (0.7, 1.0, 0), "temperature 1; here it is temperature 0.7"),
+        ({"do_sample": True}, (1.0, 1.0, 0), None),
+        ({"top_p": 0.8}, (0.0, 1.0, 0), "temperature 1; here it is temperature 0"),
         ({}, (0.7, 0.9, 4), None),
     ],
 )  # fmt: skip
