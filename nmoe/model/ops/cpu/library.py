@@ -84,7 +84,7 @@ def _compiled(compiler: Sequence[str], instructions: str) -> Path:
         return library
     _remove_left_behind(directory)
     # On stderr, as it may come in the middle of any command's output.
-    print("compiling the C++ kernels, once on this machine: some 15 s of CPU time", file=sys.stderr, flush=True)
+    print("compiling the C++ kernels, once on this machine: less than a minute", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=_COMPILING) as made:
         out = Path(made) / library.name
         command = [*compiler, *flags, *(str(_SOURCES / unit) for unit in _UNITS), "-o", str(out)]
