@@ -21,7 +21,7 @@ def choose_threads(requested: int, processes: int = 1, environment: Mapping[str,
     """The thread count to use: `requested`, or for 0 the OMP_NUM_THREADS of the user or else the number of cores that this process
     may use, within the CPU quota of its control group, divided by the `processes` that share them; at least 1.
 
-    Other programs do not count: the numbers of a run depend on its threads, and must not depend on what else ran as it began. Idle
+    Other processes do not count: the numbers of a run depend on its threads, and must not depend on what else ran as it began. Idle
     threads leave the cores to them (`nmoe.model.idle_threads`). torchrun's own OMP_NUM_THREADS = 1, which it sets for want of
     another, does not count either. Raises ValueError for a negative number.
     """
@@ -51,17 +51,22 @@ def free_cores() -> int:
     before = CoreTimes.now()
     time.sleep(_MEASURE_S)
     after = CoreTimes.now()
-    used = 0.0 if before is None or after is None else after.used_by_others_since(before)
-    return threads_for(usable_cores(), used, cpu_quota())
+    if before is None or after is None:
+        return threads_for(usable_cores(), 0.0, cpu_quota())
+    used = after.used_by_others_since(before)
+    return threads_for(usable_cores(), used, after.quota, after.used_of_quota_since(before))
 
 
 @dataclass(frozen=True)
 class CoreTimes:
-    """Seconds at one moment: by the clock, of work on the usable cores since boot, and of this process's own work."""
+    """Seconds at one moment: by the clock, of work on the usable cores since boot, of this process's own work, and of all work that
+    counts against its CPU quota. The quota is in cores, and infinite without one."""
 
     clock: float
     busy: float
     own: float
+    quota: float = math.inf
+    of_quota: float | None = None
 
     @classmethod
     def now(cls) -> "CoreTimes | None":
@@ -71,18 +76,26 @@ class CoreTimes:
         except OSError:
             return None
         busy = busy_seconds(stat, os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK"))
-        return cls(time.monotonic(), busy, time.process_time())
+        return cls(time.monotonic(), busy, time.process_time(), *_quota_and_use(Path("/")))
 
     def used_by_others_since(self, before: "CoreTimes") -> float:
         """The cores that other processes used in between, children of this one among them."""
         work = (self.busy - before.busy) - (self.own - before.own)
         return max(0.0, work) / (self.clock - before.clock)
 
+    def used_of_quota_since(self, before: "CoreTimes") -> float:
+        """The cores that other processes used of this one's quota in between; 0 without a quota, or where it is not known."""
+        if self.of_quota is None or before.of_quota is None:
+            return 0.0
+        return max(0.0, self.of_quota - before.of_quota - (self.own - before.own)) / (self.clock - before.clock)
 
-def threads_for(cores: int, used_by_others: float, quota: float) -> int:
-    """Whole cores left of `cores` after `used_by_others`, within `quota`; both in cores, `quota` may be infinite."""
-    free = math.floor(cores - used_by_others + _NEGLIGIBLE_CORES)
-    return max(1, free if math.isinf(quota) else min(free, math.floor(quota)))
+
+def threads_for(cores: int, used_by_others: float, quota: float, used_of_quota: float = 0.0) -> int:
+    """Whole cores left of `cores` after `used_by_others`, and of `quota` after `used_of_quota`; all in cores, `quota` may be
+    infinite. At least 1."""
+    free = cores - max(0.0, used_by_others - _NEGLIGIBLE_CORES)
+    allowed = quota - max(0.0, used_of_quota - _NEGLIGIBLE_CORES)
+    return max(1, math.floor(min(free, allowed)))
 
 
 def busy_seconds(stat: str, cores: set[int], ticks_per_second: int) -> float:
@@ -100,36 +113,54 @@ def busy_seconds(stat: str, cores: set[int], ticks_per_second: int) -> float:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Cores that the control groups of this process allow it, infinite without a limit.
+    """Cores that the control groups of this process allow it, infinite without a limit, or where that cannot be read.
 
     The tightest limit of all parent groups counts, in version 2 (`cpu.max`) and in version 1 (`cpu.cfs_quota_us`). `root` is
     the directory of proc/ and sys/.
     """
-    quota = math.inf
-    membership = root / "proc/self/cgroup"
-    if not membership.exists():
-        return quota
-    for line in membership.read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
+    return min((_limit(directory) for directory in _groups(root)), default=math.inf)
+
+
+def _quota_and_use(root: Path) -> tuple[float, float | None]:
+    """The quota, and the seconds of work that the group which sets it has done; None without one, or where that cannot be read."""
+    quota, group = min(((_limit(directory), directory) for directory in _groups(root)), default=(math.inf, root))
+    if math.isinf(quota):
+        return quota, None
+    try:
+        if (unified := group / "cpu.stat").exists() and "usage_usec" in (said := unified.read_text()):
+            return quota, int(said.split()[said.split().index("usage_usec") + 1]) / 1e6
+        return quota, int((group / "cpuacct.usage").read_text()) / 1e9
+    except (OSError, ValueError):
+        return quota, None
+
+
+def _groups(root: Path) -> list[Path]:
+    """The directories of the control groups that can limit this process's CPU time."""
+    try:
+        parts = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    groups = []
+    for _, controllers, group in parts:
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         place = mount / group.lstrip("/")
-        for directory in [place, *place.parents]:
-            quota = min(quota, _limit(directory))
-            if directory == mount:
-                break
-    return quota
+        groups += [one for one in (place, *place.parents) if one.is_relative_to(mount)]
+    return groups
 
 
 def _limit(directory: Path) -> float:
-    """The cores that one control group allows; infinite if it sets no limit."""
+    """The cores that one control group allows; infinite if it sets no limit, or has ended meanwhile."""
     unified, quota_file = directory / "cpu.max", directory / "cpu.cfs_quota_us"
-    if unified.exists():
-        quota, period = unified.read_text().split()
-    elif quota_file.exists():
-        quota, period = quota_file.read_text(), (directory / "cpu.cfs_period_us").read_text()
-    else:
+    try:
+        if unified.exists():
+            quota, period = unified.read_text().split()
+        elif quota_file.exists():
+            quota, period = quota_file.read_text(), (directory / "cpu.cfs_period_us").read_text()
+        else:
+            return math.inf
+        # Without a limit, version 2 says "max" and version 1 says -1.
+        return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError):
         return math.inf
-    # Without a limit, version 2 says "max" and version 1 says -1.
-    return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)

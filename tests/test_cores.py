@@ -11,6 +11,7 @@ import pytest
 import nmoe.cores as cores_module
 from nmoe.cores import (
     CoreTimes,
+    _quota_and_use,
     busy_seconds,
     choose_threads,
     counts_of_torch,
@@ -82,6 +83,51 @@ def make_root(root: Path, membership: str, files: dict[str, str]) -> Path:
 )
 def test_cpu_quota(tmp_path: Path, membership: str, files: dict[str, str], expected: float) -> None:
     assert cpu_quota(make_root(tmp_path, membership, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {"sys/fs/cgroup/cpu.stat": "usage_usec 7000000\n"}, (math.inf, None)),
+        (
+            "0::/a/b\n",
+            {
+                "sys/fs/cgroup/a/cpu.max": "200000 100000\n",
+                "sys/fs/cgroup/a/cpu.stat": "nr_periods 3\nusage_usec 7500000\nuser_usec 1\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/a/b/cpu.stat": "usage_usec 1000000\n",
+            },
+            (2.0, 7.5),
+        ),
+        (
+            "2:cpu,cpuacct:/job\n",
+            {
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "150000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/job/cpu.stat": "nr_periods 3\nnr_throttled 1\n",
+                "sys/fs/cgroup/cpu/job/cpuacct.usage": "2250000000\n",
+            },
+            (1.5, 2.25),
+        ),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "100000 100000\n"}, (1.0, None)),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "\n"}, (math.inf, None)),  # read as its group ends
+    ],
+)
+def test_the_group_that_sets_the_quota_says_what_was_used_of_it(
+    tmp_path: Path, membership: str, files: dict[str, str], expected: tuple[float, float | None]
+) -> None:
+    root = make_root(tmp_path, membership, files)
+    assert _quota_and_use(root) == expected
+    assert cpu_quota(root) == expected[0]
+
+
+def test_the_work_of_others_in_the_quota() -> None:
+    before, after = CoreTimes(10.0, 0.0, 5.0, 2.0, 100.0), CoreTimes(12.0, 80.0, 7.0, 2.0, 105.0)
+    assert after.used_of_quota_since(before) == pytest.approx(1.5)  # 3 seconds of 2
+    assert threads_for(64, 39.0, 2.0, 1.5) == 1
+    assert [threads_for(64, 39.0, 4.0, used) for used in (0.0, 0.25, 0.26, 1.2)] == [4, 4, 3, 3]
+    assert threads_for(64, 39.0, 1.9, 0.1) == 1
+    assert CoreTimes(12.0, 80.0, 7.0).used_of_quota_since(before) == 0.0
 
 
 def test_cpu_quota_is_infinite_where_nothing_says(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nmoe.learner.batch import Batch, micro_batches
 from nmoe.learner.objectives import Outputs
-from nmoe.model.device import put
+from nmoe.model.device import kind_of, put
 from nmoe.model.head import Head
 from nmoe.model.idle_threads import IDLE
 from nmoe.model.logprobs import head_logprobs
@@ -69,8 +69,9 @@ def on_each_rank(function: Callable[[Share], R], batch: Batch, tokens_per_microb
 def scored_states(model: Transformer, micro: Batch, trace: RouterTrace) -> Tensor:
     """Final hidden states of the scored tokens, `[N, D]`. Fills the trace for all tokens of the micro-batch. Of rows that several
     sequences share, the recorded routes of the first sequence are replayed."""
-    IDLE.look()
     device = micro.inputs_T.device
+    if kind_of(device).on_host:
+        IDLE.look()
     positions_T = put(micro.positions(), device)
     if (shared := micro.shared_rows()) is None:
         attend = PackedAttention(micro.lengths, device, model.exact)

@@ -1,52 +1,47 @@
-"""Lets the idle threads of OpenMP sleep while other programs need the cores, and spin while these are free.
+"""Lets the idle threads of OpenMP sleep while other processes need the cores, and spin while these are free.
 
 A thread that waits for the others of its team spins: waking one that sleeps takes longer than most operations of a small model.
-Beside other programs this is ruinous. Who spins uses up the time of the thread that it waits for, and a step takes up to thirty
-times as long. So no fixed setting is good at both (docs/decisions.md has the figures), and this module chooses by what other
-programs use of the cores, looked at once a second in between two steps of the engine or two micro-batches of the learner.
+Beside other processes this is ruinous. A spinning thread takes the time of the thread that it waits for, and a step takes up to
+thirty times as long. So no fixed setting is good at both (docs/decisions.md has the figures), and this module chooses by what other
+processes use of the cores and of the CPU quota, looked at once a second in between two steps of the engine or two micro-batches of
+the learner.
 
 The number of threads stays, and with it every sum and every bit of a result. A setting of the user's (`_OWN_SETTINGS`) stays, too.
+Any failure ends the looking for good, and leaves the runtime's default.
 
-- libgomp (GCC's, in torch's Linux packages) reads how long to spin when it is loaded, but spins a hundredth of a millisecond only
-  while a process has more threads than cores (its manual, GOMP_SPINCOUNT). So a thread of our own holds a team of its own, idle,
-  that makes them more. Where that ends, its team ends with it.
-- libomp (LLVM's and Intel's) has a function for it, `kmp_set_blocktime`, which counts for the thread that calls it.
+libgomp (GCC's, in torch's Linux packages) reads how long to spin when it is loaded, but spins a hundredth of a millisecond only
+while a process has more threads than cores (its manual, GOMP_SPINCOUNT). So a thread of our own holds a team of its own, idle, that
+makes them more. The team ends with that thread. Other runtimes are left alone: libomp's `kmp_set_blocktime` counts only for the
+thread that calls it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from nmoe.cores import CoreTimes, cpu_quota, threads_for, usable_cores
+from nmoe.cores import CoreTimes, threads_for, usable_cores
 
-_OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY", "KMP_BLOCKTIME", "KMP_LIBRARY")
+_OWN_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY")
 _LOOK_S = 1.0
 # A longer gap says nothing of the present: nothing was computed in it.
 _STALE_S = 60.0
 # So many looks in a row must find the cores free before threads spin again.
 _FREE_LOOKS = 3
+# The test of whether a team can be had asks for so many times its threads: another process may start some meanwhile.
+_MARGIN = 2
+# A team takes milliseconds.
+_READY_S = 30.0
 _CORES_AT_START = usable_cores()  # libgomp counts them when it is loaded
-
-
-class Runtime(Protocol):
-    """How the idle threads of an OpenMP runtime are steered. `sleep` says whether it could be done;
-    while they sleep, `again` is called once a second where a thread is there to call it."""
-
-    name: str
-
-    def sleep(self, threads: int, again: Callable[[], None]) -> bool: ...
-
-    def spin(self) -> None: ...
 
 
 class Libgomp:
@@ -60,43 +55,32 @@ class Libgomp:
         self._end = threading.Event()
 
     def sleep(self, threads: int, again: Callable[[], None]) -> bool:
-        """Returns once idle threads sleep, or at once where the system refuses that many threads: libgomp would end the process."""
+        """Lets idle threads sleep, and calls `again` once a second while they do. False where the system may refuse the team:
+        libgomp would end the process."""
         # The process's first team has `threads`; with these libgomp counts cores + 1.
         team = max(2, max(usable_cores(), _CORES_AT_START) - threads + 2)
-        if not can_start(team):
+        if not can_start(_MARGIN * team):
             return False
         ready, end = threading.Event(), threading.Event()
         self._end = end
 
         def hold() -> None:
-            self._parallel(team, 0)
-            ready.set()
+            try:
+                self._parallel(team, 0)
+            except Exception:
+                end.set()
+            finally:
+                ready.set()
             while not end.wait(_LOOK_S):
                 again()
 
         threading.Thread(target=hold, name="nmoe idle threads", daemon=True).start()
-        ready.wait()
-        return True
+        if not ready.wait(_READY_S):
+            end.set()
+        return not end.is_set()
 
     def spin(self) -> None:
         self._end.set()
-
-
-class Libomp:
-    """LLVM's and Intel's runtime: the milliseconds that an idle thread spins are set by a function."""
-
-    name = "libomp"
-
-    def __init__(self, get: Callable[[], int], set_: Callable[[int], None]) -> None:
-        self._get, self._set, self._before = get, set_, 0
-
-    def sleep(self, threads: int, again: Callable[[], None]) -> bool:
-        self._before = self._get()
-        self._set(0)
-        return True
-
-    def spin(self) -> None:
-        self._set(self._before)
 
 
 def can_start(count: int) -> bool:
@@ -107,7 +91,7 @@ def can_start(count: int) -> bool:
             thread = threading.Thread(target=end.wait, daemon=True)
             thread.start()
             started.append(thread)
-    except RuntimeError:
+    except (RuntimeError, MemoryError):
         return False
     finally:
         end.set()
@@ -116,14 +100,13 @@ def can_start(count: int) -> bool:
     return True
 
 
-def find_runtime() -> Runtime | None:
-    """The OpenMP runtime that torch computes with, on Linux; None for one that is not known."""
+def find_runtime() -> Libgomp | None:
+    """GCC's OpenMP runtime, where torch computes with it on Linux; None for any other."""
     if platform.system() != "Linux":
         return None
-    for library in (ctypes.CDLL(None), *_torch_cpu()):
-        if (set_blocktime := getattr(library, "kmp_set_blocktime", None)) is not None:
-            set_blocktime.argtypes, set_blocktime.restype = [ctypes.c_int], None
-            return Libomp(library.kmp_get_blocktime, set_blocktime)
+    for library in _libraries():
+        if hasattr(library, "kmp_set_blocktime"):  # libomp, which has GOMP_parallel too
+            return None
         if (parallel := getattr(library, "GOMP_parallel", None)) is not None:
             parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             parallel.restype = None
@@ -132,32 +115,36 @@ def find_runtime() -> Runtime | None:
     return None
 
 
-def _torch_cpu() -> list[ctypes.CDLL]:
-    """Torch's library, in whose dependencies a name is looked for that is not among those of the whole process."""
-    return [ctypes.CDLL(str(file)) for file in Path(torch.__file__).parent.glob("lib/libtorch_cpu.so")]
+def _libraries() -> Iterator[ctypes.CDLL]:
+    """The whole process, and torch's library, in whose dependencies a name is looked for that is not among those of the process."""
+    try:
+        yield ctypes.CDLL(None)
+        yield from (ctypes.CDLL(str(file)) for file in Path(torch.__file__).parent.glob("lib/libtorch_cpu.so"))
+    except OSError:
+        return
 
 
 class IdleThreads:
     """How the idle threads of this process wait.
 
-    runtime: what is steered; None where nothing can be.
+    runtime: what is steered; None where nothing can be, and after a failure.
     own: the user's own setting, such as `GOMP_SPINCOUNT=1000`, which stays; None without one.
     sleeping: whether idle threads sleep now.
-    used_by_others: the cores that other programs used when that was last looked at.
+    why: what the last look found, such as "other processes use 1.4 cores".
     slept: how often they were sent to sleep.
     """
 
     def __init__(
         self,
-        runtime: Runtime | None,
+        runtime: Libgomp | None,
         environment: Mapping[str, str] = os.environ,
         times: Callable[[], CoreTimes | None] = CoreTimes.now,
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[], int] = torch.get_num_threads,
     ) -> None:
         self.own = next((f"{name}={environment[name]}" for name in _OWN_SETTINGS if name in environment), None)
-        self.runtime = None if self.own or times() is None else runtime
-        self.sleeping, self.used_by_others, self.slept = False, 0.0, 0
+        self.runtime = None if self.own else runtime
+        self.sleeping, self.why, self.slept = False, "", 0
         self._times, self._clock, self._threads = times, clock, threads
         self._next, self._before, self._free = clock(), None, 0
         self._lock = threading.Lock()
@@ -165,33 +152,45 @@ class IdleThreads:
     _before: CoreTimes | None
 
     def look(self) -> None:
-        """Looks at what other programs use of the cores, at most once a second, and lets idle threads sleep or spin. For the thread
-        that computes: it costs the reading of a clock otherwise."""
-        if self._clock() < self._next or self.runtime is None or not self._lock.acquire(blocking=False):
+        """Looks at what other processes use of the cores, at most once a second, and lets idle threads sleep or spin. For the
+        thread that computes: it costs the reading of a clock otherwise. Never raises: a failure ends the looking."""
+        if self._clock() < self._next or (runtime := self.runtime) is None or not self._lock.acquire(blocking=False):
             return
         try:
-            self._look(self.runtime)
+            self._look(runtime)
+        except Exception:
+            self.runtime, self.sleeping = None, False
+            runtime.spin()
         finally:
             self._lock.release()
 
-    def _look(self, runtime: Runtime) -> None:
+    def _look(self, runtime: Libgomp) -> None:
         threads, before, now = self._threads(), self._before, self._times()
         self._next, self._before = self._clock() + _LOOK_S, now
-        if now is None or before is None or now.clock - before.clock > _STALE_S:
+        if now is None:
+            raise OSError("the system does not say how busy its cores are")
+        if before is None or now.clock - before.clock > _STALE_S:
             return
-        cores = usable_cores()
-        self.used_by_others = now.used_by_others_since(before)
-        contended = threads > 1 and threads_for(cores, self.used_by_others, cpu_quota()) < threads
+        contended = threads > 1 and self._left(before, now) < threads
         self._free = 0 if contended else self._free + 1
         if contended and not self.sleeping:
-            self.sleeping = True  # the thread that `sleep` starts may look
-            if runtime.sleep(threads, self.look):
-                self.slept += 1
-            else:
-                self.sleeping, self.runtime = False, None
+            if not runtime.sleep(threads, self.look):
+                raise OSError("the system may refuse the threads")
+            self.sleeping, self.slept = True, self.slept + 1
         elif self.sleeping and self._free >= _FREE_LOOKS:
             self.sleeping = False
             runtime.spin()
+
+    def _left(self, before: CoreTimes, now: CoreTimes) -> int:
+        """The cores that other processes left: of the usable ones, and of the CPU quota, whichever leaves fewer."""
+        used, used_of_quota = now.used_by_others_since(before), now.used_of_quota_since(before)
+        cores = usable_cores()
+        left = threads_for(cores, used, now.quota, used_of_quota)
+        if left < threads_for(cores, used, math.inf):
+            self.why = f"the CPU quota is {now.quota:g} cores, of which other processes use {used_of_quota:.1f}"
+        else:
+            self.why = f"other processes use {used:.1f} cores"
+        return left
 
     def restore(self) -> None:
         """Lets idle threads spin again, as before the first look."""
@@ -200,14 +199,20 @@ class IdleThreads:
                 self.runtime.spin()
             self.sleeping = False
 
+    def leave(self) -> None:
+        """Ends the looking in a forked child: it has no team, and a lock that nothing may ever release."""
+        self.runtime, self.sleeping, self._lock = None, False, threading.Lock()
+
     def describe(self) -> str:
         """What idle threads do, as the end of a sentence."""
         if self.own is not None:
             return f"wait as {self.own} says"
         if self.runtime is None:
-            return "wait as their OpenMP runtime has it"
-        return f"spin while the cores are free, and sleep while other programs need them ({self.runtime.name})"
+            return "use the OpenMP runtime's default"
+        return f"spin while the cores are free, and sleep while other processes need them ({self.runtime.name})"
 
 
 IDLE = IdleThreads(find_runtime())
 """Those of this process: there is one OpenMP runtime, whatever runs in it."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=IDLE.leave)

@@ -244,11 +244,10 @@ class Run:
         return next((alert for alert in alerts if alert.level == "stop"), None)
 
     def _note_contention(self, step: int) -> None:
-        """Says the first time in a run that other programs slow it down."""
+        """Says the first time in a run that other processes slow it down."""
         if self._slept is not None and IDLE.slept > self._slept:
             self._slept = None
-            used = f"{IDLE.used_by_others:.1f} cores"
-            self.note(f"step {step}: other programs use {used}, so idle threads sleep until these are free")
+            self.note(f"step {step}: {IDLE.why}, so idle threads sleep until more are free")
 
     def _evaluate(self, recipe: Recipe, step: int) -> tuple[Mapping[str, float], Mapping[str, float] | None]:
         """Evaluates and records; returns the figures that belong in the step's metrics, and those that the monitor sees."""

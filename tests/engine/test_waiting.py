@@ -18,6 +18,7 @@ from nmoe.learner.batch import Batch
 from nmoe.learner.learner import Learner
 from nmoe.learner.objectives import cross_entropy
 from nmoe.model.config import ModelConfig, Numerics
+from nmoe.model.idle_threads import IDLE
 from nmoe.model.transformer import Transformer
 from nmoe.types import Sample, Sampling
 
@@ -91,6 +92,26 @@ def test_a_pass_waits_once_for_its_columns_and_once_for_its_routing(layers: int)
     assert theirs.routing is not None
     assert torch.equal(mine.routing.load_YE, theirs.routing.load_YE)
     assert mine.routing.router_entropy() == pytest.approx(theirs.routing.router_entropy(), rel=1e-5)
+
+
+def test_what_others_use_of_the_cores_is_looked_at_on_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[None] = []
+    monkeypatch.setattr(IDLE, "look", lambda: looks.append(None))
+
+    def looked(one: Transformer) -> tuple[float, int]:
+        looks.clear()
+        engine = LLMEngine(one, 8)
+        engine.add(Request((5, 6, 7), 2, Sampling(4, seed=3), "two"))
+        while not engine.idle:
+            engine.step()
+        per_step = len(looks) / engine.scheduler.steps
+        looks.clear()
+        Learner(one, OptimizerSection(), 4, 4096).forward_backward(batch([7, 5]), cross_entropy).result()
+        return per_step, len(looks)
+
+    assert looked(model()) == (1, 1)  # once in each step of the engine, and once in a pass of one micro-batch
+    with fake_device():
+        assert looked(model().to(DEVICE)) == (0, 0)
 
 
 @pytest.mark.parametrize(("family", "numerics"), [*((family, "fast") for family in FAMILIES), ("llama", "exact")])

@@ -115,7 +115,7 @@ def test_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     libgomp, own = Libgomp(lambda threads, flags: None), {"GOMP_SPINCOUNT": "1000"}
     monkeypatch.setattr(idle_threads, "IDLE", idle_threads.IdleThreads(libgomp, environment={}))
     found = doctor.idle_threads()
-    assert found.text == "spin while the cores are free, and sleep while other programs need them (libgomp)"
+    assert found.text == "spin while the cores are free, and sleep while other processes need them (libgomp)"
     assert found.facts == {"runtime": "libgomp", "own_setting": None}
     monkeypatch.setattr(idle_threads, "IDLE", idle_threads.IdleThreads(libgomp, environment=own))
     found = doctor.idle_threads()

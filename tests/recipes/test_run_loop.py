@@ -173,15 +173,15 @@ def test_a_run_says_what_idle_threads_do_and_when_others_first_slow_it_down(
     class Slowed(Counting):
         def step(self, step: int) -> Step:
             if step in (2, 4):
-                IDLE.slept, IDLE.used_by_others = IDLE.slept + 1, step / 2 + 0.4
+                IDLE.slept, IDLE.why = IDLE.slept + 1, f"other processes use {step / 2 + 0.4} cores"
             return super().step(step)
 
     monkeypatch.setattr(IDLE, "slept", 7)  # in an earlier run of the process
-    monkeypatch.setattr(IDLE, "used_by_others", 0.0)
+    monkeypatch.setattr(IDLE, "why", "")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     follow(tmp_path, Slowed({}, every=0))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"2 threads; idle ones {IDLE.describe()}"
-    assert [line for line in lines if "other programs" in line and line.startswith("step")] == [
-        "step 2: other programs use 1.4 cores, so idle threads sleep until these are free"
+    assert [line for line in lines if "other processes" in line and line.startswith("step")] == [
+        "step 2: other processes use 1.4 cores, so idle threads sleep until more are free"
     ]

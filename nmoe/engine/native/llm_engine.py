@@ -130,7 +130,8 @@ class LLMEngine:
         Raises DivergenceError if the model computes NaN or infinity. After this or any other error, or an interrupt, the engine is
         empty and its cache is as new: every request has ended without samples, and the next one starts clean.
         """
-        IDLE.look()
+        if kind_of(self.cache.device).on_host:
+            IDLE.look()
         began = time.perf_counter()
         scheduler, runner = self.scheduler, self.runner
         try:
