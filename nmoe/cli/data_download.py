@@ -28,6 +28,6 @@ def download(
     Example, some of its files:
       nmoe data download AI-MO/NuminaMath-1.5 --files '*.parquet' --revision main
     """
-    from nmoe.data.hub import download
+    from nmoe.data.copies import download
 
     typer.echo(download(name, files or (), revision))

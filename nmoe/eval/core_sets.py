@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nmoe.data.hub import kept_datasets
+from nmoe.data.copies import kept_datasets
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
 

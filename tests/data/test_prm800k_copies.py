@@ -10,8 +10,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from nmoe.cli import main
+from nmoe.data import hub
 from nmoe.data.prm import PRM800K, read_source
 from nmoe.errors import UserError
 from nmoe.rl.__main__ import rl, run
@@ -64,7 +66,7 @@ def write(directory: Path) -> Path:
 def datasets_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NMOE_DATASETS", str(tmp_path / "kept"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path
 
 
@@ -110,6 +112,35 @@ def test_the_files_of_the_mirror_are_fetched_and_read_as_lines(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert len(problems("train")) == 14
     assert asked == [("tasksource/PRM800K", "dataset", ["*phase[12]_*.jsonl"])]
+
+
+def test_why_the_hub_does_not_give_the_mirror_is_said(datasets_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(name: str, **_: Any) -> str:
+        raise ConnectionError(f"401 Client Error: {name} wants a token")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
+    with pytest.raises(
+        UserError, match=r"hub did not give it: 401 Client Error: tasksource/PRM800K wants a token; fetch"
+    ):
+        problems("train")
+
+
+def test_without_a_network_the_mirror_is_looked_for_in_the_cache_alone(
+    datasets_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, offline = write(datasets_here / "cache"), []
+
+    def snapshot(name: str, **_: Any) -> str:
+        offline.append(constants.HF_HUB_OFFLINE)
+        return str(files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "unreachable", lambda: "huggingface.co cannot be reached")
+    assert len(problems("train")) == 14
+    assert (offline, constants.HF_HUB_OFFLINE) == ([True], False)
 
 
 def test_what_is_nowhere_is_named_with_the_command_that_fetches_it(datasets_here: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from nmoe.config.slices import split_name
 from nmoe.config.tables.records import DatasetSettings
+from nmoe.data.copies import not_given
+from nmoe.data.hub import hub_or_cache, why_not_asked
 from nmoe.data.prm.labelled import LabelledSteps, StepDataset, settle
 from nmoe.data.prm.math_shepherd import is_math_shepherd, read_math_shepherd
 from nmoe.data.prm.prm800k import is_prm800k, read_prm800k
@@ -106,16 +108,20 @@ def _prm800k_rows(path: str, split: str) -> Iterator[Row]:
 
 
 def _fetched() -> str:
-    """The directory of the mirror's files in the hub's cache; its name where the hub does not give them, or has no such files.
+    """The directory of the mirror's files in the hub's cache; its name where the mirror has no such files, or where the hub is not
+    asked and its cache lacks them (the datasets library has a cache of its own). Raises UserError where the hub does not give them.
 
     Files of JSON lines are read as they are: types that the datasets library would guess from some records differ in others.
     """
     from huggingface_hub import snapshot_download
 
     try:
-        directory = snapshot_download(PRM800K, repo_type="dataset", allow_patterns=["*phase[12]_*.jsonl"])
-    except Exception:  # the hub's client raises many kinds; reading by name says what is wrong
-        return PRM800K
+        with hub_or_cache():
+            directory = snapshot_download(PRM800K, repo_type="dataset", allow_patterns=["*phase[12]_*.jsonl"])
+    except Exception as error:  # the hub's client raises many kinds
+        if why_not_asked() is not None:
+            return PRM800K
+        raise UserError(not_given(PRM800K, error)) from error
     return directory if any(Path(directory).rglob("phase[12]_*.jsonl")) else PRM800K
 
 

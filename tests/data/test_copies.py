@@ -9,9 +9,10 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
-from nmoe.data import hub
-from nmoe.data.hub import download, kept_datasets
+from nmoe.data import copies, hub
+from nmoe.data.copies import download, kept_datasets
 from nmoe.data.prepare.source import parquet_files
 from nmoe.data.rows import read_rows
 from nmoe.errors import UserError
@@ -20,7 +21,6 @@ from nmoe.errors import UserError
 @pytest.fixture(autouse=True)
 def datasets_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NMOE_DATASETS", str(tmp_path / "kept"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "kept"
 
@@ -40,7 +40,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, files: dict[str, list[int]], fails_af
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(hub, "unreachable", lambda: None)
+    monkeypatch.setattr(copies, "why_not_asked", lambda: None)
     return calls
 
 
@@ -75,10 +75,13 @@ def test_a_name_is_fetched_where_no_copy_is_kept(monkeypatch: pytest.MonkeyPatch
 
 
 def test_offline_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    serve(monkeypatch, {"a.parquet": [1]}, fails_after=0)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE=1 forbids asking it; fetch it where there is a network"):
+    calls = serve(monkeypatch, {"a.parquet": [1]})
+    monkeypatch.setattr(copies, "why_not_asked", hub.why_not_asked)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="did not give it: HF_HUB_OFFLINE is set; fetch it where there is a network"):
         download("some/numbers")
+    assert calls == []
+    assert not kept_datasets().exists(), "nothing is left behind"
 
 
 @pytest.mark.parametrize("name", ["../secrets", "a/b/c", "/etc", ""])
