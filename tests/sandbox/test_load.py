@@ -65,6 +65,7 @@ def test_sleep_is_not_starved(box: Box) -> None:
     assert (unwatched.failure, unwatched.starved_s) == ("timeout", 0.0)
 
 
+@pytest.mark.long  # beside other programs it is starved, too
 @pytest.mark.parametrize("parallel", ["ignored children", "threads"])
 def test_crowding_oneself_out_unseen_is_not_starvation(box: Box, parallel: str) -> None:
     """More short children than CPUs, whose parent waits for a CPU meanwhile, and whose own time no process's account has."""
@@ -111,6 +112,54 @@ def test_starvation_is_what_is_missing_to_one_cpu_while_a_thread_waits(monkeypat
     assert look(1.0, a=(200, 1700)) == 0.8
     burst = {f"t{number}": (1, 25) for number in range(50)}
     assert look(1.0, **burst) == 0.025, "fifty that wake at once and run for a millisecond each, on two CPUs"
+
+
+def test_cpu_time_is_that_of_the_living_as_it_grows_and_of_the_ended_as_far_as_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Processes (parent, start, own ticks, ticks of children that were waited for, nanoseconds run) before each look."""
+    now: dict[str, tuple[int, int, int, int, int]] = {}
+    newest = [1]
+
+    def opened(path: str, _: str) -> io.BytesIO:
+        _, _, pid, kind = path.split("/")
+        parent, start, own, children, ran_ns = now[pid]
+        if kind == "schedstat":
+            return io.BytesIO(b"%d 0 1" % ran_ns)
+        # From the state on: 1 parent, 11 and 12 own, 13 and 14 children's, 17 threads, 19 start, 21 pages.
+        fields = ["R", parent, *[0] * 9, own, 0, children, 0, 0, 0, 1, 0, start, 0, 3]
+        return io.BytesIO(f"{pid} (a) b) {' '.join(map(str, fields))} 0".encode())
+
+    monkeypatch.setattr(watch, "_TICKS", 100)
+    monkeypatch.setattr(watch, "_PAGE", 4096)
+    monkeypatch.setattr(watch, "_pids", lambda: list(now))
+    monkeypatch.setattr(watch, "_last_pid", lambda: newest[0])
+    monkeypatch.setattr(watch, "open", opened, raising=False)
+    usage = watch.Usage()
+
+    def look(
+        last_pid: int, reaped: dict[str, float] | None = None, **processes: tuple[int, int, int, int, int]
+    ) -> float:
+        before = usage.seconds
+        now.clear()
+        now.update({name[1:]: one for name, one in processes.items()})
+        newest[0] = last_pid
+        assert usage.look(reaped or {}) == 3 * 4096 * len(processes)
+        return round(usage.seconds - before, 6)
+
+    ms = 10**6
+    assert look(2, p2=(1, 5, 0, 0, 4 * ms)) == 0.004, "in nanoseconds while it is young"
+    assert not usage.hidden
+    assert look(3, p2=(1, 5, 20, 0, 0), p3=(2, 6, 0, 0, 7 * ms)) == 0.203, "in ticks from a tenth of a second on"
+    assert look(3, p2=(1, 5, 20, 0, 0)) == 0.0, "an ignored child ended: what was seen of it stays"
+    assert usage.hidden
+    assert look(4, p2=(1, 5, 20, 0, 0), p4=(2, 7, 0, 0, 30 * ms)) == 0.03
+    assert not usage.hidden
+    assert look(4, p2=(1, 5, 20, 5, 0)) == 0.02, "its parent waited for it: 50 ms, of which 30 were seen"
+    assert look(9, p2=(1, 5, 20, 5, 0)) == 0.0
+    assert usage.hidden, "some came and went"
+    assert look(9, p2=(1, 8, 0, 0, 2 * ms)) == 0.002, "another process of the same number"
+    assert look(9, reaped={"2": 0.5}) == 0.498, "the agent waited for it: half a second, of which 2 ms were seen"
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="all else runs on the CPU that is crowded")
