@@ -130,7 +130,6 @@ def check_environment(named: Path, tokenizer_of: Path | None) -> Iterator[str]:
             mistakes.append(str(error))
     if settings.tools is not None and any(":" in name for name in settings.tools.use):
         yield "             the prompt below declares the tools of nmoe alone; yours are declared once they are imported"
-    if settings.tools is not None and any(":" in name for name in settings.tools.use):
         try:  # yours are not loaded, and a format that takes no tools refuses them when a run begins
             RENDERERS[settings.format](tokenizer, [_STAND_IN_TOOL], settings.reasoning_effort)
         except UserError as error:

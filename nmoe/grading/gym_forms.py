@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
 _TIME = r"\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?"
 _CLAIM = r"\w+ is an? \w+"
 _MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+"
@@ -19,17 +19,17 @@ _FORMS = {
     # No letter has two digits.
     "cryptarithm": r"(?!.*([A-Z])\s*=.*\1\s*=)[A-Z]\s*=\s*\d(?:\s*,\s*[A-Z]\s*=\s*\d)*",
     "fraction_simplification": r"(\$?)\s*(?:\d+\s*/\s*\d+|\\d?frac\{\d+\}\{\d+\})\s*\1",
-    "gsm_symbolic": r"[-+]?[\d,]*\.?\d+",
+    "gsm_symbolic": r"[-+]?[\d,]*(?:\d|\.\d+)",
     "kakurasu": r"[01\s,]+",
     # Nobody is two things.
     "knights_knaves": rf"(?!.*\b(\w+) is .*\b\1 is ){_CLAIM}(?:,? and {_CLAIM}|, {_CLAIM})*\.?",
     "polynomial_equations": rf"(?:{_NUMBER}(?:\s*,\s*{_NUMBER})*)?",
-    "quantum_lock": r"[A-Ca-c](?:\s*(?:→|->|,)?\s*[A-Ca-c])*",
+    "quantum_lock": r"[A-Ca-c](?:\s*(?:(?:→|->|,)\s*)?[A-Ca-c])*",
     "rush_hour": r"[A-Z][+-]\d+(?:[\s,]+[A-Z][+-]\d+)*",
     "sokoban": r"[UDLRudlr\s]+",
     "survo": r"[\d\s,]+",
     "time_intervals": rf"\d+(?: days?)?|{_TIME}|\d+ days?, {_TIME}",
-    "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
+    "tower_of_hanoi": rf"{_MOVE}(?:[^\S\n]*\n\s*{_MOVE})*",
 }
 _WHOLE = {name: re.compile(form) for name, form in _FORMS.items()}
 

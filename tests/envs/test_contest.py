@@ -17,6 +17,7 @@ from nmoe.errors import UserError
 CASES = [{"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"}]
 PROGRAM = Contest(("1 2\n", "3 4\n"), ("3\n", "7\n"))
 CALLS = Contest(([1, 2], [3, 4]), (3, 7), "add")
+LISTED = Contest(([1, 2], [3, 4]), ([3], [7]), "add", listed=True)
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
@@ -36,7 +37,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Contest]] = {
     ),
     "APPS, calls": (
         {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]})},
-        CALLS,
+        LISTED,
     ),
     "TACO, calls": (
         {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})},

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nmoe.envs.tasks.code_edit import _blocks, _changes
-from nmoe.grading.code.extract import code_of, fenced_blocks
+from nmoe.grading.code.extract import after, code_of, fenced_blocks
 
 # The same by a regular expression, which takes quadratic time.
 FENCE = re.compile(r"^(`{3,}|~{3,})[^\n`]*\n(.*?)^\1[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -55,3 +55,12 @@ def test_twice_the_answer_takes_twice_the_time(read: Callable[[str], object], li
 
     assert seconds(200_000) < 4 * seconds(100_000) + 0.02
     assert seconds(200_000) < 1.0
+
+
+def test_code_with_future_imports_runs_after_a_start() -> None:
+    program = after(
+        "from math import sqrt\nx = 4", '"""Doc."""\nfrom __future__ import annotations\ny: Unknown = sqrt(x)'
+    )
+    found: dict[str, object] = {}
+    exec(program, found)
+    assert (found["x"], found["y"]) == (4, 2.0)

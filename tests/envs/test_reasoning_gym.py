@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -214,7 +215,7 @@ def test_no_dataset_pays_for_junk_nor_for_its_gold_inside_junk() -> None:
 @pytest.mark.parametrize(
     ("dataset", "gold", "right", "wrong"),
     [
-        ("quantum_lock", "A → B → A", ["A → B → A", "a->b->a", "A,B,A"], ["A → B → A junk", "BANANA: A → B → A"]),
+        ("quantum_lock", "A → B → A", ["A → B → A", "a->b->a", "A,B,A", "A B  A", "ABA"], ["A → B → A junk", "BANANA: A → B → A"]),
         ("time_intervals", "67 days", ["67 days", "67"], ["67 junk", "67 bananas days"]),
         ("time_intervals", "3 days, 01:04", ["3 days, 01:04"], ["3 days, 01:04, or 9 days", "-3 days, 01:04"]),
         ("gsm_symbolic", "1288", ["1288", "1,288", "1288.0"], ["-1288", "1288 or 3", "3, 1288", "1.288"]),
@@ -230,6 +231,22 @@ def test_no_dataset_pays_for_junk_nor_for_its_gold_inside_junk() -> None:
 def test_the_form_of_a_whole_answer(dataset: str, gold: str, right: list[str], wrong: list[str]) -> None:
     assert [answer for answer in right if not has_form(dataset, answer, gold)] == []
     assert [answer for answer in wrong if has_form(dataset, answer, gold)] == []
+
+
+@pytest.mark.parametrize(
+    ("dataset", "answer"),
+    [
+        ("quantum_lock", "A" + "  B" * 400 + " !"),
+        ("advanced_geometry", "1" * 10_000 + "!"),
+        ("gsm_symbolic", "1" * 10_000 + "!"),
+        ("polynomial_equations", "1" * 10_000 + "!"),
+        ("tower_of_hanoi", "Move disk 1 from Peg 1 to Peg 2" + "\n" * 10_000 + "!"),
+    ],
+)
+def test_the_form_of_a_hostile_answer_takes_no_time(dataset: str, answer: str) -> None:
+    started = time.process_time()
+    assert not has_form(dataset, answer, "")
+    assert time.process_time() - started < 0.2
 
 
 @needs_package

@@ -165,7 +165,10 @@ def test_a_failure_has_its_name(judge: Judge) -> None:
         ("def order(a, b):\n    return sorted([a, b])", True),
         ("def order(a, b):\n    return min(a, b), max(a, b)", True),
         ("class Solution:\n    def order(self, a, b):\n        heap = [a, b]\n        return nsmallest(2, heap)", True),
+        ("from __future__ import annotations\ndef order(a: list[No], b):\n    return sorted([a, b])", True),
         ("def order(a, b):\n    return [a, b]", False),
+        ("from __future__ import annotations\ndef order(a, b):\n    return [a, b]", False),
+        ("x = 1\nfrom __future__ import annotations\ndef order(a, b):\n    return sorted([a, b])", False),
         ("def order(a, b):\n    return None", False),
         ("def order(a, b):\n    return [float(min(a, b)), True]", False),
         ("def order(a, b):\n    return {1, 3}", False),
@@ -178,6 +181,27 @@ def test_a_failure_has_its_name(judge: Judge) -> None:
 )
 def test_calls_of_a_function(judge: Judge, answer: str, right: bool) -> None:
     verdict = judge(answer, CALLS)
+    assert (verdict.outcome == "correct", verdict.outcome == "error") == (right, False), verdict
+
+
+@pytest.mark.parametrize(
+    ("tests", "answer", "right"),
+    [
+        ("listed", "def evens(xs):\n    return [x for x in xs if x % 2 == 0]", True),
+        ("listed", "def evens(xs):\n    return next(x for x in xs if x % 2 == 0)", True),
+        ("listed", "def evens(xs):\n    return xs", False),
+        ("listed", "def evens(xs):\n    return [[x for x in xs if x % 2 == 0]]", False),
+        ("plain", "def evens(xs):\n    return [x for x in xs if x % 2 == 0]", True),
+        ("plain", "def evens(xs):\n    return next(x for x in xs if x % 2 == 0)", False),
+    ],
+)
+def test_results_that_may_be_in_a_list_of_the_dataset(judge: Judge, tests: str, answer: str, right: bool) -> None:
+    """APPS has them in one, TACO has not; without a solution nothing tells [2] from 2."""
+    calls = [([[1, 2]], [2]), ([[3, 4, 5]], [4])]
+    listed = {"fn_name": "evens", "inputs": [given for given, _ in calls], "outputs": [wanted for _, wanted in calls]}
+    plain = [{"fn_name": "evens", "type": "function_call", "input": given, "output": wanted} for given, wanted in calls]
+    record = {"question": "Keep the even ones.", "tests": plain if tests == "plain" else listed}
+    verdict = judge(answer, record)
     assert (verdict.outcome == "correct", verdict.outcome == "error") == (right, False), verdict
 
 

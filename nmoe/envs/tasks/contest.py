@@ -21,23 +21,25 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nmoe.envs.tasks.records import Record
 from nmoe.errors import UserError
 
-FIELDS = (
+_LISTS = (
     "input_output",
     "tests",
     "public_test_cases",
     "private_test_cases",
+    "official_tests",
     "public_tests",
     "private_tests",
     "generated_tests",
-    "official_tests",
-    "verification_info",
-    "reward_model",
-    "reward_spec",
+)
+_TRUTHS = ("reward_model", "reward_spec")
+_TEST_FIELDS = (*_LISTS, "verification_info", *_TRUTHS)
+FIELDS = (
+    *_TEST_FIELDS,
     "metadata",
     "fn_name",
     "checker",
@@ -63,13 +65,15 @@ class Contest:
         Contest(inputs=("1 2\\n", "3 4\\n"), outputs=("3\\n", "7\\n"))
         Contest(inputs=([1, 2], [3, 4]), outputs=(3, 7), function="add")
 
-    `left_out` tests were too large.
+    `left_out` tests were too large. With `listed`, each output is a list of one, which is the result of the call or holds it:
+    `outputs=([3], [7])` is right for a function that returns 3 and 7, and for one that returns [3] and [7].
     """
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     function: str = ""
     left_out: int = 0
+    listed: bool = False
 
 
 def contest_of(record: Record) -> Contest:
@@ -84,8 +88,8 @@ def contest_of(record: Record) -> Contest:
             raise UserError(f"field {name!r}: the program reads or writes a file, not standard input and output")
     tests = list(_tests(record))
     if not tests:
-        raise UserError(f"no tests in any of the fields {', '.join(FIELDS[:9])}; the fields are {', '.join(record)}")
-    functions = {function for _, _, function in tests}
+        raise UserError(f"no tests in any of the fields {', '.join(_TEST_FIELDS)}; the fields are {', '.join(record)}")
+    functions = {test.function for test in tests}
     if len(functions) > 1:
         raise UserError(
             f"the tests are of several kinds: {', '.join(sorted(one or 'standard input' for one in functions))}"
@@ -94,25 +98,37 @@ def contest_of(record: Record) -> Contest:
     if function and not function.isidentifier():
         raise UserError(f"the tests call {function!r}, which is no name of a function")
     kept, room = [], MAX_BYTES
-    for given, wanted, _ in tests:
-        size = len(json.dumps((given, wanted)))
+    for test in tests:
+        size = len(json.dumps((test.given, test.wanted)))
         if size <= room:
-            kept.append((given, wanted))
+            kept.append(test)
             room -= size
     if not kept:
         raise UserError(f"no test has less than {MAX_BYTES >> 20} MB")
-    if not function and not any(wanted.strip() for _, wanted in kept):
+    if not function and not any(test.wanted.strip() for test in kept):
         raise UserError("the tests expect no output, so that they prove nothing")
-    return Contest(tuple(one for one, _ in kept), tuple(one for _, one in kept), function, len(tests) - len(kept))
+    return Contest(
+        tuple(test.given for test in kept),
+        tuple(test.wanted for test in kept),
+        function,
+        len(tests) - len(kept),
+        all(test.listed for test in tests),
+    )
 
 
-def _tests(record: Record) -> Iterator[tuple[Any, Any, str]]:
-    """Yields input, output and the name of the function, which is empty for a test by standard input."""
+class _Test(NamedTuple):
+    """Input, output, the name of the function, which is empty for a test by standard input, and whether the output may be in a
+    list that is not the function's."""
+
+    given: Any
+    wanted: Any
+    function: str = ""
+    listed: bool = False
+
+
+def _tests(record: Record) -> Iterator[_Test]:
     function = _function(record)
-    for name in ("input_output", "tests", "public_test_cases", "private_test_cases", "official_tests"):
-        if record.get(name):
-            yield from _read(name, _plain(name, record[name]), function)
-    for name in ("public_tests", "private_tests", "generated_tests"):
+    for name in _LISTS:
         if record.get(name):
             yield from _read(name, _plain(name, record[name]), function)
     if record.get("verification_info"):
@@ -123,23 +139,24 @@ def _tests(record: Record) -> Iterator[tuple[Any, Any, str]]:
         if found.get("language", "python") not in ("python", "python3"):
             raise UserError(f"field {name!r} is for {found['language']}; only Python is run here")
         yield from _read(name, found["test_cases"], function)
-    for name in ("reward_model", "reward_spec"):
+    for name in _TRUTHS:
         found = record.get(name)
         if isinstance(found, Mapping) and found.get("ground_truth"):
             yield from _read(f"{name}.ground_truth", _plain(f"{name}.ground_truth", found["ground_truth"]), function)
 
 
-def _read(field: str, found: Any, function: str) -> Iterator[tuple[Any, Any, str]]:
+def _read(field: str, found: Any, function: str) -> Iterator[_Test]:
     """Reads an object of parallel lists, or a list of objects."""
     if isinstance(found, Mapping):
         inputs, outputs = (found.get(f"{name}s", found.get(name)) for name in ("input", "output"))
         if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
             raise UserError(f"field {field!r} has no inputs and as many outputs")
         named = found.get("fn_name") or function
-        if named and all(isinstance(one, list) and len(one) == 1 for one in outputs):
-            outputs = [one[0] for one in outputs]  # APPS wraps each result of a call in a list
+        # APPS wraps each result of a call in a list, and its own checks take the result with the list and without.
+        listed = all(isinstance(one, list) and len(one) == 1 for one in outputs)
         for given, wanted in zip(inputs, outputs, strict=True):
-            yield _call(field, given, wanted, named) if named else _stdin(field, given, wanted)
+            test = _call(field, given, wanted, named) if named else _stdin(field, given, wanted)
+            yield test._replace(listed=bool(named) and listed)
     elif isinstance(found, Sequence) and not isinstance(found, str):
         for case in found:
             if not isinstance(case, Mapping) or "input" not in case or "output" not in case:
@@ -162,7 +179,7 @@ def _read(field: str, found: Any, function: str) -> Iterator[tuple[Any, Any, str
         raise UserError(f"field {field!r} holds {type(found).__name__}, not tests")
 
 
-def _stdin(field: str, given: Any, wanted: Any) -> tuple[str, str, str]:
+def _stdin(field: str, given: Any, wanted: Any) -> _Test:
     texts = []
     for value in (given, wanted):
         if isinstance(value, list) and all(isinstance(line, str) for line in value):
@@ -174,10 +191,10 @@ def _stdin(field: str, given: Any, wanted: Any) -> tuple[str, str, str]:
         except UnicodeEncodeError:
             raise UserError(f"field {field!r}: a text with a lone surrogate, which no program can be given") from None
         texts.append(value)
-    return texts[0], texts[1], ""
+    return _Test(texts[0], texts[1])
 
 
-def _call(field: str, given: Any, wanted: Any, function: str) -> tuple[list[Any], Any, str]:
+def _call(field: str, given: Any, wanted: Any, function: str) -> _Test:
     """Reads a call: a list of arguments, or texts of JSON with an argument in each line (LiveCodeBench)."""
     if isinstance(given, str):
         try:
@@ -187,7 +204,7 @@ def _call(field: str, given: Any, wanted: Any, function: str) -> tuple[list[Any]
             raise UserError(f"field {field!r}: the call of {function} is no JSON: {error}") from None
     if not isinstance(given, list):
         raise UserError(f"field {field!r}: the arguments of {function} are {type(given).__name__}, not a list")
-    return given, wanted, function
+    return _Test(given, wanted, function)
 
 
 def _function(record: Record) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nmoe.envs.tasks.records import Record, text
 from nmoe.envs.tasks.solution import SolutionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import definitions, methods
+from nmoe.grading.code.extract import after, definitions, methods
 from nmoe.grading.code.verify import Tests
 from nmoe.types import Metadata, Problem
 
@@ -42,4 +42,4 @@ class HumanEvalTask(SolutionTask):
         """Joins the prompt's imports and helpers with the answer, which is the whole function or the rest of the prompt's."""
         prompt = str(problem.metadata["prompt"])
         whole = str(problem.metadata["entry_point"]) in definitions(code)
-        return f"{prompt}{_BODY}\n{code}" if whole else prompt + code
+        return after(f"{prompt}{_BODY}", code) if whole else prompt + code

@@ -11,7 +11,7 @@ from nmoe.envs.tasks.contest import FIELDS, Contest, contest_of, memory_mb_of, s
 from nmoe.envs.tasks.records import Record, text
 from nmoe.envs.tasks.solution import SolutionTask
 from nmoe.errors import UserError
-from nmoe.grading.code.extract import code_of, definitions
+from nmoe.grading.code.extract import after, code_of, definitions
 from nmoe.grading.code.program import Case, ProgramLimits, verify_program
 from nmoe.grading.code.verify import Tests
 from nmoe.sandbox.api import OpensSandboxes
@@ -54,6 +54,8 @@ def _same(x, y, tolerance):
     if tolerance and type(x) in (int, float) and type(y) in (int, float):
         return abs(x - y) <= tolerance * max(1.0, abs(y))
     return (type(x) is bool) == (type(y) is bool) and x == y
+def _is_one_of(x, wanted, tolerance):
+    return any(_same(x, _plain(one), tolerance) for one in wanted)
 nan, inf = float("nan"), float("inf")
 """
 
@@ -83,6 +85,8 @@ class ProgramTask(SolutionTask):
             "seconds": min(_MOST_S, max(_LEAST_S, _SLOWER * (seconds or 0.0))),
             "memory_mb": int(min(_MOST_MB, max(_LEAST_MB, memory or 0.0))),
         }
+        if contest.listed:
+            metadata["listed"] = 1
         if tolerance is not None:
             metadata["tolerance"] = tolerance
         if isinstance(record.get("difficulty"), str | int):
@@ -116,20 +120,25 @@ class ProgramTask(SolutionTask):
         of_class = "Solution" in definitions(code)
         called = f"Solution().{contest.function}" if of_class else contest.function
         asserts = [
-            f"assert _same(_plain({called}(*{given!r})), _plain({wanted!r}), {tolerance!r})"
-            for given, wanted in zip(contest.inputs, contest.outputs, strict=True)
+            f"assert _is_one_of(_plain({called}(*{given!r})), {right!r}, {tolerance!r})"
+            for given, right in zip(contest.inputs, _right_results(contest), strict=True)
         ]
         name = "Solution" if of_class else contest.function
         return Tests("asserts", tuple(asserts), setup=_SAME, names=(name,), methods=(contest.function,))
 
     def program(self, problem: Problem, code: str) -> str:
-        return _IMPORTS + code
+        return after(_IMPORTS, code)
+
+
+def _right_results(contest: Contest) -> list[list[Any]]:
+    """The results that are right for each call."""
+    return [[wanted, *wanted] if contest.listed else [wanted] for wanted in contest.outputs]
 
 
 def _contest(problem: Problem) -> Contest:
     known = problem.metadata
     inputs, outputs = (tuple(json.loads(str(known[name]))) for name in ("inputs", "outputs"))
-    return Contest(inputs, outputs, str(known["function"]))
+    return Contest(inputs, outputs, str(known["function"]), listed="listed" in known)
 
 
 def _question(record: Record) -> str:

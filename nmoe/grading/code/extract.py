@@ -55,6 +55,11 @@ def definitions(code: str) -> tuple[str, ...]:
     return tuple(node.name for node in tree.body if isinstance(node, kinds))
 
 
+def after(start: str, code: str) -> str:
+    """A program that runs `start` and then `code` in the same module. The code may begin with `from __future__ import`."""
+    return f"{start}\nexec(compile({code!r}, 'solution.py', 'exec'), globals())\n"
+
+
 def names_read(code: str) -> set[str]:
     """The names that code reads. Raises SyntaxError if it is not valid Python."""
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
