@@ -19,6 +19,19 @@ _FACTOR = re.compile(r"\bfactor(?:[^a-z]|i[sz]|ed|ing|$)", re.IGNORECASE)
 _EXPAND = re.compile(r"\bexpand|multiply out|without (?:brackets|parentheses)", re.IGNORECASE)
 _SIMPLIFY = re.compile(r"\bsimplif|\bsimplest|\bradical form", re.IGNORECASE)
 _RATIONALIZE = re.compile(r"\brationali[sz]", re.IGNORECASE)
+# A question that has a number and asks for another form of it.
+_CONVERT = re.compile(
+    r"\b(?:as|in|into|to)\s+(?:(?:an?|its|the)\s+)?(?:[a-z]+\s+){0,3}?"
+    r"(?:decimals?|fractions?|percent|percentage|mixed|scientific|standard form|lowest terms|simplest)\b"
+    r"|\bdecimal (?:form|expansion|representation|equivalent|value)|\bfraction(?:al)? (?:form|equal|equivalent|that equals)"
+    r"|\bequivalent (?:fraction|decimal|percent)|\bwhat percent|\bsimplif|\bsimplest|\breduce\b|\bconvert|\brewrite",
+    re.IGNORECASE,
+)
+# What it asks for is the value of the expression at its end: "Compute 1/8."
+_VALUE_OF = re.compile(
+    r"(?:.*\b(?:what(?:'s| is)|compute|evaluate|calculate|find|determine|work out|value of)\b|[^A-Za-z]*(?=[\\$0-9]))(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
 _LITERAL = re.compile(r"(?<![0-9.,])[0-9]*\.[0-9]+(?![0-9])|(?<![0-9.,])[0-9]+(?:\.[0-9]+)?(?=\\?%)")
 _EQUATION_WORDS = re.compile(
     r"equation|\bline|asymptote|\baxis|directrix|tangent|locus|curve|circle|graph|plane", re.IGNORECASE
@@ -28,6 +41,7 @@ _WORDS = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sqrt|pi|" + "|".join(FUNCTIONS) + r")(?![A-Za-z]))"
     r"[A-Za-z]{2,}(?![A-Za-z])|\$+|\\[()\[\]]|[.?!;:,](?=\s|$|\$|\\)|\\(?:text|begin|end|left|right)\b|&|\\\\"
 )
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _RELATION = re.compile(r"<=|>=|[=<>]|\\(?:leq?|geq?|neq?|leqslant|geqslant|lt|gt|equiv|approx)(?![A-Za-z])")
 _MAX_QUESTION_CHARS = 20_000
 
@@ -38,10 +52,18 @@ def wants_equation(question: str) -> bool:
 
 
 def repeats(question: str, answer: str, gold: str) -> bool:
-    """Whether an answer, a scalar in normalised text, is an expression of the question that differs from the gold."""
+    """Whether an answer, a scalar in normalised text, is an expression of the question that differs from the gold.
+
+    A number in simplest form repeats the question only where that asks for another form of it, or for its value alone.
+    """
     number = read_number(answer)
-    if number is not None and not _expressions(question) and not _literals(question):
-        return False
+    if number is not None:
+        if number.simplest and not _asks_form(question, answer):
+            return False  # a number of the question may be the answer: the probability of tails is that of heads
+        if "\\" in answer and answer != gold and _squeezed(answer) in _squeezed(question):
+            return True
+        if not _expressions(question) and not _literals(question):
+            return False
     written = shape(answer)
     if written is None:
         return len(answer) > 2 and _squeezed(answer) in _squeezed(question)
@@ -57,6 +79,16 @@ def repeats(question: str, answer: str, gold: str) -> bool:
     if _squeezed(answer) in _squeezed(question):
         return True
     return wanted is not None and folded(written) != folded(wanted) and folded(written) in _folded_expressions(question)
+
+
+def _asks_form(question: str, number: str) -> bool:
+    """Whether a question asks for another form of its numbers, or for the value of this one alone."""
+    if _CONVERT.search(question):
+        return True
+    asked = _VALUE_OF.fullmatch(question)
+    if asked is None or _PROSE.search(asked[1]):
+        return False
+    return [shape(one) or one for one in _formulas(asked[1])] == [shape(number) or number]
 
 
 def is_as_asked(question: str, answer: str, gold: str) -> bool:
